@@ -1,0 +1,109 @@
+"""What an engine runs on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import device as Device
+
+from .spec import NOT_IN_KEY
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine and software that an artifact depends on.
+
+    A change of `driver` asks for verification, not for a rebuild.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        cpu: vector instruction set that compiled CPU code may use, e.g. "AVX512".
+        threads: CPU threads that compiled CPU code is laid out for; 0 on a GPU.
+        versions: further packages that shape the artifact, e.g. {"triton": "3.6.0"}.
+    """
+
+    device: str
+    os: str
+    machine: str
+    torch: str
+    cpu: str | None = None
+    threads: int = 0
+    gpu: str | None = None
+    compute_capability: str | None = None
+    cuda: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    driver: str | None = field(default=None, metadata=NOT_IN_KEY)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", MappingProxyType(dict(sorted(self.versions.items()))))
+
+    @classmethod
+    def current(cls, device: Device | str = "cpu", packages: tuple[str, ...] = ()) -> Environment:
+        """Look at this machine.
+
+        Args:
+            device: where the engine is to run; a CUDA index picks the card.
+            packages: distributions whose versions matter to the backend; the missing ones are left out.
+        """
+        device = torch.device(device)
+        versions = {name: found for name in packages if (found := _version(name)) is not None}
+        common = {
+            "os": platform.system(),
+            "machine": platform.machine(),
+            "torch": str(torch.__version__),
+            "versions": versions,
+        }
+        if device.type != "cuda":
+            return cls(
+                device=device.type,
+                cpu=torch.backends.cpu.get_cpu_capability(),
+                threads=torch.get_num_threads(),
+                **common,  # type: ignore[arg-type]
+            )
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(
+            device="cuda",
+            gpu=torch.cuda.get_device_name(device),
+            compute_capability=f"{major}.{minor}",
+            cuda=torch.version.cuda or f"hip {torch.version.hip}",
+            driver=_driver_version(),
+            **common,  # type: ignore[arg-type]
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _driver_version() -> str | None:
+    """The NVIDIA driver's version: from the kernel module on Linux, else from nvidia-smi; None when neither tells."""
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+    except OSError:
+        return _ask_nvidia_smi()
+
+
+def _ask_nvidia_smi() -> str | None:
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    flags = getattr(subprocess, "CREATE_NO_WINDOW", 0) if os.name == "nt" else 0
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, creationflags=flags, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = found.stdout.split()
+    return lines[0] if lines else None

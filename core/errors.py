@@ -1,0 +1,57 @@
+"""Every error Slipstream raises on purpose.
+
+    SlipstreamError
+    ├── BackendUnavailable   this machine lacks what a backend needs
+    ├── UnsupportedModel     a model, patch or dtype that no engine can honour
+    ├── BuildFailed          a build ended without an engine
+    │   ├── BuildCancelled   ... because somebody asked for it
+    │   └── BuildDied        ... because its process was killed or ran out of time; the next try may work
+    ├── ShapeOutsideProfile  inputs that an engine was not built for
+    ├── IncompatibleEngine   an artifact made for another machine, version or set of weights
+    ├── CorruptEngine        files that differ from what their manifest says
+    └── StoreError           the engine store cannot be read or written
+
+A message says what happened, on what, and what to do next; it is shown to users as it stands.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that Slipstream raises on purpose."""
+
+
+class BackendUnavailable(SlipstreamError):
+    """This machine lacks something that the backend needs."""
+
+
+class UnsupportedModel(SlipstreamError):
+    """The model, one of its patches, or a dtype cannot be honoured by an engine."""
+
+
+class BuildFailed(SlipstreamError):
+    """A build ended without an engine. Nothing of it was kept."""
+
+
+class BuildCancelled(BuildFailed):
+    """A build was cancelled. Nothing of it was kept."""
+
+
+class BuildDied(BuildFailed):
+    """The build's process was killed, or ran out of time: the next try may work. Nothing of it was kept."""
+
+
+class ShapeOutsideProfile(SlipstreamError):
+    """Inputs differ in name, shape, dtype, stride or device from what the engine was built for."""
+
+
+class IncompatibleEngine(SlipstreamError):
+    """An artifact was made for another machine, another version or other weights."""
+
+
+class CorruptEngine(SlipstreamError):
+    """Files of an engine differ from what their manifest says."""
+
+
+class StoreError(SlipstreamError):
+    """The engine store cannot be read or written: no space, no permission, or a lock that never came free."""

@@ -1,0 +1,185 @@
+"""The seams between rooms: what a host hands over, what a backend does, what an engine offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .environment import Environment
+from .progress import ProgressCallback
+from .shapes import ShapeProfile
+from .spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """What a build needs, as files in `directory`: all that the worker process is given."""
+
+    backend: str
+    directory: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a build made: `files` (names inside `directory`) and facts about them that go into the manifest."""
+
+    directory: Path
+    files: tuple[str, ...]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A loaded artifact. Not thread-safe: one owner at a time."""
+
+    @property
+    def profile(self) -> ShapeProfile: ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that the engine holds itself, weights that the host supplied not counted."""
+        ...
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        """Run once. The outputs are fresh tensors.
+
+        Raises:
+            ShapeOutsideProfile: names, shapes, dtypes, strides or device differ from what it was built for.
+            IncompatibleEngine: no weights have been supplied.
+        """
+        ...
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Compute with `weights` (state-dict names) from now on; they are kept alive, and not copied where possible.
+
+        Raises:
+            IncompatibleEngine: a name is missing, or a shape, stride or dtype differs.
+        """
+        ...
+
+    def release_weights(self) -> None:
+        """Let go of the supplied weights; calls fail until `update_weights`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A way to make engines. It never sees the cache."""
+
+    name: str
+
+    def environment(self, device: torch.device) -> Environment: ...
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        """The options that shape an artifact of this kind; all of them enter the key."""
+        ...
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        """What this machine lacks to load an artifact, and how to get it; None when nothing does."""
+        ...
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        """What this machine lacks to build one; None when nothing does."""
+        ...
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        """Why this backend cannot build `spec`; None when it can."""
+        ...
+
+    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
+        """Write what the worker needs into `directory`; runs in the host's process.
+
+        Args:
+            module: takes the inputs as keywords in the order of `example` and returns a tuple of tensors; its
+                numbers mean nothing (see `skeleton.hollow`).
+            example: one tensor an input, at the profile's tuned shapes.
+        """
+        ...
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        """Make the artifact inside `job.directory`; runs in the worker process."""
+        ...
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
+        """Load an artifact. It computes once `update_weights` has been called.
+
+        Args:
+            outputs: names of the program's results, in order.
+
+        Raises:
+            IncompatibleEngine: the artifact does not fit this machine.
+        """
+        ...
+
+
+class Architecture(Protocol):
+    """What a model computes, without its numbers. Light: may outlive the model, e.g. in the build queue."""
+
+    role: Role
+    outputs: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Its `weights` are left out."""
+        ...
+
+    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        """The model for export: takes the inputs as keywords, returns a tuple of tensors; its numbers mean nothing.
+
+        Raises:
+            UnsupportedModel: this architecture cannot be built apart from its host's module.
+        """
+        ...
+
+    def random_inputs(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        seed: int,
+    ) -> Tensors:
+        """Fresh inputs as a sampler would give them: noise, timesteps, text-like context."""
+        ...
+
+
+class ModelSource(Protocol):
+    """One live model of a host, in the words of the runtime. Used inside a run, never kept after it."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def precision(self) -> Precision:
+        """What the host itself computes in."""
+        ...
+
+    def weights_digest(self) -> str:
+        """Digest of the unpatched weights; remembered, since the first call may read gigabytes."""
+        ...
+
+    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+        """The numbers as they are to be used now, LoRA included, in the names of the skeleton.
+
+        Raises:
+            UnsupportedModel: they cannot be had in this dtype on this device, e.g. for lack of memory.
+        """
+        ...
+
+    def eager(self, inputs: Tensors) -> Tensors:
+        """The host's own module, in its own precision."""
+        ...
+
+    def reference(self, inputs: Tensors) -> Tensors:
+        """The host's own module in fp32, with the weights it uses now."""
+        ...

@@ -1,0 +1,96 @@
+"""What engine is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from .shapes import ShapeProfile
+
+NOT_IN_KEY = {"in_key": False}
+"""Metadata of a dataclass field that does not enter an `EngineKey`."""
+
+
+class Role(str, Enum):
+    """Which part of a diffusion model an engine stands for."""
+
+    UNET = "unet"
+    CONTROLNET = "controlnet"
+    VAE_ENCODE = "vae_encode"
+    VAE_DECODE = "vae_decode"
+
+
+class Precision(str, Enum):
+    """The dtype that an engine computes in."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class Optimize(str, Enum):
+    """How much build time to spend on speed."""
+
+    FAST_BUILD = "fast build"
+    BALANCED = "balanced"
+    MAX = "max"
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Which model: its architecture (what the code computes) and its weights (with which numbers).
+
+    Attributes:
+        architecture: digest of class, config, parameter names and shapes, the forward code's source and the
+            version of Slipstream's build recipe.
+        architecture_name: for people, e.g. "SD15"; no part of any key.
+        weights: digest of the unpatched tensors' bytes; None until somebody needs it. It enters a key only where
+            the artifact contains the weights.
+        lora: how LoRA reaches the engine: "live" (weights are supplied at load).
+    """
+
+    architecture: str
+    architecture_name: str = field(default="", metadata=NOT_IN_KEY)
+    weights: str | None = field(default=None, metadata=NOT_IN_KEY)
+    lora: str = "live"
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """A backend's name and the options that shape what it builds. Every option enters the key."""
+
+    name: str
+    options: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    contains_weights: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine that is wanted.
+
+    Attributes:
+        dtypes: input name -> dtype name such as "float16".
+        output_dtype: dtype name of every output.
+    """
+
+    role: Role
+    fingerprint: ModelFingerprint
+    profile: ShapeProfile
+    dtypes: Mapping[str, str]
+    output_dtype: str
+    precision: Precision
+    optimize: Optimize
+    backend: BackendConfig
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))
+
+    def describe(self) -> str:
+        """One line for people: model, role, precision and shapes."""
+        name = self.fingerprint.architecture_name or self.fingerprint.architecture[:8]
+        return f"{name} {self.role.value} {self.precision.value} ({self.profile})"
