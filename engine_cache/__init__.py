@@ -1,0 +1,32 @@
+"""Engines on disk: what one is (key), what is known about it (manifest), and where it lies (store)."""
+
+from .entry import Entry, Hold
+from .files import identity as file_identity
+from .key import EngineKey, canonical, canonical_json, digest_of
+from .locks import WaitCallback
+from .manifest import BuildRecord, FileRecord, Manifest, Verification
+from .memo import WeightsMemo
+from .store import DEFAULT_LIMIT_BYTES, EngineStore
+from .weights import digest_module_file, digest_tensors
+from .wording import describe_differences
+
+__all__ = [
+    "DEFAULT_LIMIT_BYTES",
+    "BuildRecord",
+    "EngineKey",
+    "EngineStore",
+    "Entry",
+    "FileRecord",
+    "Hold",
+    "Manifest",
+    "Verification",
+    "WaitCallback",
+    "WeightsMemo",
+    "canonical",
+    "canonical_json",
+    "describe_differences",
+    "digest_module_file",
+    "digest_of",
+    "digest_tensors",
+    "file_identity",
+]

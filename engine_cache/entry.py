@@ -1,0 +1,176 @@
+"""One engine in the store."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import CorruptEngine, SlipstreamError, StoreError
+from ..core.protocols import Artifact
+from .files import Identity, identity, sha256_of, store_errors
+from .locks import Claim
+from .manifest import MANIFEST_NAME, Manifest
+
+if TYPE_CHECKING:
+    from .store import EngineStore
+
+LAST_USED_NAME = ".last_used"
+
+_verified: dict[Path, tuple[str, Identity]] = {}
+"""Files whose content this process has checked: path -> digest and identity at that time."""
+_verified_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An engine's folder and its manifest, as they were when looked up."""
+
+    directory: Path
+    manifest: Manifest
+    _store: EngineStore = field(repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def factors(self) -> Mapping[str, Any]:
+        return self.manifest.factors
+
+    @property
+    def bytes(self) -> int:
+        """Size of the engine's files on disk."""
+        return self.manifest.bytes
+
+    @property
+    def last_used(self) -> float:
+        """POSIX time of the last use, or of its creation."""
+        for name in (LAST_USED_NAME, MANIFEST_NAME):
+            try:
+                return (self.directory / name).stat().st_mtime
+            except OSError:
+                continue
+        return 0.0
+
+    @property
+    def artifact(self) -> Artifact:
+        """What a backend loads."""
+        return Artifact(self.directory, tuple(self.manifest.files), self.manifest.details)
+
+    def path(self, name: str) -> Path:
+        """Where the file `name` of the engine lies.
+
+        Raises:
+            KeyError: the manifest knows no such file.
+        """
+        if name not in self.manifest.files:
+            raise KeyError(f"the engine {self.digest[:12]} has no file {name!r}, only {sorted(self.manifest.files)}")
+        return self.directory / name
+
+    def verify_files(self, again: bool = False) -> None:
+        """Compare every file with its sha256, once in a process; needed before the engine is first used.
+
+        Args:
+            again: also those that were found good before.
+
+        Raises:
+            CorruptEngine: a file differs; the entry has been set aside, and the engine can be built again.
+            StoreError: the entry has been removed, or this user may not read it.
+        """
+        try:
+            for name in self.manifest.files:
+                self._verify_file(name, again)
+        except CorruptEngine as error:
+            self._store.set_aside(self, str(error))
+            raise
+
+    def hold(self) -> Hold:
+        """Keep the entry from being pruned or deleted until the handle is released, also by other processes.
+
+        Raises:
+            StoreError: it is already gone.
+        """
+        return self._store.hold(self)
+
+    def check_sizes(self) -> None:
+        """A cheap look at every file, without reading it.
+
+        Raises:
+            CorruptEngine: one is missing, is a link or has another size.
+            StoreError: the entry has been removed.
+        """
+        for name, record in self.manifest.files.items():
+            try:
+                found = (self.directory / name).lstat()
+            except FileNotFoundError:
+                raise self._missing(name) from None
+            if not stat.S_ISREG(found.st_mode):  # a link would lead out of the folder
+                raise CorruptEngine(self._complaint(name, "is not a plain file"))
+            if found.st_size != record.bytes:
+                fault = f"has {found.st_size} bytes instead of {record.bytes}"
+                raise CorruptEngine(self._complaint(name, fault))
+
+    def _verify_file(self, name: str, again: bool) -> None:
+        path, expected = self.directory / name, self.manifest.files[name].sha256
+        try:
+            with store_errors(f"Checking {name} of the engine {self.digest[:12]}", self.directory):
+                before = identity(path)
+                with _verified_lock:
+                    if not again and _verified.get(path) == (expected, before):
+                        return
+                found = sha256_of(path)
+                unchanged = identity(path) == before
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise self._missing(name) from None
+            raise
+        if found != expected or not unchanged:
+            raise CorruptEngine(self._complaint(name, "has another content than when it was stored"))
+        with _verified_lock:
+            _verified[path] = (expected, before)
+
+    def gone(self) -> StoreError:
+        """The error for an entry that another process has removed."""
+        return StoreError(
+            f"The engine {self.digest[:12]} ({self.manifest.label}) was removed from the store meanwhile. "
+            f"Queue again to build it anew."
+        )
+
+    def _missing(self, name: str) -> SlipstreamError:
+        whole = self.directory.is_dir()
+        return CorruptEngine(self._complaint(name, "is missing")) if whole else self.gone()
+
+    def _complaint(self, name: str, fault: str) -> str:
+        return (
+            f"The file {name} of the engine {self.digest[:12]} ({self.manifest.label}) {fault}. "
+            f"The engine is set aside; queue again to build it anew."
+        )
+
+
+class Hold:
+    """Keeps an entry from being removed. A context manager; `release` works from any thread, also twice."""
+
+    def __init__(self, claim: Claim | None) -> None:
+        self._claim = claim
+
+    @property
+    def protects(self) -> bool:
+        """False where the store is read-only, so that nobody can be told."""
+        return self._claim is not None
+
+    def release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,451 @@
+"""Engines on disk: atomic, locked across processes, checked, and bounded in size.
+
+    <root>/engines/<digest>/    manifest.json, the engine's files, .last_used
+    <root>/locks/               store.lock (short), <digest>.lock (held during a build)
+    <root>/in_use/              lock files of living processes: entries in use, folders in the making
+    <root>/tmp/                 folders in the making and folders on their way out
+    <root>/quarantine/          corrupt entries, each with a file that says why
+    <root>/memo/                remembered digests of checkpoint files
+
+An entry appears and disappears by one rename of its folder under the store's lock. Reading takes no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..core.errors import BuildFailed, CorruptEngine, IncompatibleEngine, StoreError
+from ..core.protocols import Artifact
+from .entry import LAST_USED_NAME, Entry, Hold
+from .files import (
+    copy_durably,
+    free_bytes,
+    no_space,
+    remove_tree,
+    replace,
+    replace_text,
+    store_errors,
+    sync_folder,
+    write_durably,
+)
+from .key import EngineKey, digest_of
+from .locks import WaitCallback, locked
+from .manifest import (
+    MANIFEST_NAME,
+    BuildRecord,
+    FileRecord,
+    Manifest,
+    Verification,
+    check_file_names,
+    is_digest,
+)
+from .workspace import Workspace
+
+DEFAULT_LIMIT_BYTES = 20 * 2**30
+
+Entries = list[Entry]  # in the class below, `list` is a method
+Digests = list[str]
+
+log = logging.getLogger(__name__)
+
+
+class EngineStore:
+    """A folder of engines that several processes share. Nothing is created before the first write."""
+
+    def __init__(self, root: Path | str, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+        self._space = Workspace(Path(root))
+        self.root = self._space.root
+        self.limit_bytes = limit_bytes
+        self._said: set[str] = set()
+
+    # Reading
+
+    def lookup(self, digest: str) -> Entry | None:
+        """The entry of `digest`, with its manifest and file sizes checked; None when there is no usable one.
+
+        A corrupt entry is set aside and a warning names the reason; it never raises for one bad entry. Call
+        `Entry.verify_files` before using the files.
+        """
+        try:
+            return self._read(digest)
+        except CorruptEngine as error:
+            return self._set_aside(digest, str(error))
+        except IncompatibleEngine as error:
+            self._warn_once(str(error))
+        except OSError as error:
+            self._warn_once(f"The engine {digest[:12]} in {self.root} cannot be read: {error}. It counts as absent.")
+        return None
+
+    def list(self) -> Entries:
+        """Every usable entry, the most recently used first."""
+        found = (self.lookup(digest) for digest in self._digests())
+        return sorted((entry for entry in found if entry), key=lambda entry: entry.last_used, reverse=True)
+
+    def find(self, prefix: str) -> Entries:
+        """Entries whose digest begins with `prefix`, for a person who types a few digits."""
+        return [entry for entry in self.list() if entry.digest.startswith(prefix)]
+
+    def size_bytes(self) -> int:
+        return sum(entry.bytes for entry in self.list())
+
+    def verify_all(self) -> dict[str, str | None]:
+        """Read all files again: digest -> what is wrong, or None. Corrupt entries are set aside."""
+        return {digest: self._why_bad(digest) for digest in self._digests()}
+
+    def _why_bad(self, digest: str) -> str | None:
+        try:
+            entry = self._read(digest)
+            if entry is not None:
+                entry.verify_files(again=True)
+        except CorruptEngine as error:
+            self._set_aside(digest, str(error))
+            return str(error)
+        except (IncompatibleEngine, StoreError, OSError) as error:
+            return str(error)
+        return None
+
+    def _digests(self) -> Digests:
+        try:
+            return sorted(path.name for path in self._space.engines.iterdir() if is_digest(path.name))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self._warn_once(f"The engine store {self.root} cannot be read: {error}. It counts as empty.")
+            return []
+
+    def _read(self, digest: str) -> Entry | None:
+        """Like `lookup`, but raises what it finds wrong."""
+        directory = self._directory(digest)
+        try:
+            text = (directory / MANIFEST_NAME).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            if directory.is_dir():
+                raise CorruptEngine(f"The engine {digest[:12]} in {self.root} has no manifest.") from None
+            return None
+        manifest = Manifest.from_json(text, f"The manifest of the engine {digest[:12]} in {self.root}")
+        if not _belongs(manifest, digest) or directory.is_symlink():
+            raise CorruptEngine(f"The folder of the engine {digest[:12]} in {self.root} holds another engine.")
+        entry = Entry(directory, manifest, self)
+        try:
+            entry.check_sizes()
+        except StoreError:  # removed by another process while we looked
+            return None
+        return entry
+
+    def _directory(self, digest: str) -> Path:
+        if not is_digest(digest):
+            raise ValueError(f"{digest!r} is no engine digest: it takes 64 hex digits")
+        return self._space.engines / digest
+
+    # Writing
+
+    @contextlib.contextmanager
+    def reserve(self, digest: str, timeout: float | None = None, wait: WaitCallback | None = None) -> Iterator[bool]:
+        """Be the only process that builds `digest` during the block. Look up again inside, before building.
+
+        Args:
+            timeout: seconds to wait for another process; None waits as long as it builds.
+            wait: called several times a second while waiting, with the seconds so far; raise to give up.
+
+        Yields:
+            Whether another process had to be waited for.
+
+        Raises:
+            StoreError: not free within `timeout`, or the store cannot be written.
+        """
+        path = self._space.locks / f"{self._directory(digest).name}.lock"
+        with contextlib.ExitStack() as stack:
+            with store_errors(f"Reserving the engine {digest[:12]}", self.root):
+                self._space.create()
+                what = f"Another process is building the engine {digest[:12]}"
+                waited = stack.enter_context(locked(path, what, timeout, wait, poll=0.1))
+            yield waited
+
+    def scratch(self, subject: str) -> AbstractContextManager[Path]:
+        """A folder on the store's disk for work in progress: gone after the block, cleaned up after a crash.
+
+        Args:
+            subject: part of its name, a plain word.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        return self._space.scratch(subject)
+
+    def put(
+        self,
+        key: EngineKey,
+        artifact: Artifact,
+        *,
+        label: str,
+        build: BuildRecord,
+        details: Mapping[str, Any] | None = None,
+        verifications: Mapping[str, Verification] | None = None,
+    ) -> Entry:
+        """Copy an artifact into the store, whole or not at all, then prune to the limit.
+
+        Where another process stored the same engine first, its entry stays and is returned.
+
+        Args:
+            details: facts to add to the artifact's own.
+            verifications: weights digest -> comparison with the eager module.
+
+        Raises:
+            StoreError: no space or no permission; nothing was kept.
+            BuildFailed: the artifact names files that are not there or may not be stored.
+        """
+        needed = _artifact_bytes(key, artifact)
+        action = f"Storing the engine {key.short}"
+        self.clean()
+        with self.scratch(key.short) as folder:
+            if free_bytes(folder) < needed:
+                raise no_space(action, self.root, needed)
+            with store_errors(action, self.root, needed):
+                files = {name: copy_durably(artifact.directory / name, folder / name) for name in artifact.files}
+                facts = {**artifact.details, **(details or {})}
+                manifest = _manifest(key, files, facts, label, build, verifications or {})
+                write_durably(folder / MANIFEST_NAME, manifest.to_json())
+                sync_folder(folder)
+            with self._space.writing(action, needed):
+                entry = self._publish(folder, key.digest)
+        self._prune_after(entry)
+        return entry
+
+    def record_verification(self, entry: Entry, weights_digest: str, result: Verification) -> Entry:
+        """Write a verification into the manifest.
+
+        Raises:
+            StoreError: the entry is gone, or the store cannot be written.
+        """
+        with self._space.writing(f"Recording the verification of the engine {entry.digest[:12]}"):
+            current = self._read_if_sound(entry.digest)
+            if current is None:
+                raise entry.gone()
+            manifest = current.manifest.with_verification(weights_digest, result)
+            replace_text(current.directory / MANIFEST_NAME, manifest.to_json(), self._space.tmp)
+            return Entry(current.directory, manifest, self)
+
+    def touch(self, entry: Entry) -> None:
+        """Note that the entry was used now. A store that cannot be written is left as it is."""
+        with contextlib.suppress(OSError):
+            (entry.directory / LAST_USED_NAME).touch()
+
+    def hold(self, entry: Entry) -> Hold:
+        """See `Entry.hold`. It counts as a use."""
+        claim = None
+        try:
+            with self._space.writing(f"Holding the engine {entry.digest[:12]}"):
+                if entry.directory.is_dir():
+                    claim = self._space.claims.take(entry.digest)
+        except StoreError as error:
+            # A read-only store or a full disk must not keep an engine from running.
+            log.debug("The engine %s is used without a lock: %s", entry.digest[:12], error)
+        if not entry.directory.is_dir():
+            raise entry.gone()
+        self.touch(entry)
+        return Hold(claim)
+
+    # Removing
+
+    def delete(self, digest: str, force: bool = False) -> bool:
+        """Remove an entry, readable or not.
+
+        Args:
+            force: also when it is in use; a process that has it loaded keeps it until it ends.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            StoreError: it is in use, or the store cannot be written.
+        """
+        directory = self._directory(digest)
+        if not os.path.lexists(directory):
+            return False
+        with self._space.writing(f"Deleting the engine {digest[:12]}"):
+            if not force and self._is_used(digest):
+                raise StoreError(
+                    f"The engine {digest[:12]} is in use, so it was not deleted: close the ComfyUI that "
+                    f"has it loaded (or unload its model there) and try again."
+                )
+            trash = self._space.discard(directory)
+        remove_tree(trash)
+        return True
+
+    def prune(
+        self, limit_bytes: int | None = None, older_than: timedelta | None = None, keep: Iterable[str] = ()
+    ) -> Digests:
+        """Remove the least recently used entries until the rest fits the limit; never one in use.
+
+        Args:
+            limit_bytes: instead of the store's own limit.
+            older_than: also remove all that were last used longer ago than this.
+            keep: digests to leave alone.
+
+        Returns:
+            Digests of the removed entries.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        oldest = time.time() - older_than.total_seconds() if older_than is not None else float("-inf")
+        kept = set(keep)
+        if not _surplus(self.list(), limit, oldest, kept.__contains__):
+            return []  # a read-only store has nothing to complain about
+        removed: dict[str, Path] = {}
+        with self._space.writing("Pruning the engine store"):
+            sound = [entry for digest in self._digests() if (entry := self._read_if_sound(digest))]
+            for entry in _surplus(sound, limit, oldest, lambda digest: digest in kept or self._is_used(digest)):
+                if trash := self._try_discard(entry):
+                    removed[entry.digest] = trash
+        for trash in removed.values():
+            remove_tree(trash)
+        if removed:
+            log.info("Pruned %d engines to keep %s within its limit", len(removed), self.root)
+        return list(removed)
+
+    def clean(self) -> int:
+        """Remove what dead processes left behind; returns how many folders.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        return self._space.clean()
+
+    # Setting aside
+
+    def set_aside(self, entry: Entry, reason: str) -> None:
+        """Move a corrupt entry to the quarantine, where the store can be written; else only warn."""
+        self._warn_once(reason)
+        try:
+            with self._space.writing(f"Setting the engine {entry.digest[:12]} aside"):
+                current = self._read_if_sound(entry.digest)
+                built_anew = current is not None and current.manifest.created != entry.manifest.created
+                if not built_anew:
+                    self._space.set_aside(entry.directory, reason)
+        except StoreError as error:
+            log.debug("The engine %s could not be set aside: %s", entry.digest[:12], error)
+
+    def _set_aside(self, digest: str, reason: str) -> Entry | None:
+        """Set aside what `_read` complained about, unless another process has repaired it meanwhile."""
+        try:
+            with self._space.writing(f"Setting the engine {digest[:12]} aside"):
+                try:
+                    return self._read(digest)
+                except CorruptEngine:
+                    self._space.set_aside(self._directory(digest), reason)
+        except IncompatibleEngine:
+            return None
+        except StoreError as error:
+            log.debug("The engine %s could not be set aside: %s", digest[:12], error)
+        self._warn_once(reason)
+        return None
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("%s", reason)
+
+    def _read_if_sound(self, digest: str) -> Entry | None:
+        try:
+            return self._read(digest)
+        except (CorruptEngine, IncompatibleEngine, OSError):
+            return None
+
+    def _is_used(self, digest: str) -> bool:
+        return self._space.claims.is_taken(digest)
+
+    def _publish(self, folder: Path, digest: str) -> Entry:
+        """Make a finished folder an entry, by one rename. Call under the store's lock."""
+        directory = self._directory(digest)
+        try:
+            existing = self._read(digest)
+        except (CorruptEngine, IncompatibleEngine) as error:
+            existing = None
+            self._space.set_aside(directory, str(error))
+        if existing is not None:
+            return existing
+        replace(folder, directory)
+        sync_folder(self._space.engines)
+        entry = self._read(digest)
+        if entry is None:
+            raise StoreError(f"The engine {digest[:12]} vanished from {self.root} as it was stored. Queue again.")
+        return entry
+
+    def _prune_after(self, entry: Entry) -> None:
+        try:
+            self.prune(keep={entry.digest})
+        except StoreError as error:  # the engine itself is safe
+            log.warning("%s", error)
+
+    def _try_discard(self, entry: Entry) -> Path | None:
+        try:
+            return self._space.discard(entry.directory)
+        except OSError as error:  # open on Windows, or already gone
+            log.debug("The engine %s was not pruned: %s", entry.digest[:12], error)
+            return None
+
+
+def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: Callable[[str], bool]) -> Entries:
+    """What to remove, least recently used first, so that the rest fits the limit and is young enough."""
+    entries = sorted(entries, key=lambda entry: entry.last_used)
+    total = sum(entry.bytes for entry in entries)
+    chosen = []
+    for entry in entries:
+        if (total > limit_bytes or entry.last_used < oldest) and not spared(entry.digest):
+            chosen.append(entry)
+            total -= entry.bytes
+    return chosen
+
+
+def _belongs(manifest: Manifest, digest: str) -> bool:
+    try:
+        return manifest.digest == digest == digest_of(manifest.factors)
+    except RecursionError:  # factors that no key has
+        return False
+
+
+def _artifact_bytes(key: EngineKey, artifact: Artifact) -> int:
+    try:
+        check_file_names(artifact.files)
+        return sum((artifact.directory / name).stat().st_size for name in artifact.files)
+    except (OSError, ValueError) as error:
+        raise BuildFailed(
+            f"The build of the engine {key.short} left no usable files: {error}. Build it again."
+        ) from error
+
+
+def _manifest(
+    key: EngineKey,
+    files: Mapping[str, FileRecord],
+    details: Mapping[str, Any],
+    label: str,
+    build: BuildRecord,
+    verifications: Mapping[str, Verification],
+) -> Manifest:
+    spec = key.spec
+    return Manifest(
+        digest=key.digest,
+        factors=key.factors,
+        label=label,
+        role=spec.role.value,
+        profile=spec.profile,
+        precision=spec.precision.value,
+        optimize=spec.optimize.value,
+        backend=spec.backend.name,
+        files=files,
+        slipstream=__version__,
+        build=build,
+        details=details,
+        verifications=verifications,
+    )

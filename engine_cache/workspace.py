@@ -1,0 +1,110 @@
+"""The store's folders, and what may only be done in them under its lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+from .files import remove_tree, replace, store_errors, within_path_limit, write_durably
+from .locks import Claims, locked
+
+QUARANTINE_KEPT = 3
+LOCK_SECONDS = 60.0
+"""How long to wait for the store's own lock, which is only ever held for moments."""
+STALE_SECONDS = 24 * 3600.0
+LONGEST_INSIDE = 200
+"""Characters of the longest path below the root: engines/<64 digits>/<up to 128>."""
+
+
+class Workspace:
+    """Folders under one root, shared by several processes. Nothing is created before the first write."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = within_path_limit(root, LONGEST_INSIDE)
+        self.engines = self.root / "engines"
+        self.locks = self.root / "locks"
+        self.tmp = self.root / "tmp"
+        self.quarantine = self.root / "quarantine"
+        self.in_use = self.root / "in_use"
+        self.claims = Claims(self.in_use)
+
+    def create(self) -> None:
+        for folder in (self.engines, self.locks, self.tmp, self.quarantine, self.in_use):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def writing(self, action: str, needed: int = 0) -> Iterator[None]:
+        """Hold the store's lock, with every folder there, and turn errors of the disk into `StoreError`.
+
+        Not to be nested: the lock is not reentrant.
+
+        Args:
+            action: what is being done, for messages.
+            needed: bytes that it wants to write.
+        """
+        with store_errors(action, self.root, needed):
+            self.create()
+            what = "Another process is changing the engine store"
+            with locked(self.locks / "store.lock", what, LOCK_SECONDS):
+                yield
+
+    @contextlib.contextmanager
+    def scratch(self, subject: str) -> Iterator[Path]:
+        """A folder for work in progress: gone after the block, cleaned up by others after a crash."""
+        with self.writing(f"Preparing {subject}"):
+            # Claimed before it exists, so that `clean` never takes it for a dead one.
+            claim = self.claims.take(f"tmp-{subject}")
+            folder = self.tmp / claim.path.name
+            leftover = self.discard(folder) if folder.exists() else None
+            folder.mkdir()
+        try:
+            if leftover:
+                remove_tree(leftover)
+            yield folder
+        finally:
+            remove_tree(folder)
+            claim.release()
+
+    def discard(self, path: Path) -> Path:
+        """Take `path` out of sight by one rename; the caller deletes it once the lock is free."""
+        trash = self.tmp / f"trash.{uuid.uuid4().hex}"
+        replace(path, trash)
+        return trash
+
+    def set_aside(self, directory: Path, reason: str) -> None:
+        """Move a corrupt entry to the quarantine, beside a text that says why; the newest few stay."""
+        if not os.path.lexists(directory):
+            return
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%f")
+        aside = self.quarantine / f"{stamp}.{directory.name[:12]}"
+        replace(directory, aside)
+        write_durably(_reason_file(aside), f"{directory.name}\n{reason}\n")
+        kept = sorted(path for path in self.quarantine.iterdir() if path.suffix != ".txt")
+        for old in kept[:-QUARANTINE_KEPT]:
+            remove_tree(old)
+            _reason_file(old).unlink(missing_ok=True)
+
+    def clean(self) -> int:
+        """Remove what dead processes left behind; returns how many folders."""
+        doomed: list[Path] = []
+        with self.writing("Cleaning the engine store"):
+            self.claims.sweep()
+            for path in self.tmp.iterdir():
+                if path.name.startswith("trash."):
+                    doomed.append(path)
+                elif path.is_dir() and not (self.in_use / path.name).exists():
+                    doomed.append(self.discard(path))
+                elif path.is_file() and time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink(missing_ok=True)
+        for path in doomed:
+            remove_tree(path)
+        return len(doomed)
+
+
+def _reason_file(aside: Path) -> Path:
+    return aside.with_name(f"{aside.name}.txt")
