@@ -1,0 +1,130 @@
+"""Ahead-of-time compiled packages (AOTInductor): nothing is compiled or traced when one is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.environment import Environment
+from ..core.errors import BuildFailed, IncompatibleEngine
+from ..core.progress import Progress, ProgressCallback
+from ..core.protocols import Artifact, BuildJob, Engine, Tensors
+from ..core.spec import EngineSpec, Optimize, Precision
+from .engine import CompiledEngine
+from .options import package_options
+from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, load_constants
+from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
+
+PACKAGE = "package.pt2"
+
+
+class AOTInductorBackend:
+    """Builds packages without weights: one serves every checkpoint of an architecture, and a LoRA needs no rebuild."""
+
+    name = "aotinductor"
+
+    def environment(self, device: torch.device) -> Environment:
+        return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        return package_options(device, optimize)
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        """What is missing to *load* a package. See `why_cannot_build` for building."""
+        if device.type not in ("cpu", "cuda"):
+            return f"compiled packages run on CPU and CUDA, not on {device.type}"
+        return why_no_packages()
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        reason = self.why_unavailable(device) or why_no_cpp_compiler()
+        if reason is None and device.type == "cuda":
+            reason = why_no_triton() or why_no_cuda_headers()
+        return reason
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        return None if spec.profile.is_static else "compiled engines are made for one exact shape"
+
+    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
+        signature = export_program(spec, module, example, directory)
+        return BuildJob(self.name, directory, {"inductor": dict(spec.backend.options), "nodes": signature.nodes})
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        progress(Progress("compile", None, "reading the exported program"))
+        program = torch.export.load(job.directory / PROGRAM)
+        progress(Progress("compile", None, f"compiling {job.options['nodes']} operations"))
+        torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
+            program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.options["inductor"])
+        )
+        _check_names(job.directory)
+        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": job.options["nodes"]})
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
+        signature = ProgramSignature.read(artifact.directory)
+        package = _load_package(artifact.directory / PACKAGE, device)
+        slots = _Slots(package)
+
+        def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
+            return tuple(package(**inputs))
+
+        constants = load_constants(artifact.directory, device)
+        own = sum(tensor.nbytes for tensor in constants.values())
+        return CompiledEngine(
+            signature, spec.profile, outputs, device, run, slots.fill, constants, own, drop=slots.empty
+        )
+
+
+class _Slots:
+    """The weights of a loaded package, in a way in which they can be taken back.
+
+    torch never lets go of a tensor that it gave a package, even when both are gone. So a package is given one tensor a
+    weight for good, and what changes is the memory on which these tensors stand.
+    """
+
+    def __init__(self, package: Any) -> None:
+        self._package = package
+        self._slots: dict[str, torch.Tensor] = {}
+        self._addresses: list[int] = []
+
+    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Let the package compute with `weights`, whoever keeps them alive."""
+        with torch.inference_mode(False):  # slots outlive a host's inference mode
+            for name, tensor in weights.items():
+                slot = self._slots.setdefault(name, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                slot.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        addresses = [tensor.data_ptr() for tensor in self._slots.values()]
+        if addresses != self._addresses:  # each hand-over costs a few bytes that are never freed
+            self._addresses = []
+            self._package.load_constants(self._slots, check_full_update=True, user_managed=True)
+            self._addresses = addresses
+
+    def empty(self) -> None:
+        with torch.inference_mode(False):
+            for slot in self._slots.values():
+                slot.set_()  # type: ignore[call-overload]
+
+
+def _load_package(path: Path, device: torch.device) -> Any:
+    from torch._inductor.package.package import AOTICompiledModel  # type: ignore[attr-defined,unused-ignore]
+
+    index = device.index if device.type == "cuda" and device.index is not None else -1
+    try:
+        # What `torch._inductor.aoti_load_package` ends with; but that first runs the C++ compiler to look at the CPU.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+        return AOTICompiledModel(loader)  # type: ignore[no-untyped-call,unused-ignore]
+    except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
+        raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error
+
+
+def _check_names(directory: Path) -> None:
+    """A weight that the compiler wrote into the code could never be changed: refuse such a package."""
+    signature = ProgramSignature.read(directory)
+    wanted = {*signature.weights, *signature.constants}
+    found = set(_load_package(directory / PACKAGE, torch.device("cpu")).get_constant_fqns())
+    if missing := sorted(wanted - found):
+        raise BuildFailed(
+            f"The compiler left {len(missing)} of {len(wanted)} weights out of the package, such as {missing[0]}; "
+            "please report this with your torch version"
+        )

@@ -1,0 +1,124 @@
+"""A compiled callable behind the `Engine` interface: it checks everything that the compiled code takes for granted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
+from ..core.protocols import Tensors
+from ..core.shapes import ShapeProfile
+from .program import ProgramSignature, TensorLayout
+
+Run = Callable[[Tensors], Sequence[torch.Tensor]]
+Supply = Callable[[dict[str, torch.Tensor]], None]
+
+
+class CompiledEngine:
+    """An engine whose weights are the host's own tensors.
+
+    Args:
+        run: the compiled callable; takes the inputs by name in the program's order, returns fresh tensors.
+        supply: hands the complete set of weights to the compiled code, which keeps their addresses, not copies.
+        constants: weights that come with the artifact.
+        device_bytes: device memory beside the weights.
+        drop: makes the compiled code let go of the weights that it was supplied with.
+    """
+
+    def __init__(
+        self,
+        signature: ProgramSignature,
+        profile: ShapeProfile,
+        outputs: tuple[str, ...],
+        device: torch.device,
+        run: Run,
+        supply: Supply,
+        constants: Mapping[str, torch.Tensor],
+        device_bytes: int = 0,
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._signature = signature
+        self._profile = profile
+        self._outputs = outputs
+        self._device = device
+        self._run: Run | None = run
+        self._supply: Supply | None = supply
+        self._drop = drop
+        self._constants = dict(constants)
+        self._own_bytes = device_bytes
+        self._weights: dict[str, torch.Tensor] = {}
+        self._derived_bytes = 0
+
+    @property
+    def profile(self) -> ShapeProfile:
+        return self._profile
+
+    @property
+    def device_bytes(self) -> int:
+        return self._own_bytes + self._derived_bytes
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        if self._run is None:
+            raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
+        if not self._weights and self._signature.weights:
+            raise IncompatibleEngine("The engine has no weights; call update_weights() first")
+        with torch.no_grad():
+            results = self._run(self._checked(tensors))
+        return dict(zip(self._outputs, results, strict=True))
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if self._supply is None:
+            raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
+        self.release_weights()  # what fails below leaves neither old weights nor addresses that nobody keeps alive
+        fitted = {name: self._fitted(name, weights.get(name)) for name in self._signature.weights}
+        self._supply({**self._constants, **fitted})
+        self._weights = fitted
+        copies = (tensor for name, tensor in fitted.items() if tensor.data_ptr() != weights[name].data_ptr())
+        self._derived_bytes = sum(tensor.nbytes for tensor in copies)
+
+    def release_weights(self) -> None:
+        if self._weights:
+            self._drop()
+        self._weights = {}
+        self._derived_bytes = 0
+
+    def close(self) -> None:
+        self.release_weights()
+        self._run = self._supply = None
+        self._drop = lambda: None
+
+    def _fitted(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        wanted = self._signature.weights[name]
+        if tensor is None:
+            raise IncompatibleEngine(f"The model has no weight {name!r} that the engine needs; build the engine again")
+        if tuple(tensor.shape) != wanted.shape or tensor.dtype != wanted.dtype:
+            found = TensorLayout.of(tensor)
+            raise IncompatibleEngine(f"Weight {name!r} is {found}, the engine needs {wanted}; build the engine again")
+        if tensor.device != self._device:
+            raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
+        return _laid_out(tensor.detach(), wanted)
+
+    def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; the plain model is used for this call")
+        return {
+            name: self._checked_input(name, tensors[name], layout) for name, layout in self._signature.inputs.items()
+        }
+
+    def _checked_input(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
+        if tensor.dtype != wanted.dtype or tensor.device != self._device:
+            raise ShapeOutsideProfile(
+                f"{name} is {tensor.dtype} on {tensor.device}, the engine takes {wanted.dtype} on {self._device}"
+            )
+        return _laid_out(tensor, wanted)
+
+
+def _laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
+    """`tensor` in the strides that the compiled code takes for granted, copied only where that moves a number."""
+    if tensor.stride() == wanted.stride:
+        return tensor
+    if all(size == 1 or a == b for size, a, b in zip(wanted.shape, tensor.stride(), wanted.stride, strict=True)):
+        # Strides of axes of size 1 mean nothing, but torch.compile would compile again for others.
+        return tensor.as_strided(wanted.shape, wanted.stride)
+    return torch.empty_strided(wanted.shape, wanted.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,145 @@
+"""The exported program on disk: what the host writes and the worker compiles."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+
+from ..core.dtypes import dtype_name, dtype_named
+from ..core.errors import UnsupportedModel
+from ..core.protocols import Tensors
+from ..core.spec import EngineSpec
+
+PROGRAM = "program.pt2"
+SIGNATURE = "signature.json"
+CONSTANTS = "constants.safetensors"
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What a compiled kernel takes for granted about one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": self.shape, "stride": self.stride, "dtype": dtype_name(self.dtype)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
+        return cls(tuple(data["shape"]), tuple(data["stride"]), dtype_named(data["dtype"]))
+
+
+@dataclass(frozen=True)
+class ProgramSignature:
+    """Inputs and weights of a program.
+
+    Attributes:
+        inputs: in the order in which the program takes them.
+        weights: those that the program reads, by state-dict name.
+        constants: tensors that the model's code made itself; they come with the artifact.
+        nodes: size of the graph, for time estimates.
+    """
+
+    inputs: Mapping[str, TensorLayout]
+    weights: Mapping[str, TensorLayout]
+    constants: tuple[str, ...]
+    nodes: int
+
+    def save(self, directory: Path) -> None:
+        data = {
+            "inputs": {name: layout.to_json() for name, layout in self.inputs.items()},
+            "weights": {name: layout.to_json() for name, layout in self.weights.items()},
+            "constants": self.constants,
+            "nodes": self.nodes,
+        }
+        (directory / SIGNATURE).write_text(json.dumps(data), encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> ProgramSignature:
+        data = json.loads((directory / SIGNATURE).read_text(encoding="utf-8"))
+        return cls(
+            {name: TensorLayout.from_json(layout) for name, layout in data["inputs"].items()},
+            {name: TensorLayout.from_json(layout) for name, layout in data["weights"].items()},
+            tuple(data["constants"]),
+            data["nodes"],
+        )
+
+
+def export_program(spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> ProgramSignature:
+    """Trace `module` and write program, signature and constants into `directory`.
+
+    Raises:
+        UnsupportedModel: torch.export cannot trace it, or the profile is not static.
+    """
+    if not spec.profile.is_static:
+        raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
+    try:
+        with torch.no_grad():
+            program = torch.export.export(module, (), dict(example), strict=False)
+    except Exception as error:  # torch.export raises whatever the model's code and its own passes raise
+        raise UnsupportedModel(f"torch.export cannot trace {spec.describe()}: {_first_line(error)}") from error
+    signature = _signature_of(program, example)
+    _name_constants(program)
+    with warnings.catch_warnings():
+        # The skeleton's tensors are views of one buffer on purpose.
+        warnings.filterwarnings("ignore", message="No complete tensor found")
+        torch.export.save(program, directory / PROGRAM)
+    _save_constants(program, signature.constants, directory)
+    signature.save(directory)
+    return signature
+
+
+def _name_constants(program: torch.export.ExportedProgram) -> None:
+    """Turn constants into buffers, whose names reach the package, in memory of their own: aliases would be merged."""
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
+            spec.kind, spec.persistent = InputKind.BUFFER, False
+            program.constants[spec.target] = program.constants[spec.target].clone(memory_format=torch.contiguous_format)
+
+
+def _signature_of(program: torch.export.ExportedProgram, example: Tensors) -> ProgramSignature:
+    graph = program.graph_signature
+    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    weights = {**graph.inputs_to_parameters, **graph.inputs_to_buffers}
+    return ProgramSignature(
+        inputs={name: TensorLayout.of(tensor) for name, tensor in example.items()},
+        weights={target: TensorLayout.of(_state(program, target)) for name, target in weights.items() if name in used},
+        constants=tuple(target for name, target in graph.inputs_to_lifted_tensor_constants.items() if name in used),
+        nodes=len(program.graph.nodes),
+    )
+
+
+def _state(program: torch.export.ExportedProgram, name: str) -> torch.Tensor:
+    # Non-persistent buffers are kept among the constants.
+    found: torch.Tensor = program.state_dict[name] if name in program.state_dict else program.constants[name]
+    return found
+
+
+def _save_constants(program: torch.export.ExportedProgram, names: tuple[str, ...], directory: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: program.constants[name].cpu() for name in names}, directory / CONSTANTS)
+
+
+def load_constants(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / CONSTANTS, device=str(device))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,128 @@
+"""`torch.compile` with its caches saved: for machines where ahead-of-time packages cannot be linked.
+
+The artifact is the exported program and the compiler's cache. Loading traces the program again (seconds) and finds
+every kernel in the cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.environment import Environment
+from ..core.errors import BuildFailed, IncompatibleEngine
+from ..core.progress import Progress, ProgressCallback
+from ..core.protocols import Artifact, BuildJob, Engine, Tensors
+from ..core.spec import EngineSpec, Optimize, Precision
+from .engine import CompiledEngine
+from .options import fusion_options
+from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, TensorLayout, export_program
+from .toolchain import why_no_cpp_compiler, why_no_triton
+
+CACHE = "compiler_cache.bin"
+
+_loading = threading.Lock()
+"""torch.export.load works on one thread at a time."""
+
+
+class TorchCompileBackend:
+    """Compiles in the worker process and carries the compiler's cache to the next start."""
+
+    name = "torch.compile"
+
+    def environment(self, device: torch.device) -> Environment:
+        return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        return fusion_options(device, optimize)
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        if device.type not in ("cpu", "cuda"):
+            return f"compiled modules run on CPU and CUDA, not on {device.type}"
+        if not hasattr(torch.compiler, "load_cache_artifacts"):
+            return f"torch {torch.__version__} cannot save its compiler's cache; torch 2.7 or newer can"
+        return why_no_triton() if device.type == "cuda" else why_no_cpp_compiler()
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        return self.why_unavailable(device)
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        return None if spec.profile.is_static else "compiled engines are made for one exact shape"
+
+    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
+        signature = export_program(spec, module, example, directory)
+        return BuildJob(self.name, directory, {"inductor": dict(spec.backend.options), "nodes": signature.nodes})
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        progress(Progress("compile", None, f"compiling {job.options['nodes']} operations"))
+        module = _load_module(job.directory)
+        inputs = _zeros_like(ProgramSignature.read(job.directory).inputs, _device_of(module))
+        compiled = _compiled(module, job.options["inductor"])
+        with torch.no_grad():
+            compiled(**inputs)
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is None:
+            raise BuildFailed("torch.compile left nothing in its cache; please report this with your torch version")
+        (job.directory / CACHE).write_bytes(saved[0])
+        return Artifact(job.directory, (PROGRAM, SIGNATURE, CONSTANTS, CACHE), {"nodes": job.options["nodes"]})
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
+        try:
+            torch.compiler.load_cache_artifacts((artifact.directory / CACHE).read_bytes())
+            module = _load_module(artifact.directory)
+        except Exception as error:  # torch raises many kinds for a file that is not what it expects
+            raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
+        compiled = _compiled(module, dict(spec.backend.options))
+        signature = ProgramSignature.read(artifact.directory)
+        hollow = {name: _tensor_of(module, name) for name in signature.weights}
+
+        def supply(weights: dict[str, torch.Tensor]) -> None:
+            for name, tensor in weights.items():
+                _assign(module, name, tensor)
+
+        def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
+            return tuple(compiled(**inputs))
+
+        # Constants are part of the program itself here.
+        return CompiledEngine(
+            signature, spec.profile, outputs, device, run, supply, constants={}, drop=lambda: supply(hollow)
+        )
+
+
+def _load_module(directory: Path) -> torch.nn.Module:
+    with _loading:
+        program = torch.export.load(directory / PROGRAM)
+    # Guards on inputs are checked by the engine itself; before torch 2.9 there were none.
+    unguarded = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    return program.module(**unguarded)
+
+
+def _tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(owner), leaf)
+    return tensor
+
+
+def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Unlike `load_state_dict`, this reaches buffers that are not saved with the model."""
+    owner, _, leaf = name.rpartition(".")
+    target = module.get_submodule(owner)
+    is_parameter = leaf in target._parameters
+    setattr(target, leaf, torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+
+
+def _compiled(module: torch.nn.Module, options: Mapping[str, Any]) -> Any:
+    return torch.compile(module, fullgraph=True, dynamic=False, options=dict(options))
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def _zeros_like(layouts: Mapping[str, TensorLayout], device: torch.device) -> Tensors:
+    return {name: torch.zeros(layout.shape, dtype=layout.dtype, device=device) for name, layout in layouts.items()}
