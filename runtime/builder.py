@@ -1,0 +1,208 @@
+"""The host's side of a build: starts the worker process, follows it, and can end it at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+import torch
+
+from ..core.errors import BuildDied, BuildFailed
+from ..core.progress import CancelToken, Progress, ProgressCallback
+from ..core.protocols import Artifact, BuildJob
+from .worker import RESULT, write_job
+
+_LOG = "worker.log"
+_POLL_SECONDS = 0.2
+_STARTING = "starting the build process"
+
+
+def run_build(
+    job: BuildJob,
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    *,
+    timeout: float = 3600.0,
+    expected: float | None = None,
+    may_run: Callable[[], bool] = lambda: True,
+) -> Artifact:
+    """Build `job` in a process of its own.
+
+    Args:
+        timeout: seconds of running time after which the build is given up.
+        expected: seconds that it will take, as far as is known; only moves the progress bar.
+        may_run: asked again and again; while it says no the worker is paused (where the system can).
+
+    Raises:
+        BuildCancelled: `cancel` was set; the worker and all that it started are gone.
+        BuildFailed: the worker failed, died or ran out of time.
+    """
+    write_job(job)
+    with open(job.directory / _LOG, "wb") as log:
+        process = _start(job.directory, log)
+    try:
+        _follow(process, progress, cancel, timeout, expected, may_run)
+    finally:
+        _kill(process)
+    return _result(job, process.returncode)
+
+
+def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    root = Path(__file__).resolve().parent.parent
+    # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
+    # A compiler that is killed leaves its temporary files behind; here they go with the job.
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
+    new_group: dict[str, Any] = (
+        {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
+        if os.name == "nt"
+        else {"start_new_session": True}
+    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, str(root), "worker", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            cwd=directory,
+            **new_group,
+        )
+    except OSError as error:
+        raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    timeout: float,
+    expected: float | None,
+    may_run: Callable[[], bool],
+) -> None:
+    lines = _read_lines(process)
+    clock = _Clock()
+    message = _STARTING
+    while process.poll() is None:
+        cancel.raise_if_cancelled("The build")
+        message = _newest(lines, message)
+        # Not before its first word: a worker paused earlier would not notice if this process died.
+        clock.pause(process, message != _STARTING and not may_run())
+        if clock.seconds > timeout:
+            raise BuildDied(f"The build did not end within {timeout:.0f} s and was stopped; nothing of it was kept")
+        shown = "paused while pictures are made" if clock.paused else message
+        progress(Progress("compile", _fraction(clock.seconds, expected), shown))
+        cancel.wait(_POLL_SECONDS)
+
+
+class _Clock:
+    """Running time of a worker, pauses left out."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._paused_at: float | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    @property
+    def seconds(self) -> float:
+        return (self._paused_at or time.monotonic()) - self._start
+
+    def pause(self, process: subprocess.Popen[bytes], pause: bool) -> None:
+        if pause == self.paused or not _signal_group(process, "SIGSTOP" if pause else "SIGCONT"):
+            return
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+        else:
+            self._start += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+
+def _fraction(seconds: float, expected: float | None) -> float:
+    """Approaches, but never reaches, 1: half of the bar at 70 % of the expected time."""
+    return min(0.99, 1.0 - math.pow(2.0, -seconds / (0.7 * (expected or 60.0))))
+
+
+def _read_lines(process: subprocess.Popen[bytes]) -> SimpleQueue[str]:
+    lines: SimpleQueue[str] = SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as pipe:  # closed here: closing it elsewhere waits for a stray child that holds it open
+            for line in pipe:
+                lines.put(line.decode("utf-8", "replace"))
+
+    threading.Thread(target=read, daemon=True, name="slipstream-build-output").start()
+    return lines
+
+
+def _newest(lines: SimpleQueue[str], message: str) -> str:
+    while True:
+        try:
+            message = str(json.loads(lines.get_nowait()).get("message") or message)
+        except Empty:
+            return message
+        except (ValueError, AttributeError, RecursionError):
+            continue  # a library wrote to the worker's stdout before it was claimed
+
+
+def _result(job: BuildJob, code: int | None) -> Artifact:
+    try:
+        data = json.loads((job.directory / RESULT).read_text(encoding="utf-8"))
+        if "error" not in data:
+            return Artifact(job.directory, tuple(data["files"]), dict(data["details"]))
+        problem = f"{data['error']}: {data['message']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        raise _died(code, _last_words(job.directory)) from None
+    raise BuildFailed(f"The engine could not be built: {problem}")
+
+
+def _died(code: int | None, last_words: str) -> BuildFailed:
+    killed = code in (-9, -15, 137, 143)
+    what = f"The build process ended with code {code} before it was done" + (", killed from outside" if killed else "")
+    message = f"{what}. Nothing was kept; free some memory if it ran out, and queue again. Last words: {last_words}"
+    return BuildDied(message) if killed else BuildFailed(message)
+
+
+def _last_words(directory: Path) -> str:
+    try:
+        lines = (directory / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    telling = [line for line in lines if "rror" in line] or lines[-3:]
+    return " | ".join(line[:300] for line in telling[:3]) or "none"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the worker with all that it started, such as C++ compilers: they outlive a worker that was killed."""
+    if os.name == "nt" and process.poll() is None:
+        subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
+    elif not _signal_group(process, "SIGKILL"):
+        process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _signal_group(process: subprocess.Popen[bytes], name: str) -> bool:
+    """Send a signal to the worker's process group; False where the system has no such thing."""
+    number = getattr(signal, name, None)
+    if number is None or not hasattr(os, "killpg"):
+        return False
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS forbids what is dead
+        return False
+    return True

@@ -1,0 +1,112 @@
+"""The eager module with engines beside it: each call goes to an engine that fits, or to eager with a reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..core.dtypes import dtype_of
+from ..core.protocols import ModelSource, Tensors
+from .build import export_lock
+from .plan import CallShape
+from .provider import EngineProvider, HostHooks, Offer
+from .settings import Settings
+from .status import EngineUse, Status
+
+log = logging.getLogger(__name__)
+
+
+class AcceleratedModule:
+    """One accelerated model of a workflow; lives as long as the node's output.
+
+    It holds no tensors: the live model comes with every run.
+    """
+
+    def __init__(self, provider: EngineProvider, settings: Settings) -> None:
+        self.provider = provider
+        self.settings = settings
+        self.status = Status()
+
+    @contextmanager
+    def run(self, source: ModelSource, hooks: HostHooks | None = None) -> Iterator[Run]:
+        """One sampling run: weights stay as they are inside it, and engines are swapped only between runs."""
+        with export_lock:  # wait for a trace that is under way; none begins while a run is active
+            self.provider.run_began()
+        run = Run(self, source, hooks or HostHooks())
+        try:
+            yield run
+        finally:
+            try:
+                run.close()
+            finally:
+                self.provider.run_ended()
+
+
+class Run:
+    """The calls of one sampling run. See `AcceleratedModule.run`."""
+
+    def __init__(self, module: AcceleratedModule, source: ModelSource, hooks: HostHooks) -> None:
+        self._module = module
+        self._source = source
+        self._hooks = hooks
+        self._offers: dict[CallShape, Offer] = {}
+
+    def __call__(self, inputs: Tensors, eager: Callable[[], Tensors], veto: str | None = None) -> Tensors:
+        """Compute one call.
+
+        Args:
+            inputs: the model's inputs by name, as the host passes them.
+            eager: the host's own module on the same inputs.
+            veto: why this call cannot go to an engine, for reasons that only the host knows.
+        """
+        reason = veto
+        if reason is None:
+            call = CallShape.of(inputs)
+            offer = self._offer(call)
+            if offer.engine is not None:
+                try:
+                    return self._compute(offer, inputs)
+                except Exception as error:  # out of memory, or whatever compiled code raises: the picture goes on
+                    reason = f"the engine failed ({type(error).__name__}: {error})"
+                    self._offers[call] = Offer(reason=reason)
+                    self._module.provider.pool.give_back(offer.engine)
+            else:
+                reason = offer.reason
+        if self._module.status.count_eager(reason):
+            log.warning("Slipstream uses the plain model: %s", reason)
+        return eager()
+
+    def close(self) -> None:
+        """Give the engines back."""
+        for offer in self._offers.values():
+            if offer.engine is not None:
+                self._module.provider.pool.give_back(offer.engine)
+        self._offers.clear()
+
+    def _offer(self, call: CallShape) -> Offer:
+        if call not in self._offers:
+            module = self._module
+            offer = module.provider.offer(self._source, call, module.settings, self._hooks)
+            self._offers[call] = offer
+            if offer.engine is not None and offer.plan is not None:
+                module.status.use_engine(_use_of(offer, self._source))
+        return self._offers[call]
+
+    def _compute(self, offer: Offer, inputs: Tensors) -> Tensors:
+        assert offer.engine is not None and offer.plan is not None
+        spec = offer.plan.spec
+        host_dtype = dtype_of(self._source.precision)
+        wanted = CallShape.of(inputs).dtypes(self._source.precision, spec.precision)
+        outputs = offer.engine.engine(**{name: tensor.to(wanted[name]) for name, tensor in inputs.items()})
+        self._module.status.count_engine(offer.plan.key.digest)
+        return {name: tensor.to(host_dtype) for name, tensor in outputs.items()}
+
+
+def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
+    assert offer.engine is not None and offer.plan is not None
+    entry = offer.engine.entry
+    checked = entry.manifest.verifications.get(source.weights_digest())
+    spec = offer.plan.spec
+    error = checked.relative_error if checked else None
+    return EngineUse(offer.plan.key.digest, str(offer.plan), spec.backend.name, spec.precision.value, error)

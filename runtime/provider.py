@@ -1,0 +1,265 @@
+"""Turns a plan into a loaded, verified engine, or says why there is none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..core.errors import (
+    BackendUnavailable,
+    BuildCancelled,
+    BuildDied,
+    BuildFailed,
+    IncompatibleEngine,
+    SlipstreamError,
+    StoreError,
+)
+from ..core.progress import Progress, ProgressCallback, ignore_progress
+from ..core.protocols import Backend, ModelSource
+from ..engine_cache import EngineStore, Entry, WeightsMemo
+from .backends import default_backends
+from .build import build_engine, export_lock
+from .plan import CallShape, Plan, plans
+from .pool import EnginePool, LoadedEngine
+from .queue import BuildQueue, Ticket
+from .settings import BuildPolicy, Settings
+from .verify import verify
+
+log = logging.getLogger(__name__)
+
+_WAIT_POLL_SECONDS = 0.1
+_CANCEL_SECONDS = 2.0
+"""How long an interrupted run waits for its build to end; a trace under way cannot be stopped and ends by itself."""
+
+
+@dataclass(frozen=True)
+class HostHooks:
+    """What the runtime asks of a host while a run waits.
+
+    Attributes:
+        progress: shows a build's progress to the person who waits.
+        check_interrupted: raises the host's own exception when the person pressed cancel.
+        interruptions: the types of that exception, which no fallback may swallow.
+    """
+
+    progress: ProgressCallback = ignore_progress
+    check_interrupted: Callable[[], None] = lambda: None
+    interruptions: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The answer to "is there an engine?": one that is ready to compute, or a reason."""
+
+    engine: LoadedEngine | None = None
+    plan: Plan | None = None
+    reason: str = ""
+
+
+class EngineProvider:
+    """One per process and store.
+
+    Args:
+        is_idle: whether the host has nothing else to do; see `BuildQueue`.
+    """
+
+    def __init__(
+        self,
+        store: EngineStore,
+        backends: list[Backend] | None = None,
+        is_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.store = store
+        self.backends = default_backends() if backends is None else backends
+        self.weights_memo = WeightsMemo(store.root)
+        self.pool = EnginePool()
+        self._verdicts: dict[tuple[str, tuple[str, ...], str], str | None] = {}  # why wrong; None: right
+        self._active_runs = 0
+        self._counting = threading.Lock()
+        self._host_is_idle = is_idle
+        self.queue = BuildQueue(
+            lambda plan, progress, cancel, may_run: build_engine(plan, self.store, progress, cancel, may_run),
+            self._is_idle,
+        )
+
+    def _is_idle(self) -> bool:
+        return self._active_runs == 0 and self._host_is_idle()
+
+    def run_began(self) -> None:
+        """A sampling run is under way: builds that nobody waits for hold still."""
+        with self._counting:
+            self._active_runs += 1
+
+    def run_ended(self) -> None:
+        with self._counting:
+            self._active_runs -= 1
+
+    def plans(self, source: ModelSource, call: CallShape, settings: Settings) -> list[Plan]:
+        """See `plan.plans`."""
+        return plans(source.architecture, call, source.precision, source.device, settings, self.backends)
+
+    def offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
+        """An engine for this call, or why not. Never raises for a reason of ours, a bug of ours included.
+
+        Raises:
+            whatever `hooks.check_interrupted` raises; the build that was waited for is cancelled then.
+        """
+        try:
+            if reason := settings.why_not_wanted(call.shapes):
+                return Offer(reason=reason)
+            found = self._find_or_obtain(source, call, settings, hooks)
+            if isinstance(found, str):
+                return Offer(reason=found)
+            plan, entry = found
+            return Offer(self.ready(source, plan, entry), plan)
+        except hooks.interruptions:
+            raise
+        except SlipstreamError as error:
+            return Offer(reason=str(error))
+        except Exception as error:
+            log.exception("Slipstream: looking for an engine broke")
+            return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
+
+    def obtain(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
+        """An engine on disk, built now if need be, whatever the settings' policy and earlier failures.
+
+        Raises:
+            SlipstreamError: why there is none.
+        """
+        found = self._find(wanted := self.plans(source, call, settings))
+        if found is not None:
+            return found
+        for plan in wanted:
+            self.queue.forget(plan)
+        built = self._obtain(wanted, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
+        if isinstance(built, str):
+            raise BuildFailed(f"{built[0].upper()}{built[1:]}")
+        return built
+
+    def prepare(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
+        """An engine on disk that was loaded and compared with this model, ready for the first picture.
+
+        Raises:
+            SlipstreamError: why there is none, or that it computes something else.
+        """
+        plan, entry = self.obtain(source, call, settings, hooks)
+        hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
+        with export_lock:  # no trace of another build meanwhile
+            loaded = self.ready(source, plan, entry)
+        self.pool.give_back(loaded)
+        return plan, loaded.entry
+
+    def _find_or_obtain(
+        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
+    ) -> tuple[Plan, Entry] | str:
+        wanted = self.plans(source, call, settings)
+        return self._find(wanted) or self._obtain(wanted, settings, hooks)
+
+    def _find(self, wanted: list[Plan]) -> tuple[Plan, Entry] | None:
+        for plan in wanted:
+            if (entry := self.store.lookup(plan.key.digest)) is not None:
+                log.info("Slipstream: cache hit, %s from %s", plan, plan.key.short)
+                return plan, entry
+        return None
+
+    def _obtain(self, wanted: list[Plan], settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry] | str:
+        """Build, ask for a build, or say why neither; a backend that fails gives way to the next of the chain."""
+        chain = _buildable(wanted)
+        log.info("Slipstream: no engine for %s yet (%s)", chain[0], self.explain_miss(chain[0]))
+        if settings.policy is BuildPolicy.MANUAL:
+            return f"no engine for {chain[0]} yet; build it with the Build Engine node or `slipstream build`"
+        reasons = []
+        for plan in chain:
+            ticket = self.queue.submit(plan, urgent=settings.policy is BuildPolicy.FIRST_USE)
+            if ticket.error is None and settings.policy is BuildPolicy.BACKGROUND:
+                return f"the engine for {plan} is being built in the background"
+            try:
+                return plan, self.wait_for(ticket, hooks)
+            except (BuildCancelled, BuildDied, StoreError):  # no fault of the backend: the next try may work
+                raise
+            except SlipstreamError as error:
+                reasons.append(f"{plan.backend.name}: {error}")
+        return f"the engine for {chain[0]} could not be built. " + "; ".join(reasons)
+
+    def wait_for(self, ticket: Ticket, hooks: HostHooks) -> Entry:
+        """Wait for a build with the host's progress bar; an interrupt cancels the build.
+
+        Raises:
+            SlipstreamError: the build ended without an engine.
+        """
+        shown: Progress | None = None
+        try:
+            while not ticket.wait(_WAIT_POLL_SECONDS):
+                hooks.check_interrupted()
+                if ticket.progress != shown:
+                    shown = ticket.progress
+                    hooks.progress(shown)
+        except BaseException:
+            ticket.cancel("the run that waited for it was interrupted")
+            ticket.wait(_CANCEL_SECONDS)
+            raise
+        hooks.progress(Progress("load", 1.0, "engine ready" if ticket.error is None else str(ticket.error)))
+        return ticket.result()
+
+    def explain_miss(self, plan: Plan) -> str:
+        """In words: what the closest engine in the store differs in."""
+        return plan.key.explain_miss(self.store.list())
+
+    def ready(self, source: ModelSource, plan: Plan, entry: Entry) -> LoadedEngine:
+        """Load an engine, give it the model's weights as they are now, and verify it once per set of weights.
+
+        Raises:
+            CorruptEngine, IncompatibleEngine, UnsupportedModel: it cannot serve this model.
+        """
+        loaded = self.pool.take(plan, entry, source.device)
+        try:
+            loaded.engine.update_weights(source.weights(plan.spec.precision))
+            self._verify_once(source, plan, loaded)
+        except BaseException:
+            self.pool.give_back(loaded)
+            raise
+        self.store.touch(entry)
+        return loaded
+
+    def _verify_once(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
+        weights = source.weights_digest()
+        driver = plan.key.environment.driver
+        # By content: an engine that was refused, deleted and built anew gets another chance.
+        contents = tuple(sorted(record.sha256 for record in loaded.entry.manifest.files.values()))
+        case = (plan.key.digest, contents, weights)
+        if refused := self._verdicts.get(case):
+            raise IncompatibleEngine(refused)
+        known = loaded.entry.manifest.verifications.get(weights)
+        if case in self._verdicts or (known is not None and known.driver == driver):
+            return
+        try:
+            result = verify(loaded.engine, source, plan.spec, driver)
+        except IncompatibleEngine as error:
+            self._verdicts[case] = str(error)
+            raise
+        self._verdicts[case] = None
+        log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
+        try:
+            loaded.entry = self.store.record_verification(loaded.entry, weights, result)
+        except SlipstreamError as error:  # a read-only store: checked again in the next process
+            log.warning("Slipstream: %s", error)
+
+
+def _buildable(wanted: list[Plan]) -> list[Plan]:
+    """The plans whose backends can build here.
+
+    Raises:
+        BackendUnavailable: none can; the message lists every reason.
+    """
+    plans, reasons = [], []
+    for plan in wanted:
+        reason = plan.backend.why_cannot_build(plan.device) or plan.backend.why_unsupported(plan.spec)
+        if reason is None:
+            plans.append(plan)
+        else:
+            reasons.append(f"{plan.backend.name}: {reason}")
+    if not plans:
+        raise BackendUnavailable("No engine can be built on this machine. " + "; ".join(reasons))
+    return plans

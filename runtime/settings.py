@@ -1,0 +1,89 @@
+"""What a user chose for one accelerated model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ..core.shapes import Shape
+from ..core.spec import Optimize, Precision
+
+
+class BackendChoice(str, Enum):
+    AUTO = "auto"
+    TENSORRT = "tensorrt"
+    COMPILED = "compiled"
+    OFF = "off"
+
+
+class BuildPolicy(str, Enum):
+    """When a missing engine is built."""
+
+    BACKGROUND = "background"
+    FIRST_USE = "first use"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Picture size in pixels."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}×{self.height}"
+
+    @classmethod
+    def of_latent(cls, shape: Shape, factor: int = 8) -> Resolution:
+        """The picture size of a latent [N, C, H, W]."""
+        return cls(shape[-1] * factor, shape[-2] * factor)
+
+
+def parse_resolutions(text: str) -> tuple[Resolution, ...]:
+    """Read "512x512, 768x512"; empty or "auto" means: every resolution that comes up.
+
+    Raises:
+        ValueError: a part is no resolution, or not a multiple of 8.
+    """
+    text = text.strip()
+    if text.lower() in ("", "auto", "automatic"):
+        return ()
+    parts = re.split(r"[,;\s]+", re.sub(r"\s*([x×*])\s*", r"\1", text, flags=re.IGNORECASE))
+    return tuple(_parse_resolution(part) for part in parts if part)
+
+
+def _parse_resolution(text: str) -> Resolution:
+    match = re.fullmatch(r"(\d{1,5})[x×*](\d{1,5})", text.lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no resolution; write width x height in pixels, such as 512x768, or auto")
+    width, height = int(match[1]), int(match[2])
+    if not width or not height or width % 8 or height % 8:
+        raise ValueError(f"{text!r}: width and height must be multiples of 8, as latents are 8 times smaller")
+    return Resolution(width, height)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    Attributes:
+        precision: None leaves it to the host.
+        resolutions: where not empty, only these get engines.
+    """
+
+    backend: BackendChoice = BackendChoice.AUTO
+    precision: Precision | None = None
+    optimize: Optimize = Optimize.BALANCED
+    policy: BuildPolicy = BuildPolicy.BACKGROUND
+    resolutions: tuple[Resolution, ...] = ()
+
+    def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
+        """Why these shapes get no engine; None when they do."""
+        if self.backend is BackendChoice.OFF:
+            return "acceleration is switched off in the node"
+        resolution = Resolution.of_latent(shapes["x"])
+        if self.resolutions and resolution not in self.resolutions:
+            return f"{resolution} is not in the node's list of resolutions ({', '.join(map(str, self.resolutions))})"
+        return None

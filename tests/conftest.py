@@ -1,0 +1,65 @@
+"""Makes the repository importable as `slipstream`; skips what this machine cannot run, saying why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# More threads than free cores spin against each other: measured up to 26 times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _register_package() -> None:
+    """Import the root as `slipstream` and keep it off the path, where our `nodes` would shadow ComfyUI's."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+    if "slipstream" in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(
+        "slipstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["slipstream"] = module
+    spec.loader.exec_module(module)
+
+
+_register_package()
+
+
+@functools.cache
+def _missing(need: str) -> str | None:
+    """Return why tests that need something cannot run here, or None where they can."""
+    if need == "gpu":
+        import torch
+
+        return None if torch.cuda.is_available() else "no CUDA GPU"
+    if need == "trt":
+        found = importlib.util.find_spec("tensorrt") or importlib.util.find_spec("tensorrt_rtx")
+        return _missing("gpu") if found else "no TensorRT"
+    if need == "diffusers":
+        return None if importlib.util.find_spec("diffusers") else "no diffusers"
+    if need == "browser":
+        return None if importlib.util.find_spec("playwright") else "no playwright"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, each with its reason."""
+    for item in items:
+        for marker in list(item.iter_markers()):
+            reason = _missing(marker.name)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The root of the repository."""
+    return ROOT

@@ -1,0 +1,273 @@
+"""A model, its host and a backend for tests of the runtime: nothing is compiled, everything is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.core.dtypes import dtype_of
+from slipstream.core.environment import Environment
+from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
+from slipstream.core.progress import CancelToken, Progress, ProgressCallback
+from slipstream.core.protocols import Artifact, BuildJob, Tensors
+from slipstream.core.shapes import ShapeProfile
+from slipstream.core.skeleton import hollow
+from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
+from slipstream.engine_cache import digest_tensors
+from slipstream.runtime.plan import CallShape, Plan, plans
+from slipstream.runtime.settings import BuildPolicy, Settings
+
+CPU = torch.device("cpu")
+FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
+BACKGROUND = Settings(policy=BuildPolicy.BACKGROUND)
+MANUAL = Settings(policy=BuildPolicy.MANUAL)
+
+
+class TinyModel(torch.nn.Module):
+    """Every input and every weight shows in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4, 1, 1))
+        self.shift = torch.nn.Parameter(torch.zeros(4, 1, 1))
+
+    def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor]:
+        moved = (timesteps / 1000).to(x.dtype) + context.mean((1, 2))
+        return (x * self.scale + self.shift + moved[:, None, None, None],)
+
+
+def make_model(seed: int = 0) -> TinyModel:
+    """A model with random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    model = TinyModel().requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return model
+
+
+def make_inputs(size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
+    """A call as a sampler makes it."""
+    shapes = {"x": (batch, 4, size, size), "timesteps": (batch,), "context": (batch, 3, 5)}
+    dtypes = {"x": dtype, "timesteps": torch.float32, "context": dtype}
+    return FakeArchitecture().random_inputs(shapes, dtypes, CPU, seed)
+
+
+@dataclass(frozen=True)
+class FakeArchitecture:
+    """`TinyModel`, under any digest."""
+
+    digest: str = "a" * 64
+    role: Role = Role.UNET
+    outputs: tuple[str, ...] = ("out",)
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        return ModelFingerprint(self.digest, "Tiny")
+
+    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return hollow(TinyModel, dtype_of(precision), device)
+
+    def random_inputs(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        seed: int,
+    ) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        drawn["timesteps"] = 1000 * drawn["timesteps"].sigmoid()
+        return {name: tensor.to(device=device, dtype=dtypes[name]) for name, tensor in drawn.items()}
+
+
+class FakeSource:
+    """A live `TinyModel` of a host that computes in `precision`."""
+
+    def __init__(self, model: torch.nn.Module | None = None, precision: Precision = Precision.FP32) -> None:
+        self.model = model or make_model()
+        self.architecture = FakeArchitecture()
+        self.device = CPU
+        self.precision = precision
+        self.reference_calls = 0
+        self.unavailable: Exception | None = None
+
+    def weights_digest(self) -> str:
+        return digest_tensors(dict(self.model.named_parameters()))
+
+    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+        if self.unavailable is not None:
+            raise self.unavailable
+        return {name: tensor.detach().to(dtype_of(precision)) for name, tensor in self.model.named_parameters()}
+
+    def eager(self, inputs: Tensors) -> Tensors:
+        return _compute(self.weights(self.precision), inputs, dtype_of(self.precision))
+
+    def reference(self, inputs: Tensors) -> Tensors:
+        self.reference_calls += 1
+        return _compute(self.weights(Precision.FP32), inputs, torch.float32)
+
+
+def _compute(weights: Mapping[str, torch.Tensor], inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    cast = {name: tensor if name == "timesteps" else tensor.to(dtype) for name, tensor in inputs.items()}
+    (out,) = torch.func.functional_call(TinyModel(), dict(weights), (), cast)
+    return {"out": out}
+
+
+class NullBackend:
+    """Engines that run the module; what goes wrong is set from outside.
+
+    Attributes:
+        error: engines are off by this factor; may be NaN.
+        content: what is written into the artifact's file.
+        load_error: raised by every `load`.
+        call_error: raised by every call of an engine.
+        engines: every engine that was loaded.
+    """
+
+    def __init__(self, name: str = "null") -> None:
+        self.name = name
+        self.content = name
+        self.unavailable: str | None = None
+        self.cannot_build: str | None = None
+        self.unsupported: str | None = None
+        self.driver: str | None = "1.0"
+        self.error = 0.0
+        self.load_error: BaseException | None = None
+        self.call_error: BaseException | None = None
+        self.engines: list[NullEngine] = []
+
+    def environment(self, device: torch.device) -> Environment:
+        return dataclasses.replace(Environment.current(device), driver=self.driver)
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        return {"null": True}
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        return self.unavailable
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        return self.unavailable or self.cannot_build
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        return self.unsupported
+
+    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
+        module(**example)  # as a trace would
+        return BuildJob(self.name, directory, {"nodes": 3})
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        progress(Progress("compile", None, "pretending"))
+        (job.directory / "engine.txt").write_text(self.content)
+        return Artifact(job.directory, ("engine.txt",), {"nodes": 3})
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> NullEngine:
+        if self.load_error is not None:
+            raise self.load_error
+        assert (artifact.directory / "engine.txt").read_text()
+        engine = NullEngine(self, spec)
+        self.engines.append(engine)
+        return engine
+
+
+class NullEngine:
+    """Runs the module with the weights it was given, for one caller at a time."""
+
+    def __init__(self, backend: NullBackend, spec: EngineSpec) -> None:
+        self.profile: ShapeProfile = spec.profile
+        self.device_bytes = 0
+        self.calls = 0
+        self.updates = 0
+        self.closed = False
+        self.weights: dict[str, torch.Tensor] = {}
+        self._backend = backend
+        self._dtypes = dict(spec.dtypes)
+        self._dtype = dtype_of(spec.precision)
+        self._busy = threading.Lock()
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        assert not self.closed, "a closed engine was called"
+        assert self._busy.acquire(blocking=False), "two callers share an engine"
+        try:
+            return self._run(tensors)
+        finally:
+            self._busy.release()
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.updates += 1
+        self.weights = dict(weights)
+
+    def release_weights(self) -> None:
+        self.weights = {}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _run(self, tensors: Tensors) -> Tensors:
+        if reason := self.profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
+            raise ShapeOutsideProfile(reason)
+        found = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        assert found == self._dtypes
+        if not self.weights:
+            raise IncompatibleEngine("no weights")
+        if self._backend.call_error is not None:
+            raise self._backend.call_error
+        self.calls += 1
+        out = _compute(self.weights, tensors, self._dtype)["out"]
+        return {"out": out * (1 + self._backend.error)}
+
+
+class FakeWorker:
+    """Stands in for `builder.run_build`: builds in this process, when told to.
+
+    Attributes:
+        gate: builds wait until it is set; it is, unless cleared.
+        error: raised instead of an artifact.
+        builds: how many were begun.
+    """
+
+    def __init__(self, backends: Iterable[NullBackend]) -> None:
+        self._backends = {backend.name: backend for backend in backends}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Event()
+        self.error: BaseException | None = None
+        self.builds = 0
+
+    def __call__(
+        self,
+        job: BuildJob,
+        progress: ProgressCallback,
+        cancel: CancelToken,
+        *,
+        expected: float | None = None,
+        may_run: Callable[[], bool] = lambda: True,
+    ) -> Artifact:
+        self.builds += 1
+        self.started.set()
+        while not (self.gate.wait(0.01) and may_run()):
+            cancel.raise_if_cancelled("The build")
+        if self.error is not None:
+            raise self.error
+        return self._backends[job.backend].build(job, progress)
+
+
+def make_plan(size: int = 8, backend: NullBackend | None = None, batch: int = 1) -> Plan:
+    """A plan of its own for each size."""
+    call = CallShape.of(make_inputs(size, batch))
+    (plan,) = plans(FakeArchitecture(), call, Precision.FP32, CPU, Settings(), [backend or NullBackend()])
+    return plan
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    """Fails where `condition` does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)

@@ -1,0 +1,320 @@
+"""Sampling runs on an accelerated model: right pictures, by engine or by eager with a reason."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
+from slipstream.core.protocols import Tensors
+from slipstream.core.spec import Precision
+from slipstream.runtime.build import export_lock
+from slipstream.runtime.module import AcceleratedModule, Run
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.tests.fakes import (
+    BACKGROUND,
+    FIRST_USE,
+    MANUAL,
+    FakeSource,
+    FakeWorker,
+    NullBackend,
+    make_inputs,
+    make_model,
+    wait_until,
+)
+
+INPUTS = make_inputs()
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+@pytest.fixture
+def module(provider: EngineProvider) -> AcceleratedModule:
+    return AcceleratedModule(provider, FIRST_USE)
+
+
+def call(run: Run, source: FakeSource, inputs: Tensors = INPUTS, veto: str | None = None) -> torch.Tensor:
+    return run(inputs, lambda: source.eager(inputs), veto)["out"]
+
+
+def assert_right(found: torch.Tensor, source: FakeSource, inputs: Tensors = INPUTS, tolerance: float = 1e-5) -> None:
+    wanted = source.eager(inputs)["out"]
+    assert found.dtype == wanted.dtype
+    assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def counts(module: AcceleratedModule) -> tuple[int, int]:
+    return module.status.engine_calls, module.status.eager_calls
+
+
+def reasons(module: AcceleratedModule) -> list[str]:
+    return list(module.status.to_json()["reasons"])
+
+
+# -------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_goes_to_the_engine(module: AcceleratedModule, source: FakeSource) -> None:
+    with module.run(source) as run:
+        for seed in range(3):
+            inputs = make_inputs(seed=seed)
+            assert_right(call(run, source, inputs), source, inputs)
+    assert counts(module) == (3, 0)
+    (engine,) = module.status.to_json()["engines"]
+    assert (engine["label"], engine["backend"], engine["relative_error"]) == ("Tiny 64×64 batch 2", "null", 0)
+
+
+def test_each_shape_goes_to_an_engine_of_its_own(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    calls = [make_inputs(8), make_inputs(16), make_inputs(8, batch=1)]
+    with module.run(source) as run:
+        for inputs in [*calls, *calls]:
+            assert_right(call(run, source, inputs), source, inputs)
+    assert counts(module) == (6, 0) and len(backend.engines) == 3
+
+
+@pytest.mark.parametrize(("host", "wanted"), [(Precision.FP32, Precision.FP16), (Precision.FP16, Precision.FP32)])
+def test_outputs_come_in_the_hosts_dtype(provider: EngineProvider, host: Precision, wanted: Precision) -> None:
+    source = FakeSource(precision=host)
+    inputs = make_inputs(dtype=torch.float32 if host is Precision.FP32 else torch.float16)
+    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, precision=wanted))
+    with module.run(source) as run:
+        assert_right(call(run, source, inputs), source, inputs, tolerance=1e-2)
+    assert counts(module) == (1, 0)
+
+
+def test_an_engine_is_swapped_in_only_between_runs(provider: EngineProvider, source: FakeSource) -> None:
+    module = AcceleratedModule(provider, BACKGROUND)
+    with module.run(source) as run:
+        call(run, source)
+        provider.queue.submit(provider.plans(source, _shape(), BACKGROUND)[0], urgent=True).wait(30)
+        assert len(provider.store.list()) == 1
+        call(run, source)
+    assert counts(module) == (0, 2)
+    with module.run(source) as run:
+        assert_right(call(run, source), source)
+    assert counts(module) == (1, 2)
+
+
+def test_a_background_build_begins_when_the_run_is_over(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    module = AcceleratedModule(provider, BACKGROUND)
+    with module.run(source) as run:
+        call(run, source)
+        assert not worker.started.wait(0.3)
+    wait_until(lambda: provider.store.list())
+
+
+def test_weights_are_taken_anew_for_each_run_and_given_back(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    with module.run(source) as run:
+        before = call(run, source)
+        call(run, source)
+    (engine,) = backend.engines
+    assert engine.weights == {} and engine.updates == 1
+    source.model.scale += 1  # a LoRA
+    with module.run(source) as run:
+        assert_right(found := call(run, source), source)
+    assert not torch.allclose(found, before)
+    assert backend.engines == [engine] and engine.updates == 2 and engine.weights == {}
+
+
+def test_a_run_that_fails_gives_everything_back(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    with pytest.raises(ZeroDivisionError), module.run(source) as run:
+        call(run, source)
+        raise ZeroDivisionError
+    assert backend.engines[0].weights == {}
+    assert module.provider._is_idle()
+
+
+def test_a_run_ends_even_if_its_engine_cannot_be_given_back(
+    module: AcceleratedModule, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("the driver is gone")
+
+    with pytest.raises(RuntimeError), module.run(source) as run:
+        call(run, source)
+        monkeypatch.setattr(module.provider.pool, "give_back", fail)
+    assert module.provider._is_idle(), "background builds would never begin again"
+
+
+def test_two_models_take_turns(module: AcceleratedModule, backend: NullBackend) -> None:
+    for seed in (1, 2, 1):
+        source = FakeSource(make_model(seed))
+        with module.run(source) as run:
+            assert_right(call(run, source), source)
+    assert counts(module) == (3, 0) and len(backend.engines) == 1
+
+
+# --------------------------------------------------------------------------------------------- fallbacks
+
+
+def test_a_veto_goes_to_eager_for_that_call(module: AcceleratedModule, source: FakeSource) -> None:
+    with module.run(source) as run:
+        call(run, source, veto="a ControlNet is attached")
+        call(run, source)
+    assert counts(module) == (1, 1) and reasons(module) == ["a ControlNet is attached"]
+
+
+def test_a_reason_is_logged_once(
+    provider: EngineProvider, source: FakeSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = AcceleratedModule(provider, MANUAL)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with module.run(source) as run:
+                call(run, source)
+                call(run, source)
+    assert counts(module) == (0, 4)
+    assert caplog.text.count("uses the plain model") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ShapeOutsideProfile("x is on cuda:1"),
+        IncompatibleEngine("no weights"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("run_func_ failed"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_engine_that_fails_is_not_asked_again_in_that_run(
+    module: AcceleratedModule,
+    source: FakeSource,
+    backend: NullBackend,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    with caplog.at_level(logging.WARNING), module.run(source) as run:
+        assert_right(call(run, source), source)
+        backend.call_error = error
+        assert_right(call(run, source), source)
+        backend.call_error = None
+        assert_right(call(run, source), source)
+    assert counts(module) == (1, 2)
+    (reason,) = reasons(module)
+    assert str(error) in reason
+    assert caplog.text.count("uses the plain model") == 1
+    assert all(engine.weights == {} for engine in backend.engines)
+    with module.run(source) as run:
+        call(run, source)
+    assert counts(module) == (2, 2)
+
+
+def test_one_shape_that_fails_leaves_the_others(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    with module.run(source) as run:
+        backend.call_error = None
+        call(run, source, make_inputs(16))
+        call(run, source)
+        backend.call_error = RuntimeError("run_func_ failed")
+        call(run, source)
+        backend.call_error = None
+        call(run, source, make_inputs(16))
+    assert counts(module) == (3, 1)
+
+
+def test_an_interrupt_in_an_engine_reaches_the_host(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    with pytest.raises(KeyboardInterrupt), module.run(source) as run:
+        call(run, source)
+        backend.call_error = KeyboardInterrupt()
+        call(run, source)
+    assert backend.engines[0].weights == {} and module.provider._is_idle()
+
+
+def test_what_eager_raises_reaches_the_host(module: AcceleratedModule, source: FakeSource) -> None:
+    def eager() -> Tensors:
+        raise ValueError("the host's own")
+
+    with pytest.raises(ValueError, match="the host's own"), module.run(source) as run:
+        run(INPUTS, eager, veto="a hook")
+
+
+# ------------------------------------------------------------------------------------- nested, concurrent
+
+
+def test_a_run_within_a_run_has_an_engine_of_its_own(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    inner_source = FakeSource(make_model(5))
+    with module.run(source) as outer:
+        assert_right(call(outer, source), source)
+        with module.run(inner_source) as inner:
+            assert_right(call(inner, inner_source), inner_source)
+            assert_right(call(outer, source), source)
+        assert_right(call(outer, source), source)
+        assert not module.provider._is_idle()
+    assert counts(module) == (4, 0) and len(backend.engines) == 2
+    assert module.provider._is_idle()
+
+
+def test_runs_on_two_threads_do_not_disturb_each_other(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    problems: list[BaseException] = []
+    both = threading.Barrier(2, timeout=30)
+
+    def sample(seed: int) -> None:
+        own = FakeSource(make_model(seed))
+        try:
+            with module.run(own) as run:
+                both.wait()
+                for step in range(50):
+                    inputs = make_inputs(seed=step)
+                    assert_right(call(run, own, inputs), own, inputs)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=sample, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == []
+    assert counts(module) == (100, 0) and len(backend.engines) == 2
+    assert module.provider._is_idle()
+
+
+def test_a_run_waits_for_a_trace_that_is_under_way(module: AcceleratedModule, source: FakeSource) -> None:
+    began = threading.Event()
+
+    def sample() -> None:
+        with module.run(source):
+            began.set()
+
+    with export_lock:
+        thread = threading.Thread(target=sample, daemon=True)
+        thread.start()
+        assert not began.wait(0.3)
+    assert began.wait(30)
+    thread.join(30)
+
+
+def test_it_holds_no_tensors_between_runs(module: AcceleratedModule, source: FakeSource, tmp_path: Path) -> None:
+    with module.run(source) as run:
+        call(run, source)
+    assert run._offers == {}
+
+
+def _shape():  # noqa: ANN202
+    from slipstream.runtime.plan import CallShape
+
+    return CallShape.of(INPUTS)

@@ -1,0 +1,71 @@
+"""What a user types into the node's fields."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.core.spec import Precision
+from slipstream.runtime.settings import BackendChoice, Resolution, Settings, parse_resolutions
+
+SHAPES = {"x": (2, 4, 96, 64), "timesteps": (2,)}
+
+
+@pytest.mark.parametrize("text", ["", "  ", "auto", "Auto", " automatic\n"])
+def test_no_list_means_every_resolution(text: str) -> None:
+    assert parse_resolutions(text) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "512x768, 1024x1024",
+        "512x768,1024x1024",
+        "512X768;1024×1024",
+        " 512*768\n1024x1024 ",
+        "512x768,,1024x1024,",
+        "512 x 768, 1024 × 1024",
+    ],
+)
+def test_lists_as_people_write_them(text: str) -> None:
+    assert parse_resolutions(text) == (Resolution(512, 768), Resolution(1024, 1024))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["512", "x512", "512x", "512x512x4", "512-512", "-512x512", "512.0x512", "1e3x512", "auto, 512x512", "axb"],
+)
+def test_what_is_no_resolution_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is no resolution; write"):
+        parse_resolutions(text)
+
+
+@pytest.mark.parametrize("text", ["510x512", "512x4", "0x512", "512x0", "512x512, 7x8"])
+def test_sizes_that_no_latent_has(text: str) -> None:
+    with pytest.raises(ValueError, match="multiples of 8"):
+        parse_resolutions(text)
+
+
+def test_a_number_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no resolution"):
+        parse_resolutions("512x" + "8" * 5000)
+
+
+def test_the_size_of_a_latent_is_width_by_height() -> None:
+    assert Resolution.of_latent((2, 4, 96, 64)) == Resolution(width=512, height=768)
+    assert str(Resolution(512, 768)) == "512×768"
+    assert parse_resolutions(str(Resolution(512, 768))) == (Resolution(512, 768),)
+
+
+def test_everything_is_wanted_by_default() -> None:
+    assert Settings().why_not_wanted(SHAPES) is None
+
+
+def test_only_listed_resolutions_are_wanted() -> None:
+    assert Settings(resolutions=parse_resolutions("512x768")).why_not_wanted(SHAPES) is None
+    reason = Settings(resolutions=parse_resolutions("768x512, 64x64")).why_not_wanted(SHAPES)
+    assert reason is not None and "512×768 is not in" in reason and "768×512, 64×64" in reason
+
+
+def test_off_wants_nothing() -> None:
+    reason = Settings(backend=BackendChoice.OFF, precision=Precision.FP16).why_not_wanted(SHAPES)
+    assert reason is not None and "switched off" in reason

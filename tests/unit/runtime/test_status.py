@@ -1,0 +1,94 @@
+"""Counts and reasons."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+from slipstream.runtime.status import EngineUse, Status
+
+
+def make_use(digest: str = "a" * 64, error: float | None = 1e-6) -> EngineUse:
+    return EngineUse(digest, f"Tiny {digest[0]}", "null", "fp32", error)
+
+
+def test_nothing_has_run() -> None:
+    status = Status()
+    assert (status.engine_calls, status.eager_calls, status.last_engine) == (0, 0, None)
+    assert status.to_json()["now"] == "nothing has run yet"
+
+
+def test_it_is_plain_data() -> None:
+    status = Status()
+    status.use_engine(make_use())
+    status.count_engine("a" * 64)
+    status.count_eager("a mask")
+    found = json.loads(json.dumps(status.to_json()))
+    assert (found["engine_calls"], found["eager_calls"]) == (1, 1)
+    assert found["now"] == "eager: a mask"
+    assert found["engines"][0]["label"] == "Tiny a" and found["engines"][0]["calls"] == 1
+    assert found["reasons"] == {"a mask": 1}
+
+
+def test_a_reason_is_new_once() -> None:
+    status = Status()
+    assert [status.count_eager(reason) for reason in ("mask", "mask", "hook", "mask")] == [True, False, True, False]
+
+
+def test_using_an_engine_again_keeps_its_count() -> None:
+    status = Status()
+    status.use_engine(first := make_use())
+    status.count_engine(first.digest)
+    status.use_engine(make_use())
+    status.count_engine(first.digest)
+    assert status.engine_calls == 2
+    assert status.last_engine is not None and status.last_engine.since == first.since
+
+
+def test_the_last_engine_is_the_one_that_came_into_use_last() -> None:
+    status = Status()
+    for digest in ("a" * 64, "b" * 64, "a" * 64):
+        status.use_engine(make_use(digest))
+    assert status.last_engine is not None and status.last_engine.digest == "a" * 64
+
+
+def test_the_error_shown_is_that_of_the_weights_in_use() -> None:
+    status = Status()
+    status.use_engine(make_use(error=1e-6))
+    status.use_engine(make_use(error=2e-3))
+    assert status.last_engine is not None and status.last_engine.relative_error == 2e-3
+
+
+def test_no_call_is_lost_between_threads() -> None:
+    status = Status()
+    status.use_engine(make_use())
+    times = 2000
+
+    def engine() -> None:
+        status.count_engine("a" * 64)
+
+    def eager() -> None:
+        status.count_eager("why")
+
+    _run_together([engine, eager, engine, eager, lambda: json.dumps(status.to_json())], times)
+    assert (status.engine_calls, status.eager_calls) == (2 * times, 2 * times)
+
+
+def test_threads_agree_on_who_saw_a_reason_first() -> None:
+    status = Status()
+    firsts: list[bool] = []
+    _run_together([lambda: firsts.append(status.count_eager("why"))] * 4, 500)
+    assert firsts.count(True) == 1
+
+
+def _run_together(jobs: list[Callable[[], object]], times: int) -> None:
+    def repeat(job: Callable[[], object]) -> None:
+        for _ in range(times):
+            job()
+
+    threads = [threading.Thread(target=repeat, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
