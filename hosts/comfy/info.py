@@ -1,0 +1,31 @@
+"""An accelerated model's status in a few lines."""
+
+from __future__ import annotations
+
+import time
+
+from ...runtime.module import AcceleratedModule
+from ...trt_backend import why_unavailable as why_no_tensorrt
+
+
+def describe(module: AcceleratedModule | None) -> str:
+    """Lines for Engine Info."""
+    if module is None:
+        return "This model is not accelerated: place Accelerate Model between it and this node."
+    status = module.status.to_json()
+    lines = [
+        f"now: {status['now']}",
+        f"engine calls: {status['engine_calls']}, eager calls: {status['eager_calls']}",
+    ]
+    for use in status["engines"]:
+        since = time.strftime("%H:%M:%S", time.localtime(use["since"]))
+        error = use["relative_error"]
+        checked = f", checked: error {error:.1e}" if error is not None else ""
+        lines.append(
+            f"engine {use['digest'][:12]}: {use['label']}, {use['backend']} {use['precision']}, "
+            f"since {since}, {use['calls']} calls{checked}"
+        )
+    lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
+    lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in module.provider.queue.pending()]
+    lines.append(f"tensorrt: {why_no_tensorrt()}")
+    return "\n".join(lines)

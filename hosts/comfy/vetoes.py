@@ -1,0 +1,56 @@
+"""What a plain engine cannot honour. Each check gives one reason in words, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_COMPILE_KEY = "torch.compile"
+
+
+def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
+    """Reasons that hold for a whole sampling run."""
+    import comfy.patcher_extension as extension
+
+    if getattr(patcher, "hook_patches", None):
+        return "weight hooks change the model between steps"
+    if any(name.startswith("diffusion_model") for name in patcher.object_patches):
+        name = next(name for name in patcher.object_patches if name.startswith("diffusion_model"))
+        return f"another node replaces {name} of the model"
+    options = model_options.get("transformer_options", {})
+    if extension.get_wrappers_with_key(extension.WrappersMP.APPLY_MODEL, _COMPILE_KEY, options):
+        return "TorchCompileModel compiles the same model; remove one of the two nodes"
+    return _why_not_these_layers(patcher.model.diffusion_model)
+
+
+def _why_not_these_layers(unet: torch.nn.Module) -> str | None:
+    for name, layer in unet.named_modules():
+        if "forward" in vars(layer):
+            return f"another extension changed how {name or 'the model'} computes"
+    return None
+
+
+def why_not_this_call(control: Any, options: Mapping[str, Any], extras: Mapping[str, Any]) -> str | None:
+    """Reasons that hold for one call of the UNet.
+
+    Args:
+        control: ControlNet residuals.
+        options: ComfyUI's `transformer_options`.
+        extras: further keyword arguments of the call.
+    """
+    if control:
+        return "a ControlNet is active, which engines do not take yet"
+    if any(options.get("patches", {}).values()):
+        names = sorted(name for name, patches in options["patches"].items() if patches)
+        return f"another node patches the model ({', '.join(names)})"
+    if any(options.get("patches_replace", {}).values()):
+        names = sorted(name for name, patches in options["patches_replace"].items() if patches)
+        return f"another node replaces parts of the model ({', '.join(names)}), as IP-Adapter and PAG do"
+    if "optimized_attention_override" in options:
+        return "another node replaces the attention function"
+    for name, value in extras.items():
+        if torch.is_tensor(value) or value not in (None, [], {}):
+            return f"the model is given {name!r}, which engines do not take"
+    return None

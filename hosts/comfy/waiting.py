@@ -1,0 +1,29 @@
+"""ComfyUI's progress bar and cancel button while somebody waits for a build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.progress import Progress
+from ...runtime.provider import HostHooks
+
+_STEPS = 100
+
+
+def waiting_hooks() -> HostHooks:
+    import comfy.model_management as management
+
+    bar: list[Any] = []  # made at the first report: a bar that never moves would hide the sampler's own
+
+    def progress(update: Progress) -> None:
+        import comfy.utils
+
+        if not bar:
+            bar.append(comfy.utils.ProgressBar(_STEPS))
+        bar[0].update_absolute(int(_STEPS * (update.fraction or 0.0)), _STEPS)
+
+    return HostHooks(
+        progress,
+        management.throw_exception_if_processing_interrupted,
+        (management.InterruptProcessingException, KeyboardInterrupt),
+    )

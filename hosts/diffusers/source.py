@@ -1,0 +1,109 @@
+"""A live diffusers UNet in the words of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+
+from ...core.dtypes import dtype_of, precision_of
+from ...core.errors import UnsupportedModel
+from ...core.protocols import Tensors
+from ...core.spec import Precision
+from ...engine_cache import digest_tensors
+from .unet import PREFIX, DiffusersUNet, call
+from .vetoes import why_not_these_layers
+
+_UNCAST = ("timesteps", "time_ids")
+
+
+class DiffusersUNetSource:
+    """A UNet2DConditionModel and the numbers that it holds now.
+
+    Raises:
+        UnsupportedModel: engines cannot stand for this UNet, e.g. since LoRA layers were added to it.
+    """
+
+    def __init__(self, unet: UNet2DConditionModel) -> None:
+        self.unet = unet
+        self.architecture = DiffusersUNet.of(unet)
+        if reason := why_not_these_layers(unet, self.architecture.plain):
+            raise UnsupportedModel(reason)
+        self._seen = _identity(unet)
+        self._digest: str | None = None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the UNet still has the layers and tensors that this source was made from; numbers are not read."""
+        return self._seen == _identity(self.unet)
+
+    @property
+    def device(self) -> torch.device:
+        return self.unet.device
+
+    @property
+    def precision(self) -> Precision:
+        return precision_of(self.unet.dtype)
+
+    def weights_digest(self) -> str:
+        if self._digest is None:
+            self._digest = digest_tensors(self._tensors())
+        return self._digest
+
+    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+        """The UNet's own parameters; copies only where the engine computes in another dtype."""
+        dtype = dtype_of(precision)
+        return {
+            PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self._tensors().items()
+        }
+
+    def eager(self, inputs: Tensors) -> Tensors:
+        return call(self.unet, _cast(inputs, self.unet.dtype))
+
+    def reference(self, inputs: Tensors) -> Tensors:
+        """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
+        return call(_widened(self.architecture, self.unet), _cast(inputs, torch.float32))
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = [*self.unet.named_parameters(), *self.unet.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named}
+
+
+def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    return {name: tensor if name in _UNCAST else tensor.to(dtype) for name, tensor in inputs.items()}
+
+
+def _identity(unet: UNet2DConditionModel) -> tuple[Any, ...]:
+    layers = tuple(type(layer) for layer in unet.modules())
+    tensors = tuple(
+        (tensor.data_ptr(), tensor.dtype, tensor.device, 0 if tensor.is_inference() else tensor._version)
+        for tensor in [*unet.parameters(), *unet.buffers()]
+    )
+    return layers, tensors
+
+
+def _widened(architecture: DiffusersUNet, unet: UNet2DConditionModel) -> torch.nn.Module:
+    """The UNet in fp32, whose layers hold weights only while they compute."""
+    wide = architecture.hollow()
+    for name, layer in wide.named_modules():
+        live = unet.get_submodule(name)
+        if live._parameters:
+            _widen_while_computing(layer, live)
+    return wide
+
+
+def _widen_while_computing(layer: torch.nn.Module, live: torch.nn.Module) -> None:
+    hollow = {**layer._parameters}
+
+    def fill(*_: Any) -> None:
+        for name, tensor in live.named_parameters(recurse=False):
+            layer._parameters[name] = torch.nn.Parameter(tensor.detach().float(), requires_grad=False)
+
+    def drain(*_: Any) -> None:
+        layer._parameters.update(hollow)
+
+    layer.register_forward_pre_hook(fill)
+    layer.register_forward_hook(drain)

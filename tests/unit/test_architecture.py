@@ -1,0 +1,202 @@
+"""Imports point one way, and heavy or foreign packages stay in the room that needs them."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+BACKENDS = {"compile_backend", "trt_backend"}
+SERVICES = {"core", "engine_cache", "runtime", "sampling", *BACKENDS}
+
+# room -> rooms that it may import, besides itself
+ARROWS: dict[str, set[str]] = {
+    "core": set(),
+    "engine_cache": {"core"},
+    "compile_backend": {"core"},
+    "trt_backend": {"core"},
+    "runtime": {"core", "engine_cache", *BACKENDS},
+    "sampling": {"core", "engine_cache", *BACKENDS},
+    "demo": {"core"},
+    "hosts": {*SERVICES, "demo"},
+    "nodes": {*SERVICES, "demo", "hosts"},
+    "cli": {*SERVICES, "demo", "hosts"},
+    "ui": {*SERVICES, "hosts"},
+    "scripts": {*SERVICES, "hosts", "ui"},
+}
+
+COMFYUI = {
+    "comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "latent_preview",
+    "node_helpers", "nodes", "server",
+}  # fmt: skip
+
+# foreign package -> rooms that may import it
+HOMES: dict[str, set[str]] = {
+    **dict.fromkeys(COMFYUI, {"hosts", "nodes"}),
+    **dict.fromkeys(("tensorrt", "tensorrt_rtx", "onnx", "onnx_graphsurgeon"), {"trt_backend"}),
+    "torchao": {"compile_backend"},
+    "gradio": {"ui"},
+}
+# … and these only when they are used
+LAZY = {"tensorrt", "tensorrt_rtx", "onnx", "onnx_graphsurgeon", "torchao"}
+CORE_MAY_IMPORT = {"torch"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target."""
+
+    file: str
+    line: int
+    module: str  # absolute; our own begin with "slipstream."
+    lazy: bool  # inside a function, or for the type checker alone
+
+    @property
+    def room(self) -> str:
+        return Path(self.file).parts[0] if "/" in self.file else ""
+
+    @property
+    def top(self) -> str:
+        return self.module.split(".")[0]
+
+    @property
+    def target_room(self) -> str | None:
+        parts = self.module.split(".")
+        return parts[1] if parts[0] == "slipstream" and len(parts) > 1 else None
+
+
+class Finder(ast.NodeVisitor):
+    """Collects a file's imports."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.lazy = False
+        self.found: list[Import] = []
+
+    def visit_FunctionDef(self, node: ast.AST) -> None:
+        self._inside(node)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" in ast.unparse(node.test):
+            self._inside(node)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(node, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self._absolute(node)
+        # `from .. import core` names a room only by the imported name.
+        if base == "slipstream":
+            for alias in node.names:
+                self._add(node, f"{base}.{alias.name}")
+        else:
+            self._add(node, base)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = ["slipstream", *Path(self.file).parts[:-1]]
+        kept = package[: len(package) - node.level + 1]
+        return ".".join([*kept, *([node.module] if node.module else [])])
+
+    def _add(self, node: ast.AST, module: str) -> None:
+        self.found.append(Import(self.file, getattr(node, "lineno", 0), module, self.lazy))
+
+    def _inside(self, node: ast.AST) -> None:
+        before, self.lazy = self.lazy, True
+        self.generic_visit(node)
+        self.lazy = before
+
+
+def imports_of(file: str, source: str) -> list[Import]:
+    finder = Finder(file)
+    finder.visit(ast.parse(source))
+    return finder.found
+
+
+def wrong(found: Import) -> Iterator[str]:
+    """Yield what is wrong with an import."""
+    target = found.target_room
+    if found.room in ARROWS and target in ARROWS and target not in {found.room, *ARROWS[found.room]}:
+        yield f"{found.room} may not import {target}"
+    homes = HOMES.get(found.top)
+    if homes is not None and found.room not in homes:
+        yield f"only {', '.join(sorted(homes))} may import {found.top}"
+    if found.top in LAZY and not found.lazy:
+        yield f"import {found.top} inside the function that needs it"
+    foreign = target is None and found.top not in {*sys.stdlib_module_names, "slipstream"}
+    if found.room == "" and not found.lazy and (foreign or target in ARROWS):
+        yield "the root imports only the standard library at its top level"
+    if found.room == "core" and foreign and found.top not in CORE_MAY_IMPORT:
+        yield f"core may not import {found.top}"
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """Return each wrong import as `file:line: why`."""
+    return [
+        f"{found.file}:{found.line}: {why}"
+        for file, source in sorted(sources.items())
+        for found in imports_of(file, source)
+        for why in wrong(found)
+    ]
+
+
+def test_imports_point_one_way(root: Path) -> None:
+    files = [file for room in ARROWS for file in (root / room).rglob("*.py")]
+    files += [root / name for name in ("__init__.py", "__main__.py", "install.py")]
+    sources = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    assert len(sources) > 10, "the rooms were not found"
+    assert not violations(sources)
+
+
+PLANTED = {
+    ("core/x.py", "from ..runtime import provider"): "core may not import runtime",
+    ("core/x.py", "from .. import engine_cache"): "core may not import engine_cache",
+    ("core/x.py", "import safetensors"): "core may not import safetensors",
+    ("engine_cache/x.py", "import slipstream.runtime.queue"): "engine_cache may not import runtime",
+    ("compile_backend/x.py", "from ..engine_cache.store import Store"): "may not import engine_cache",
+    ("trt_backend/deep/x.py", "from ...runtime import x"): "trt_backend may not import runtime",
+    ("runtime/x.py", "def f():\n    from ..hosts.comfy import unet"): "runtime may not import hosts",
+    ("sampling/x.py", "from ..nodes import x"): "sampling may not import nodes",
+    ("hosts/comfy/x.py", "from ...nodes import x"): "hosts may not import nodes",
+    ("cli/x.py", "import slipstream.ui.page"): "cli may not import ui",
+    ("runtime/x.py", "import comfy.model_management"): "may import comfy",
+    ("cli/x.py", "def f():\n    import folder_paths"): "may import folder_paths",
+    ("runtime/x.py", "import nodes"): "may import nodes",
+    ("compile_backend/x.py", "def f():\n    import tensorrt"): "only trt_backend may import tensorrt",
+    ("trt_backend/x.py", "import onnx"): "import onnx inside the function",
+    ("compile_backend/x.py", "import torchao.quantization"): "import torchao inside the function",
+    ("hosts/x.py", "def f():\n    import gradio"): "only ui may import gradio",
+    ("__init__.py", "from .nodes.extension import X"): "only the standard library",
+    ("__init__.py", "import torch"): "only the standard library",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("planted", "why"), PLANTED.items(), ids=[f"{file}: {code}" for file, code in PLANTED])
+def test_a_wrong_import_is_found(planted: tuple[str, str], why: str) -> None:
+    file, source = planted
+    (found,) = violations({file: source})
+    assert why in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("hosts/comfy/x.py", "import comfy.sd\nfrom ...runtime import x\nfrom ...sampling.x import y"),
+        ("trt_backend/x.py", "def f():\n    import tensorrt, onnx"),
+        ("trt_backend/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tensorrt"),
+        ("core/x.py", "import json, torch\nfrom . import shapes\nfrom .shapes import ShapeRange"),
+        ("__init__.py", "import typing\nasync def f():\n    from .nodes import x"),
+    ],
+)
+def test_a_right_import_passes(file: str, source: str) -> None:
+    assert not violations({file: source})
