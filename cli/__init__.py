@@ -1,0 +1,19 @@
+"""The engine manager on the command line."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["worker"] and len(words) == 2:  # internal, and light: a build process needs no command line
+        from ..runtime.worker import main as work
+
+        return work(words[1])
+    from .commands import run
+
+    return run(words)

@@ -1,0 +1,101 @@
+"""The command `build`: engines for a model, made before any picture needs them."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.progress import Progress
+from ..core.spec import Optimize, Precision
+from ..engine_cache import EngineStore, Entry
+from ..runtime.plan import CallShape, Plan
+from ..runtime.provider import EngineProvider, HostHooks
+from ..runtime.settings import BackendChoice, BuildPolicy, Settings
+from .describe import summary
+from .engines import SHOWN
+from .errors import OK
+from .interrupt import prompt_interrupts
+from .models import LoadedModel, load_model
+from .output import Output, progress_bar
+from .words import say_error, say_seconds
+
+_COLUMNS = ("id", "engine", "backend", "precision", "outcome", "error")
+
+
+@dataclass(frozen=True)
+class Obtained:
+    """An engine that was built, or found.
+
+    Attributes:
+        found: it was in the store before.
+    """
+
+    plan: Plan
+    entry: Entry
+    found: bool
+
+
+def build(store: EngineStore, output: Output, options: Namespace) -> int:
+    """Build, load and check one engine a resolution; those that exist are only checked."""
+    started = time.monotonic()
+    settings = settings_from(options)
+    provider = EngineProvider(store)
+    with prompt_interrupts(provider):
+        model = load(options, provider)
+        engines = [
+            obtain(provider, model, model.call(resolution, options.batch, options.tokens), settings)
+            for resolution in settings.resolutions
+        ]
+    rows = [{**summary(engine.entry), "built": not engine.found} for engine in engines]
+    data = {
+        "store": str(store.root),
+        "host": model.host,
+        "model": options.model,
+        "seconds": round(time.monotonic() - started, 2),
+        "engines": rows,
+    }
+
+    def tell() -> None:
+        output.table(_COLUMNS, [_row(row) for row in rows])
+        output.line(f"{model.host}, engines in {store.root}")
+
+    output.show(data, tell)
+    return OK
+
+
+def settings_from(options: Namespace) -> Settings:
+    """What the user chose."""
+    return Settings(
+        backend=BackendChoice(options.backend),
+        precision=None if options.precision == "auto" else Precision(options.precision),
+        optimize=Optimize(options.optimize),
+        policy=BuildPolicy.MANUAL,
+        resolutions=options.resolution,
+    )
+
+
+def load(options: Namespace, provider: EngineProvider) -> LoadedModel:
+    """The model that the user named."""
+    with progress_bar(options.model) as progress:
+        progress(Progress("load", None, "loading the model"))
+        return load_model(options.model, options.comfyui, provider.weights_memo)
+
+
+def obtain(provider: EngineProvider, model: LoadedModel, call: CallShape, settings: Settings) -> Obtained:
+    """An engine from the store, or built now; compared with the model once per set of weights.
+
+    Raises:
+        SlipstreamError: why there is none, or that it computes something else.
+    """
+    plans = provider.plans(model.source, call, settings)
+    known = {plan.key.digest for plan in plans if provider.store.lookup(plan.key.digest) is not None}
+    with progress_bar(str(plans[0])) as progress:
+        plan, entry = provider.prepare(model.source, call, settings, HostHooks(progress))
+    return Obtained(plan, entry, entry.digest in known)
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    outcome = f"built in {say_seconds(row['build_s'])}" if row["built"] else "was there"
+    return row["digest"][:SHOWN], row["label"], row["backend"], row["precision"], outcome, say_error(row["error"])

@@ -1,0 +1,215 @@
+"""The words of the command line: `slipstream build | list | show | verify | prune | delete | bench`.
+
+Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import __version__
+from ..core.errors import SlipstreamError
+from ..core.spec import Optimize, Precision
+from ..runtime.settings import BackendChoice
+from .errors import FAILED, INTERRUPTED, OK, USAGE
+from .output import Output, set_up_logging
+from .words import count, one_line, prefix, resolutions, size_in_bytes, span
+
+Handler = Callable[[Namespace, Output], int]
+
+
+def run(words: list[str]) -> int:
+    """Run one command; returns the exit status: 0 ok, 1 a stated failure, 2 wrong usage, 130 interrupted."""
+    parser = make_parser()
+    try:
+        options = parser.parse_args(words)
+    except SystemExit as end:  # argparse has printed why
+        return end.code if isinstance(end.code, int) else USAGE
+    if options.handler is None:
+        parser.print_help(sys.stderr)
+        return USAGE
+    return _run_guarded(options)
+
+
+def _run_guarded(options: Namespace) -> int:
+    stream = sys.stdout
+    try:
+        set_up_logging(options.verbose)
+        with contextlib.redirect_stdout(sys.stderr):  # whatever libraries print is no result
+            status = options.handler(options, Output(options.json, stream))
+        stream.flush()
+        return int(status)
+    except KeyboardInterrupt as stop:
+        return _say(str(stop) or "Cancelled.", INTERRUPTED)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return OK
+    except (SlipstreamError, OSError) as error:
+        return _say(one_line(error), FAILED)
+
+
+def _say(message: str, status: int) -> int:
+    print(f"slipstream: {message}", file=sys.stderr)
+    return status
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of all commands."""
+    parser = ArgumentParser(
+        prog="slipstream", description="Builds and manages the engines that speed up diffusion models."
+    )
+    parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
+    parser.set_defaults(handler=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench):
+        add(commands.add_parser)
+    return parser
+
+
+_AddParser = Callable[..., ArgumentParser]
+
+
+def _command(add_parser: _AddParser, name: str, help: str, handler: Handler) -> ArgumentParser:
+    parser = add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.add_argument(
+        "--home", type=Path, metavar="DIR", help="the engine store; default: SLIPSTREAM_HOME, else ComfyUI's"
+    )
+    parser.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="the ComfyUI to work with; default: COMFYUI_DIR, else its own"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    parser.add_argument("--verbose", action="store_true", help="tell on stderr what happens inside")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _add_list(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .engines import list_engines
+        from .home import open_store
+
+        return list_engines(open_store(options), output)
+
+    _command(add_parser, "list", "list all engines, and whether they would be used now", handle)
+
+
+def _add_show(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .engines import show_engine
+        from .home import open_store
+
+        return show_engine(open_store(options), output, options.id)
+
+    _add_id(_command(add_parser, "show", "show all that is known about one engine", handle))
+
+
+def _add_verify(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .engines import verify_engines
+        from .home import open_store
+
+        return verify_engines(open_store(options), output, [] if options.all else options.ids)
+
+    parser = _command(add_parser, "verify", "compare the engines' files with their checksums", handle)
+    parser.add_argument(
+        "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
+    )
+    parser.add_argument("--all", action="store_true", help="every engine")
+
+
+def _add_prune(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .engines import prune_engines
+        from .home import open_store
+
+        return prune_engines(open_store(options), output, options)
+
+    parser = _command(add_parser, "prune", "remove the engines that were not used for the longest time", handle)
+    parser.add_argument(
+        "--limit", type=size_in_bytes, metavar="SIZE", help="what may stay, such as 5GB; default: the store's limit"
+    )
+    parser.add_argument(
+        "--older-than", type=span, metavar="TIME", help="also all that were not used for so long, such as 30d"
+    )
+
+
+def _add_delete(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .engines import delete_engines
+        from .home import open_store
+
+        return delete_engines(open_store(options), output, options)
+
+    parser = _command(add_parser, "delete", "delete engines", handle)
+    parser.add_argument("ids", nargs="+", type=prefix, metavar="ID", help="first digits of an engine's id")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_build(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .build import build
+        from .home import open_store
+
+        return build(open_store(options), output, options)
+
+    _add_model(_command(add_parser, "build", "build engines for a model, so that ComfyUI finds them there", handle))
+
+
+def _add_bench(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .bench import bench
+        from .home import open_store
+
+        return bench(open_store(options), output, options)
+
+    parser = _command(add_parser, "bench", "time one call of the model, plain and accelerated", handle)
+    _add_model(parser)
+    parser.add_argument("--repeats", type=count, default=20, metavar="N", help="calls to time; default: %(default)s")
+    parser.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before; default: %(default)s")
+
+
+def _add_id(parser: ArgumentParser) -> None:
+    parser.add_argument("id", type=prefix, metavar="ID", help="first digits of the engine's id")
+
+
+def _add_model(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="FILE", help="a checkpoint or UNet file, or demo for the built-in tiny model")
+    add(
+        "--resolution",
+        required=True,
+        type=resolutions,
+        metavar="WxH[,WxH]",
+        help="picture sizes, such as 512x512,768x512",
+    )
+    add("--batch", type=count, default=2, help="samples in one call: 2 for one picture with CFG; default: %(default)s")
+    add(
+        "--tokens",
+        type=count,
+        default=77,
+        help="length of the text: 77 for up to 75 words or so, then 154; default: %(default)s",
+    )
+    add(
+        "--precision",
+        default="auto",
+        choices=["auto", *(each.value for each in Precision)],
+        help="default: ComfyUI's own",
+    )
+    add(
+        "--optimize",
+        type=_with_spaces,
+        default=Optimize.BALANCED.value,
+        choices=[each.value for each in Optimize],
+        help="build time to spend",
+    )
+    backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
+    add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the fastest that works here")
+
+
+def _with_spaces(text: str) -> str:
+    return text.replace("-", " ")

@@ -1,0 +1,210 @@
+"""Commands on the engines that are there: list, show, verify, prune, delete."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from datetime import datetime
+from typing import Any
+
+from ..core.errors import SlipstreamError
+from ..engine_cache import EngineStore, Entry
+from .describe import details, summary
+from .errors import FAILED, OK, CommandError
+from .output import Output
+from .words import say_bytes, say_error, say_seconds, say_time
+
+SHOWN = 12
+"""Digits of a digest that people get to see."""
+
+_COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "state")
+
+
+def list_engines(store: EngineStore, output: Output) -> int:
+    """Show every engine, the most recently used first."""
+    entries = store.list()
+    rows = [summary(entry) for entry in entries]
+    total = sum(entry.bytes for entry in entries)
+    data = {"store": str(store.root), "bytes": total, "limit_bytes": store.limit_bytes, "engines": rows}
+
+    def tell() -> None:
+        if not rows:
+            output.line(f"No engines in {store.root}.")
+            output.line("Build one: slipstream build --model FILE --resolution 512x512")
+            return
+        output.table(_COLUMNS, [_row(entry, row) for entry, row in zip(entries, rows, strict=True)])
+        output.line(f"{len(rows)} engines, {say_bytes(total)} of {say_bytes(store.limit_bytes)}, in {store.root}")
+
+    output.show(data, tell)
+    return OK
+
+
+def _row(entry: Entry, row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["digest"][:SHOWN],
+        row["label"],
+        row["backend"],
+        row["precision"],
+        say_bytes(row["bytes"]),
+        say_time(datetime.fromisoformat(row["created"]).timestamp()),
+        say_seconds(row["build_s"]),
+        say_time(entry.last_used),
+        say_error(row["error"]),
+        say_state(row),
+    )
+
+
+def say_state(row: dict[str, Any]) -> str:
+    return f"{row['state']}: {'; '.join(row['reasons'])}" if row["reasons"] else str(row["state"])
+
+
+def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
+    """Show all that is known about one engine."""
+    digest = resolve(store, prefix)
+    entry = store.lookup(digest)
+    if entry is None:
+        raise CommandError(
+            f"The engine {digest[:SHOWN]} in {store.root} is damaged or from a newer Slipstream; build it anew"
+        )
+    data = details(entry)
+    output.show(data, lambda: _tell_details(entry, data, output))
+    return OK
+
+
+def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
+    plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
+    facts = [("engine", data["label"]), ("used now?", _say_use(data["reasons"]))]
+    facts += [(name, str(data[name])) for name in plain]
+    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data))]
+    facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
+    output.facts(facts)
+    output.line("\nfiles")
+    output.facts(
+        [(name, f"{say_bytes(file['bytes'])}, sha256 {file['sha256']}") for name, file in data["files"].items()]
+    )
+    output.line("\nchecks, by weights")
+    checks = [(weights[:SHOWN], _say_check(check)) for weights, check in data["verifications"].items()]
+    output.facts(checks or [("none", "it is compared with the model before it is first used")])
+    output.line("\nkey")
+    output.facts(_flat(data["factors"]))
+
+
+def _say_build(data: dict[str, Any]) -> str:
+    phases = ", ".join(f"{name} {say_seconds(seconds)}" for name, seconds in data["build_phases"].items())
+    return f"{say_seconds(data['build_s'])} ({phases})" if phases else say_seconds(data["build_s"])
+
+
+def _say_check(check: dict[str, Any]) -> str:
+    eager = f", the plain model's own is {check['eager_error']:.1e}" if check["eager_error"] is not None else ""
+    note = f" ({check['note']})" if check["note"] else ""
+    return f"error {check['relative_error']:.1e}{eager}, {check['cases']} cases, {check['when']}{note}"
+
+
+def _say_use(reasons: list[str]) -> str:
+    if reasons:
+        return f"no: {'; '.join(reasons)}. An engine for this machine and version is built when it is asked for"
+    return "yes, for this architecture at these shapes, as long as the model's code is the same"
+
+
+def _flat(node: Any, name: str = "") -> list[tuple[str, str]]:
+    """Factors as dotted names and values, shapes left out: they are told apart."""
+    if isinstance(node, dict) and name != "spec.profile":
+        return [pair for key, child in node.items() for pair in _flat(child, f"{name}.{key}" if name else key)]
+    return [] if name == "spec.profile" else [(name, str(node))]
+
+
+def verify_engines(store: EngineStore, output: Output, prefixes: list[str]) -> int:
+    """Read the files of some engines (of all when none is named) and compare them with their checksums."""
+    if prefixes:
+        found = {digest: _why_bad(store, digest) for digest in dict.fromkeys(resolve(store, text) for text in prefixes)}
+    else:
+        found = store.verify_all()
+    bad = sum(reason is not None for reason in found.values())
+    engines = [{"digest": digest, "ok": reason is None, "reason": reason} for digest, reason in found.items()]
+
+    def tell() -> None:
+        for digest, reason in found.items():
+            output.line(f"{digest[:SHOWN]}  {reason or 'ok'}")
+        output.line(f"{len(found)} engines checked, {bad} bad" if found else f"No engines in {store.root}.")
+
+    output.show({"store": str(store.root), "bad": bad, "engines": engines}, tell)
+    return FAILED if bad else OK
+
+
+def _why_bad(store: EngineStore, digest: str) -> str | None:
+    entry = store.lookup(digest)
+    if entry is None:
+        return "damaged or from a newer Slipstream; see the warning. It is built anew when it is next asked for"
+    try:
+        entry.verify_files(again=True)
+    except SlipstreamError as error:
+        return str(error)
+    return None
+
+
+def prune_engines(store: EngineStore, output: Output, options: Namespace) -> int:
+    """Remove the least recently used engines until the rest fits, and what builds that were killed left behind."""
+    if store.root.is_dir():
+        store.clean()
+    labels = {entry.digest: (entry.manifest.label, entry.bytes) for entry in store.list()}
+    removed = store.prune(limit_bytes=options.limit, older_than=options.older_than)
+    freed = sum(labels[digest][1] for digest in removed if digest in labels)
+
+    def tell() -> None:
+        for digest in removed:
+            output.line(f"{digest[:SHOWN]}  {labels.get(digest, ('?', 0))[0]}")
+        output.line(f"{len(removed)} engines removed, {say_bytes(freed)} freed, {say_bytes(store.size_bytes())} left")
+
+    output.show({"store": str(store.root), "removed": removed, "freed_bytes": freed}, tell)
+    return OK
+
+
+def delete_engines(store: EngineStore, output: Output, options: Namespace) -> int:
+    """Remove engines by their ids, once that is confirmed."""
+    digests = list(dict.fromkeys(resolve(store, prefix) for prefix in options.ids))
+    if not options.yes:
+        _confirm(store, digests)
+    removed = [digest for digest in digests if store.delete(digest)]
+
+    def tell() -> None:
+        for digest in removed:
+            output.line(f"{digest[:SHOWN]}  deleted")
+
+    output.show({"store": str(store.root), "deleted": removed}, tell)
+    return OK
+
+
+def _confirm(store: EngineStore, digests: list[str]) -> None:
+    names = [_name(store, digest) for digest in digests]
+    if not sys.stdin.isatty():
+        raise CommandError(f"Nothing was deleted: add --yes to delete {', '.join(names)}")
+    print(f"Delete {', '.join(names)}? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise CommandError("Nothing was deleted")
+
+
+def _name(store: EngineStore, digest: str) -> str:
+    entry = store.lookup(digest)
+    return f"{digest[:SHOWN]} ({entry.manifest.label})" if entry else digest[:SHOWN]
+
+
+def resolve(store: EngineStore, prefix: str) -> str:
+    """The one digest in the store, readable or not, that begins with `prefix`.
+
+    Raises:
+        CommandError: none does, or several do.
+    """
+    found = [digest for digest in _digests(store) if digest.startswith(prefix)]
+    if not found:
+        raise CommandError(
+            f"No engine in {store.root} has an id that begins with {prefix}; `slipstream list` shows them"
+        )
+    if len(found) > 1:
+        several = ", ".join(digest[: max(SHOWN, len(prefix) + 4)] for digest in found[:5])
+        raise CommandError(f"{prefix} fits {len(found)} engines ({several}); give more digits")
+    return found[0]
+
+
+def _digests(store: EngineStore) -> list[str]:
+    folder = store.root / "engines"
+    return sorted(path.name for path in folder.iterdir() if len(path.name) == 64) if folder.is_dir() else []

@@ -1,0 +1,103 @@
+"""The model that a command is about, loaded through a host's own code in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..core.errors import BackendUnavailable
+from ..core.protocols import ModelSource
+from ..engine_cache import WeightsMemo
+from ..hosts.comfy import standalone
+from ..runtime.plan import CallShape
+from ..runtime.settings import Resolution
+
+log = logging.getLogger(__name__)
+
+DEMO = "demo"
+
+CallOf = Callable[[Resolution, int, int], CallShape]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device.
+
+    Attributes:
+        host: whose code it is, e.g. "ComfyUI 0.33.0".
+        call: the call that sampling makes, by resolution, batch and tokens.
+    """
+
+    host: str
+    source: ModelSource
+    call: CallOf
+
+
+def load_model(model: str, comfyui: Path | None, memo: WeightsMemo) -> LoadedModel:
+    """Load "demo" or a file, through ComfyUI; the demo through diffusers where no ComfyUI can be used.
+
+    Args:
+        comfyui: the checkout that the user named.
+        memo: remembers the digests of checkpoint files.
+
+    Raises:
+        BackendUnavailable: there is no host here that could load it.
+        UnsupportedModel: it cannot be loaded, or has no engines.
+    """
+    try:
+        return _load_in_comfyui(model, comfyui, memo)
+    except BackendUnavailable as error:
+        if model != DEMO or comfyui is not None or not _has_diffusers():
+            raise
+        log.warning("%s. diffusers runs the demo model instead.", error)
+    return _load_in_diffusers()
+
+
+def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo) -> LoadedModel:
+    checkout = standalone.find_checkout(comfyui)
+    if checkout is None:
+        raise BackendUnavailable(
+            "No ComfyUI was found, and engines are built for the code that runs them. Name the folder of yours with "
+            "--comfyui DIR or COMFYUI_DIR"
+        )
+    file = None if model == DEMO else standalone.find_file(model, checkout)
+    standalone.enter(checkout)
+    patcher = standalone.load_file(file) if file else standalone.load_demo()
+    source = standalone.open_unet(patcher, memo)
+
+    def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
+        return standalone.unet_call(source, resolution, batch, tokens)
+
+    return LoadedModel(f"ComfyUI {standalone.version()}", source, call)
+
+
+def _has_diffusers() -> bool:
+    return importlib.util.find_spec("diffusers") is not None
+
+
+def _load_in_diffusers() -> LoadedModel:
+    from diffusers import __version__ as version
+    from diffusers.utils.logging import set_verbosity_error
+
+    from ..demo.model import load_unet
+    from ..hosts.diffusers.source import DiffusersUNetSource
+
+    set_verbosity_error()
+    on_gpu = torch.cuda.is_available()
+    unet = load_unet(dtype=torch.float16 if on_gpu else torch.float32).to("cuda" if on_gpu else "cpu")
+    source = DiffusersUNetSource(unet)
+
+    def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
+        config = source.architecture.config
+        x = (batch, config["in_channels"], resolution.height // 8, resolution.width // 8)
+        context = (batch, tokens, config["cross_attention_dim"])
+        return CallShape(
+            (("x", x, unet.dtype), ("timesteps", (batch,), torch.float32), ("context", context, unet.dtype))
+        )
+
+    return LoadedModel(f"diffusers {version}", source, call)

@@ -1,0 +1,64 @@
+"""Ctrl-C while a build cannot be stopped: soon over, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="a signal to one process needs POSIX")
+
+PROGRAM = """
+import runpy, sys, time
+from types import SimpleNamespace
+runpy.run_path(sys.argv[1] + "/__main__.py")["register"]()
+from slipstream.cli.interrupt import prompt_interrupts
+from slipstream.core.errors import BuildCancelled
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.queue import BuildQueue
+
+def build(plan, progress, cancel, may_run):
+    with store.scratch("build-x") as folder:
+        (folder / "part").write_text("half of an engine")
+        print("building", flush=True)
+        {work}
+
+store = EngineStore(sys.argv[2])
+provider = EngineProvider(store, backends=[])
+provider.queue = BuildQueue(build)
+try:
+    with prompt_interrupts(provider):
+        provider.queue.submit(SimpleNamespace(key=SimpleNamespace(digest="d" * 64)), urgent=True).wait()
+except KeyboardInterrupt as stop:
+    print(stop, file=sys.stderr)
+    sys.exit(130)
+"""
+DEAF = "time.sleep(60)"
+OBEDIENT = "cancel.wait(60); cancel.raise_if_cancelled('It')"
+
+
+def interrupt(root: Path, store: Path, work: str) -> tuple[int, float, str]:
+    """Exit status, seconds from Ctrl-C to the end, and stderr."""
+    command = [sys.executable, "-c", PROGRAM.replace("{work}", work), str(root), str(store)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "building\n"
+    assert list(store.glob("tmp/*/part"))
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    return process.returncode, time.monotonic() - started, err
+
+
+@pytest.mark.parametrize("work", [DEAF, OBEDIENT], ids=["deaf", "obedient"])
+def test_ends_soon_and_leaves_nothing(root: Path, tmp_path: Path, work: str) -> None:
+    status, seconds, err = interrupt(root, tmp_path / "store", work)
+    assert status == 130
+    assert "nothing was kept" in err and "Traceback" not in err
+    assert not list(tmp_path.glob("store/tmp/*")) and not list(tmp_path.glob("store/in_use/*"))
+    assert seconds < 3  # 1.5 s of grace, and what a busy machine adds
