@@ -1,0 +1,1 @@
+"""Thin ComfyUI nodes over the runtime."""

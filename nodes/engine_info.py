@@ -1,0 +1,39 @@
+"""Engine Info: what runs, since when, how often, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+
+class EngineInfo(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SlipstreamEngineInfo",
+            display_name="Engine Info",
+            category="Slipstream",
+            description="Shows what an accelerated model did: the engine in use, calls of the engine and of the plain "
+            "model, and each reason for the plain model. Connect a picture or latent to `after`, so that it looks "
+            "after sampling.",
+            inputs=[
+                io.Model.Input("model"),
+                io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),
+            ],
+            outputs=[io.String.Output(display_name="info")],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> float:
+        return float("nan")  # counts change with every run
+
+    @classmethod
+    def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
+        from ..hosts.comfy.accelerate import accelerated_module
+        from ..hosts.comfy.info import describe
+
+        text = describe(accelerated_module(model))
+        return io.NodeOutput(text, ui=ui.PreviewText(text))

@@ -1,0 +1,17 @@
+"""The list of nodes that ComfyUI asks for."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from ..hosts.comfy.pictures import watch_prompts
+from .accelerate import AccelerateModel
+from .build_engine import BuildEngine
+from .demo import SlipstreamDemoLoader, SlipstreamDemoPrompt
+from .engine_info import EngineInfo
+
+
+class SlipstreamExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        watch_prompts()  # here, since older ComfyUIs never call on_load
+        return [AccelerateModel, BuildEngine, EngineInfo, SlipstreamDemoLoader, SlipstreamDemoPrompt]
