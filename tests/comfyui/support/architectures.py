@@ -1,0 +1,80 @@
+"""Small members of the model families: real where ComfyUI's detection looks, tiny elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+COMMON = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "use_spatial_transformer": True,
+    "use_temporal_attention": False,
+    "use_checkpoint": False,
+    "legacy": False,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A UNet of one model family."""
+
+    name: str
+    context_dim: int
+    pooled: int  # size of the pooled prompt, 0 where the family has none
+    unet: dict[str, Any]
+    heads: dict[str, int] = field(default_factory=lambda: {"num_heads": 8, "num_head_channels": -1})
+
+    def config(self) -> dict[str, Any]:
+        """Return the arguments of ComfyUI's UNet, less those of the head count."""
+        adm = {"num_classes": "sequential"} if self.unet.get("adm_in_channels") else {"adm_in_channels": None}
+        return {**COMMON, "context_dim": self.context_dim, **adm, **self.unet}
+
+
+HEADS_OF_64 = {"num_heads": -1, "num_head_channels": 64}
+HEADS_OF_8 = {"num_heads": -1, "num_head_channels": 8}
+TWO_LEVELS = {
+    "num_res_blocks": [1, 1],
+    "channel_mult": [1, 1],
+    "transformer_depth": [1, 0],
+    "transformer_depth_output": [1, 1, 0, 0],
+    "transformer_depth_middle": 1,
+}
+
+# Files: what the stock loaders must recognise is fixed (width, context, adm).
+SD15 = Family("sd15", 768, 0, {"model_channels": 320, "use_linear_in_transformer": False, **TWO_LEVELS})
+SD2 = Family("sd2", 1024, 0, {"model_channels": 320, "use_linear_in_transformer": True, **TWO_LEVELS}, HEADS_OF_64)
+SDXL = Family(
+    "sdxl",
+    2048,
+    1280,
+    {
+        "model_channels": 320,
+        "use_linear_in_transformer": True,
+        "adm_in_channels": 2816,
+        "num_res_blocks": [2, 2, 2],
+        "channel_mult": [1, 1, 1],
+        "transformer_depth": [0, 0, 1, 1, 2, 2],
+        "transformer_depth_output": [0] * 9,
+        "transformer_depth_middle": -1,
+    },
+    HEADS_OF_64,
+)
+
+# In process: nothing is detected, so the width shrinks as well.
+TINY_LEVELS = {
+    **TWO_LEVELS,
+    "channel_mult": [1, 2],
+    "transformer_depth_output": [1, 0, 0, 0],
+    "transformer_depth_middle": 1,
+}
+TINY_SD15 = Family("sd15", 64, 0, {"model_channels": 32, "use_linear_in_transformer": False, **TINY_LEVELS})
+TINY_SD2 = Family("sd2", 64, 0, {"model_channels": 32, "use_linear_in_transformer": True, **TINY_LEVELS}, HEADS_OF_8)
+TINY_SDXL = Family(
+    "sdxl",
+    64,
+    1280,
+    {"model_channels": 32, "use_linear_in_transformer": True, "adm_in_channels": 2816, **TINY_LEVELS},
+    HEADS_OF_8,
+)

@@ -1,0 +1,91 @@
+"""Models of about a million parameters, made in this process without files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.cldm.cldm
+import comfy.controlnet
+import comfy.model_base
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import comfy.supported_models
+import torch
+
+from .architectures import TINY_SD2, TINY_SD15, TINY_SDXL
+from .weights import randomise_controlnet, randomise_unet
+
+FAMILIES = {family.name: family for family in (TINY_SD15, TINY_SD2, TINY_SDXL)}
+CONFIGS = {
+    "sd15": comfy.supported_models.SD15,
+    "sd2": comfy.supported_models.SD20,
+    "sdxl": comfy.supported_models.SDXL,
+}
+
+
+def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> Any:
+    """Return a `ModelPatcher` over a tiny UNet of a family: "sd15", "sd2" or "sdxl"."""
+    shape = FAMILIES[family]
+    config = CONFIGS[family]({**shape.config(), "dtype": torch.float32})
+    config.unet_config.update(shape.heads)
+    kind = comfy.model_base.ModelType.V_PREDICTION if v_prediction else comfy.model_base.ModelType.EPS
+    base = comfy.model_base.SDXL if family == "sdxl" else comfy.model_base.BaseModel
+    made = base(config, model_type=kind, device=torch.device("cpu"))
+    randomise_unet(made.diffusion_model, seed)
+    return comfy.model_patcher.ModelPatcher(
+        made, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+    )
+
+
+def controlnet(family: str = "sd15", seed: int = 1) -> Any:
+    """Return a tiny ControlNet that fits `model(family)`."""
+    shape = FAMILIES[family]
+    config = {name: value for name, value in shape.config().items() if name != "out_channels"}
+    network = comfy.cldm.cldm.ControlNet(
+        **config, **shape.heads, hint_channels=3, operations=comfy.ops.disable_weight_init
+    )
+    randomise_controlnet(network, seed)
+    return comfy.controlnet.ControlNet(network, load_device=comfy.model_management.get_torch_device())
+
+
+def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras: Any) -> list[Any]:
+    """Return a random prompt in ComfyUI's form; `extras` go into its options (control, area, strength, …)."""
+    shape = FAMILIES[family]
+    generator = torch.Generator().manual_seed(seed)
+    prompt = torch.randn(1, tokens, shape.context_dim, generator=generator)
+    pooled = torch.randn(1, shape.pooled, generator=generator) if shape.pooled else None
+    return [[prompt, {"pooled_output": pooled, **extras}]]
+
+
+def latent(size: int = 64, batch: int = 1) -> dict[str, torch.Tensor]:
+    """Return an empty latent for pictures of `size` pixels."""
+    return {"samples": torch.zeros(batch, 4, size // 8, size // 8)}
+
+
+def sample(
+    patcher: Any,
+    family: str = "sd15",
+    *,
+    steps: int = 3,
+    cfg: float = 7.0,
+    seed: int = 7,
+    size: int = 64,
+    batch: int = 1,
+    positive: list[Any] | None = None,
+    negative: list[Any] | None = None,
+    sampler: str = "euler",
+    scheduler: str = "normal",
+    **options: Any,
+) -> torch.Tensor:
+    """Sample as the KSampler node does and return the latent; `options` go to `comfy.sample.sample`."""
+    empty = latent(size, batch)["samples"]
+    noise = comfy.sample.prepare_noise(empty, seed)
+    return comfy.sample.sample(
+        patcher, noise, steps, cfg, sampler, scheduler,
+        positive or conditioning(family, 1), negative or conditioning(family, 2), empty,
+        seed=seed, disable_pbar=True, **options,
+    )  # fmt: skip

@@ -1,0 +1,311 @@
+"""What an engine cannot honour runs on the plain model, with one reason, and the picture is right."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.hooks
+import comfy.model_management
+import comfy.sample
+import pytest
+import torch
+
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.info import describe
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.comfyui.support import tiny
+
+Patcher = Any
+FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
+
+
+def same(patcher: Patcher) -> Patcher:
+    return patcher
+
+
+def attention_patch(patcher: Patcher) -> Patcher:
+    clone = patcher.clone()
+    clone.set_model_attn1_patch(lambda q, k, v, options: (q * 0.5, k, v))
+    return clone
+
+
+def attention_replacement(patcher: Patcher) -> Patcher:
+    """As IP-Adapter and PAG do."""
+    clone = patcher.clone()
+    clone.set_model_attn2_replace(lambda q, k, v, options: v.mean(1, keepdim=True).expand_as(q), "input", 1)
+    return clone
+
+
+def attention_override(patcher: Patcher) -> Patcher:
+    clone = patcher.clone()
+    clone.model_options["transformer_options"]["optimized_attention_override"] = lambda chosen, *args, **kwargs: (
+        chosen(*args, **kwargs) * 0.5
+    )
+    return clone
+
+
+def free_u(patcher: Patcher) -> Patcher:
+    clone = patcher.clone()
+    clone.set_model_output_block_patch(lambda hidden, skip, options: (hidden * 1.1, skip))
+    return clone
+
+
+def replaced_layer(patcher: Patcher) -> Patcher:
+    clone = patcher.clone()
+    layer = clone.get_model_object("diffusion_model.out.0")
+    clone.add_object_patch("diffusion_model.out.0", torch.nn.Sequential(layer, torch.nn.Hardtanh(-0.5, 0.5)))
+    return clone
+
+
+def compiled_elsewhere(patcher: Patcher) -> Patcher:
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    clone = patcher.clone()
+    set_torch_compile_wrapper(clone, backend="eager")
+    return clone
+
+
+def hooked_prompt() -> list[Any]:
+    """A prompt that brings a LoRA of its own (Create Hook LoRA)."""
+    hook = comfy.hooks.WeightHook()
+    weight = "diffusion_model.out.2.weight"
+    hook.weights = {weight: ("diff", (torch.randn(4, 32, 3, 3, generator=torch.Generator().manual_seed(3)),))}
+    hook.need_weight_init = False
+    group = comfy.hooks.HookGroup()
+    group.add(hook)
+    return tiny.conditioning(seed=1, hooks=group)
+
+
+def controlled_prompt() -> list[Any]:
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
+    control = tiny.controlnet().copy().set_cond_hint(hint, 0.8, (0.0, 1.0))
+    return tiny.conditioning(seed=1, control=control, control_apply_to_uncond=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        says: words of the reason.
+    """
+
+    says: str
+    change: Callable[[Patcher], Patcher] = same
+    sample: Callable[[], dict[str, Any]] = field(default=dict)
+    settings: Settings = FIRST_USE
+
+
+CASES = {
+    "controlnet": Case("ControlNet", sample=lambda: {"positive": controlled_prompt()}),
+    "weight hooks": Case("hooks", sample=lambda: {"positive": hooked_prompt()}),
+    "attention patch": Case("attn1_patch", attention_patch),
+    "attention replacement": Case("attn2", attention_replacement),
+    "attention override": Case("attention function", attention_override),
+    "output patch": Case("output_block_patch", free_u),
+    "replaced layer": Case("diffusion_model.out.0", replaced_layer),
+    "TorchCompileModel": Case("TorchCompileModel", compiled_elsewhere),
+    "manual": Case("Build Engine", settings=Settings(policy=BuildPolicy.MANUAL)),
+    "another resolution": Case(
+        "512×512", settings=Settings(policy=BuildPolicy.FIRST_USE, resolutions=parse_resolutions("512x512"))
+    ),
+    "tensorrt": Case("TensorRT", settings=Settings(backend=BackendChoice.TENSORRT, policy=BuildPolicy.FIRST_USE)),
+}
+
+
+def accelerated(store: EngineStore, patcher: Patcher, settings: Settings) -> tuple[Patcher, AcceleratedModule]:
+    module = AcceleratedModule(EngineProvider(store), settings)
+    return accelerate_model(patcher, module), module
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_plain_model_takes_over_with_one_reason(name: str, place: str, tmp_path: Any, caplog: Any) -> None:
+    case = CASES[name]
+    model = tiny.model()
+    wanted = tiny.sample(case.change(model), **case.sample())
+    before, after = (case.change, same) if place == "before" else (same, case.change)
+    fast, module = accelerated(EngineStore(tmp_path), before(model), case.settings)
+    found = tiny.sample(after(fast), **case.sample())
+    assert torch.equal(found, wanted)
+    status = module.status.to_json()
+    assert status["engine_calls"] == 0 and status["eager_calls"] >= 3
+    assert len(status["reasons"]) == 1 and case.says in next(iter(status["reasons"]))
+    assert case.says in describe(module)
+    assert sum("Slipstream uses the plain model" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_off_leaves_everything_alone(tmp_path: Any) -> None:
+    model = tiny.model()
+    fast, module = accelerated(EngineStore(tmp_path), model, Settings(backend=BackendChoice.OFF))
+    assert torch.equal(tiny.sample(fast), tiny.sample(model))
+    assert module.status.engine_calls == 0
+
+
+def test_controlnet_for_part_of_the_run_changes_over_and_back(engine_store: EngineStore) -> None:
+    def prompt() -> list[Any]:
+        conditioning = controlled_prompt()
+        conditioning[0][1]["control"].timestep_percent_range = (0.4, 0.8)
+        return conditioning
+
+    model = tiny.model()
+    wanted = tiny.sample(model, positive=prompt(), steps=6)
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    found = tiny.sample(fast, positive=prompt(), steps=6)
+    assert module.status.engine_calls > 0 and module.status.eager_calls > 0
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+
+
+def test_unsupported_architecture_says_so(tmp_path: Any) -> None:
+    model = tiny.model()
+    kind = type(model.model.diffusion_model)
+    model.model.diffusion_model.__class__ = type("OtherUNet", (kind,), {})
+    fast, module = accelerated(EngineStore(tmp_path), model, FIRST_USE)
+    found = tiny.sample(fast)
+    assert torch.isfinite(found).all()
+    assert "OtherUNet" in module.status.to_json()["now"]
+
+
+def test_interrupt_during_sampling_leaves_the_engine_usable(engine_store: EngineStore) -> None:
+    model = tiny.model()
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    wanted = tiny.sample(fast)
+
+    def interrupt(step: int, *_: Any) -> None:
+        if step == 1:
+            raise comfy.model_management.InterruptProcessingException()
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        tiny.sample(fast, callback=interrupt)
+    assert torch.equal(tiny.sample(fast), wanted)
+    assert module.status.eager_calls == 0
+
+
+def test_interrupt_during_a_build_ends_it_and_leaves_nothing(tmp_path: Any) -> None:
+    fast, module = accelerated(EngineStore(tmp_path), tiny.model(), FIRST_USE)
+    comfy.model_management.interrupt_current_processing(True)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        tiny.sample(fast)
+    comfy.model_management.interrupt_current_processing(False)
+    provider = module.provider
+    for ticket in provider.queue.pending():  # a trace that was under way ends by itself
+        assert ticket.token.cancelled and ticket.wait(30)
+    assert provider.queue.pending() == [] and provider.store.list() == []
+    assert not any(path.is_file() for path in (tmp_path / "tmp").rglob("*"))
+
+
+def test_no_compiler_runs_plain_with_the_way_to_get_one(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert shutil.which("g++") is None
+    model = tiny.model()
+    fast, module = accelerated(EngineStore(tmp_path / "store"), model, FIRST_USE)
+    assert torch.equal(tiny.sample(fast), tiny.sample(model))
+    assert "C++ compiler" in module.status.to_json()["now"]
+
+
+def test_a_cached_engine_runs_where_nothing_can_be_compiled(engine_store: EngineStore, monkeypatch: Any) -> None:
+    """Loading from the cache never compiles: there is no compiler, and no process can be started."""
+    import subprocess
+
+    model = tiny.model()
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    wanted = tiny.sample(fast)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
+    monkeypatch.setattr(torch, "compile", refuse)
+    monkeypatch.setattr(torch.export, "export", refuse)
+    fast, module = accelerated(engine_store, model, FIRST_USE)  # a new provider: nothing is loaded yet
+    assert torch.equal(tiny.sample(fast), wanted)
+    assert module.status.engine_calls == 3 and module.status.eager_calls == 0
+
+
+def test_a_store_that_cannot_be_written_runs_plain(tmp_path: Any) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    model = tiny.model()
+    fast, module = accelerated(EngineStore(blocked), model, FIRST_USE)
+    assert torch.equal(tiny.sample(fast), tiny.sample(model))
+    assert module.status.engine_calls == 0 and str(blocked) in module.status.to_json()["now"]
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing"])
+def test_a_damaged_engine_is_set_aside_and_the_plain_model_runs(
+    damage: str, engine_store: EngineStore, tmp_path: Any
+) -> None:
+    model = tiny.model()
+    warm, _ = accelerated(engine_store, model, FIRST_USE)
+    wanted = tiny.sample(warm)
+    shutil.copytree(engine_store.root, tmp_path / "copy")
+    store = EngineStore(tmp_path / "copy")
+    package = next(entry for entry in store.list() if "64×64 batch 2" in entry.manifest.label).path("package.pt2")
+    content = bytearray(package.read_bytes())
+    if damage == "missing":
+        package.unlink()
+    elif damage == "truncated":
+        package.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 1
+        package.write_bytes(content)
+    before = {entry.digest for entry in store.list()}
+    fast, module = accelerated(store, model, Settings(policy=BuildPolicy.MANUAL))
+    found = tiny.sample(fast)
+    assert module.status.engine_calls == 0 and module.status.eager_calls == 3
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    assert {entry.digest for entry in store.list()} < before or damage != "flipped byte"
+    assert list((tmp_path / "copy" / "quarantine").iterdir())
+
+
+def test_an_engine_that_computes_something_else_is_refused(engine_store: EngineStore, monkeypatch: Any) -> None:
+    from slipstream.compile_backend.engine import CompiledEngine
+
+    model = tiny.model(seed=77)  # weights that no engine has been checked with
+    compute = CompiledEngine.__call__
+    monkeypatch.setattr(
+        CompiledEngine,
+        "__call__",
+        lambda self, **inputs: {name: out * 1.001 for name, out in compute(self, **inputs).items()},
+    )
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    found = tiny.sample(fast)
+    assert torch.equal(found, tiny.sample(model))
+    assert module.status.engine_calls == 0 and "differs from the model" in module.status.to_json()["now"]
+
+
+def test_every_weight_reaches_the_engine(engine_store: EngineStore) -> None:
+    """A compiler may write small or shared weights into its code: each tensor is changed once."""
+    from slipstream.hosts.comfy.source import ComfyUNetSource
+    from slipstream.runtime.plan import CallShape
+    from slipstream.runtime.provider import HostHooks
+
+    model = tiny.model()
+    provider = EngineProvider(engine_store)
+    comfy.model_management.load_models_gpu([model])
+    source = ComfyUNetSource(model)
+    shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 77, 64)}
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    inputs = source.architecture.random_inputs(shapes, dtypes, source.device, seed=1)
+    offer = provider.offer(source, CallShape.of(inputs), FIRST_USE, HostHooks())
+    assert offer.engine is not None, offer.reason
+    engine = offer.engine.engine
+    unchanged = engine(**inputs)["out"].clone()
+    for name, parameter in source.unet.named_parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+            engine.update_weights(source.weights(source.precision))
+            found, wanted = engine(**inputs)["out"], source.eager(inputs)["out"]
+            parameter.copy_(kept)
+        assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5, name
+        assert not torch.equal(found, unchanged), f"{name} does not reach the output: the test proves nothing"
+    provider.pool.give_back(offer.engine)

@@ -1,0 +1,141 @@
+"""The developer commands: which ComfyUI they find, how they count, when they fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPORT = """<testsuites><testsuite>
+<testcase name="a"/><testcase name="b"><failure message="no"/></testcase><testcase name="c"><error/></testcase>
+<testcase name="d"><skipped message="no CUDA GPU"/></testcase><testcase name="e"><skipped message="no CUDA GPU"/></testcase>
+</testsuite></testsuites>"""  # noqa: E501
+
+
+def load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"slipstream_tools_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bootstrap(root: Path) -> ModuleType:
+    return load(root / "tools" / "bootstrap.py")
+
+
+@pytest.fixture
+def command(root: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(root / "tools"))
+    return load(root / "tools" / "test.py")
+
+
+def a_checkout(folder: Path) -> Path:
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").touch()
+    return folder
+
+
+def test_comfyui_dir_may_name_several(bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = [a_checkout(tmp_path / name).resolve() for name in ("one", "two")]
+    monkeypatch.setenv("COMFYUI_DIR", os.pathsep.join(map(str, named)))
+    assert bootstrap.find_comfyui() == named
+
+
+def test_a_wrong_comfyui_dir_is_an_error(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFYUI_DIR", str(tmp_path))
+    with pytest.raises(bootstrap.SetupError, match="holds no ComfyUI"):
+        bootstrap.find_comfyui()
+
+
+def test_the_host_of_the_pack_comes_before_the_cache(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMFYUI_DIR", raising=False)
+    cached = [a_checkout(tmp_path / "cache" / name) for name in ("ComfyUI-1", "ComfyUI-2")]
+    monkeypatch.setattr(bootstrap, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(bootstrap, "ROOT", tmp_path / "elsewhere" / "slipstream")
+    assert bootstrap.find_comfyui() == cached
+    host = a_checkout(tmp_path / "host")
+    monkeypatch.setattr(bootstrap, "ROOT", host / "custom_nodes" / "slipstream")
+    assert bootstrap.find_comfyui() == [host]
+
+
+def test_a_recipe_changes_with_what_it_installs(bootstrap: ModuleType) -> None:
+    def digest(*arguments: str, **options: object) -> str:
+        return str(bootstrap.Recipe((bootstrap.Stage("t", arguments),), **options).digest())
+
+    assert digest("a") == digest("a")
+    assert len({digest("a"), digest("b"), digest("a", mend_torchvision=True), digest("a", inputs=("x",))}) == 4
+
+
+def test_a_failing_command_shows_its_end_and_what_to_do(bootstrap: ModuleType) -> None:
+    with pytest.raises(bootstrap.SetupError, match=r"(?s)the reason.*pip install failed"):
+        bootstrap._run([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], "pip install")
+
+
+def test_outcomes_are_counted_with_their_reasons(command: ModuleType, tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT, encoding="utf-8")
+    result = command._read("unit", report)
+    assert (result.passed, result.failed, result.skipped) == (1, 2, 2)
+    assert result.skips == Counter({"no CUDA GPU": 2})
+
+
+@pytest.mark.parametrize(
+    ("test", "passes"),
+    [
+        ("def test_it(): pass", True),
+        ("def test_it(): assert 0", False),
+        ("import absent_module", False),
+        ("import os\ndef test_it(): os._exit(3)", False),
+        ("", False),  # nothing ran
+    ],
+)
+def test_the_last_line_and_the_exit_status(
+    command: ModuleType,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    test: str,
+    passes: bool,
+) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(test, encoding="utf-8")
+    monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(command, "find_comfyui", lambda: [])
+    monkeypatch.setattr(command, "_checks", lambda python: [])
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    status = command.main([str(file)])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (status == 0) is passes
+    counts = (1, 0) if passes else (0, 1 if test else 0)
+    assert last == f"{counts[0]} passed, {counts[1]} failed, 0 skipped"
+
+
+def test_a_failing_check_fails_the_whole(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(command, "find_comfyui", lambda: [])
+    monkeypatch.setattr(command, "_checks", lambda python: [command.Result("ruff check", failed=1)])
+    monkeypatch.setattr(command, "_tiers", lambda *given: [command.Result("unit", passed=5)])
+    assert command.main([]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "5 passed, 1 failed, 0 skipped"
+
+
+def test_the_tools_need_nothing_but_the_standard_library(root: Path) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import bootstrap"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(root / "tools")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

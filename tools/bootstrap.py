@@ -1,0 +1,310 @@
+"""What every developer command needs first: virtual environments and ComfyUI checkouts.
+
+Standard library only, because it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = Path.home() / ".cache" / "slipstream"
+WINDOWS = os.name == "nt"
+
+# Pinned together; torch goes in alone and first, so that nothing else chooses one.
+CPU_TORCH = "2.13.0"
+CPU_TORCHVISION = "torchvision==0.28.0"
+CPU_TORCHAUDIO = "torchaudio==2.11.0"
+
+COMFYUI_TEST_REQUIREMENTS = (
+    "requests",  # ComfyUI 0.3.64 imports it without listing it
+    "pytest",
+    "pytest-timeout",
+    "diffusers",
+    "filelock",
+    "rich",
+    "safetensors",
+    "websocket-client",
+    "pillow",
+)
+
+
+class SetupError(Exception):
+    """An environment could not be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of pip."""
+
+    title: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a virtual environment is made from; a change of it remakes the environment."""
+
+    stages: tuple[Stage, ...]
+    mend_torchvision: bool = False
+    inputs: tuple[str, ...] = field(default=())
+
+    def digest(self) -> str:
+        """Return a hash over all of the recipe."""
+        parts = [self.mend_torchvision, self.inputs, [stage.arguments for stage in self.stages]]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- environments
+
+
+def project_python() -> Path:
+    """Return the Python of the project's own `.venv`, made or brought up to date first."""
+    stages = (*_torch_stages(), Stage("Slipstream and its developer tools", ("-e", f"{ROOT}[dev]")))
+    # What pip reads of it; the settings of the tools come behind.
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.ruff]")[0]
+    return _ensure(ROOT / ".venv", Recipe(stages, inputs=(project,)))
+
+
+def comfyui_python(checkout: Path) -> Path:
+    """Return the Python of the environment in which a ComfyUI checkout runs under test.
+
+    It is ours, beside the cache: the user's own ComfyUI environment is never touched.
+    """
+    listed = (checkout / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [line.strip() for line in listed if _requirement_name(line) not in ("", *_TORCH_FAMILY)]
+    venv = CACHE / "venvs" / _environment_name(checkout)
+    stages = (
+        *_torch_stages(),
+        *_torchvision_stages(),
+        Stage("ComfyUI's requirements", (*wanted, *COMFYUI_TEST_REQUIREMENTS)),
+    )
+    return _ensure(venv, Recipe(stages, mend_torchvision=_plain_torch_brings_cuda()))
+
+
+_TORCH_FAMILY = ("torch", "torchvision", "torchaudio")
+
+
+def _requirement_name(line: str) -> str:
+    bare = line.split("#")[0].strip()
+    for separator in "<>=!~[; ":
+        bare = bare.split(separator)[0]
+    return bare.lower()
+
+
+def _environment_name(checkout: Path) -> str:
+    if checkout.parent == CACHE:
+        return checkout.name
+    return f"{checkout.name}-{hashlib.sha256(str(checkout).encode()).hexdigest()[:8]}"
+
+
+def _torch_stages() -> tuple[Stage, ...]:
+    return (Stage("torch", tuple(_torch_requirement())),)
+
+
+def _torchvision_stages() -> tuple[Stage, ...]:
+    if "torchvision" in " ".join(_torch_requirement()):
+        return ()
+    if not _plain_torch_brings_cuda():
+        return (Stage("torchvision, torchaudio", ("torchvision", "torchaudio")),)
+    # Their dependencies would replace the CPU torch.
+    return (Stage("torchvision, torchaudio", ("--no-deps", CPU_TORCHVISION, CPU_TORCHAUDIO)),)
+
+
+def _torch_requirement() -> list[str]:
+    """Return pip's arguments for torch; `SLIPSTREAM_TORCH` overrides them."""
+    override = os.environ.get("SLIPSTREAM_TORCH", "").strip()
+    if override:
+        return shlex.split(override)
+    return [f"torch=={CPU_TORCH}"] if _plain_torch_brings_cuda() else ["torch"]
+
+
+def _plain_torch_brings_cuda() -> bool:
+    """Tell whether an unpinned torch would download CUDA that this machine cannot use."""
+    return sys.platform == "linux" and shutil.which("nvidia-smi") is None
+
+
+def _ensure(venv: Path, recipe: Recipe) -> Path:
+    python = _python_of(venv)
+    if _is_current(venv, recipe):
+        return python
+    venv.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(venv.with_name(venv.name + ".lock")):
+        if not _is_current(venv, recipe):
+            _make(venv, recipe)
+    return python
+
+
+def _make(venv: Path, recipe: Recipe) -> None:
+    started = time.monotonic()
+    _say(f"setting up {venv} (once)")
+    stamp = venv / "slipstream-stamp"
+    stamp.unlink(missing_ok=True)
+    if not _runs(_python_of(venv)):
+        _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"python -m venv {venv}")
+    for number, stage in enumerate(recipe.stages, 1):
+        _say(f"  {number}/{len(recipe.stages)} {stage.title}")
+        _pip(venv, stage.arguments)
+    if recipe.mend_torchvision:
+        _mend_torchvision(venv)
+    stamp.write_text(recipe.digest(), encoding="utf-8")
+    _say(f"  ready after {time.monotonic() - started:.0f} s")
+
+
+def _is_current(venv: Path, recipe: Recipe) -> bool:
+    stamp = venv / "slipstream-stamp"
+    if not (stamp.is_file() and _python_of(venv).exists()):
+        return False
+    return stamp.read_text(encoding="utf-8") == recipe.digest()
+
+
+def _python_of(venv: Path) -> Path:
+    return venv / ("Scripts/python.exe" if WINDOWS else "bin/python")
+
+
+def _runs(python: Path) -> bool:
+    if not python.exists():
+        return False
+    return subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True).returncode == 0
+
+
+def _pip(venv: Path, arguments: Sequence[str]) -> None:
+    constraints = _hold_torch(venv)
+    command = [str(_python_of(venv)), "-m", "pip", "install", "--disable-pip-version-check"]
+    _run([*command, *constraints, *arguments], "pip install")
+
+
+def _hold_torch(venv: Path) -> list[str]:
+    """Return the constraint that keeps the torch already there, whatever later packages ask for."""
+    installed = _in_site_packages(venv, "torch-*.dist-info")
+    if not installed:
+        return []
+    version = installed[0].name.removeprefix("torch-").removesuffix(".dist-info")
+    held = venv / "constraints.txt"
+    held.write_text(f"torch=={version}\n", encoding="utf-8")
+    return ["-c", str(held)]
+
+
+def _mend_torchvision(venv: Path) -> None:
+    """Make the CUDA builds of torchvision and torchaudio importable beside a CPU torch."""
+    declares = "# Slipstream: declared, never called"
+    for extension in _in_site_packages(venv, "torchvision/extension.py"):
+        text = extension.read_text(encoding="utf-8")
+        if declares not in text:
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            lines = [f"\n\nif not _has_ops():  {declares}", '    for _name in ("nms", "qnms"):']
+            lines += [f'        torch.library.define("torchvision::" + _name, "{schema}")', ""]
+            extension.write_text(text + "\n".join(lines), encoding="utf-8")
+    for library in _in_site_packages(venv, "torchaudio/lib/*.so"):
+        library.unlink()
+
+
+def _in_site_packages(venv: Path, pattern: str) -> list[Path]:
+    return [*venv.glob(f"lib/python*/site-packages/{pattern}"), *venv.glob(f"Lib/site-packages/{pattern}")]
+
+
+# -------------------------------------------------------------------------------------------------- ComfyUI
+
+
+def find_comfyui() -> list[Path]:
+    """Return the ComfyUI checkouts to work with.
+
+    `COMFYUI_DIR` names them (separated as in PATH); without it, the one that this pack is installed in,
+    else every `~/.cache/slipstream/ComfyUI*`.
+    """
+    named = [Path(part) for part in os.environ.get("COMFYUI_DIR", "").split(os.pathsep) if part.strip()]
+    for checkout in named:
+        if not is_comfyui(checkout):
+            raise SetupError(f"COMFYUI_DIR names {checkout}, which holds no ComfyUI (no main.py and comfy/ there).")
+    if named:
+        return [checkout.resolve() for checkout in named]
+    host = ROOT.parent.parent
+    if ROOT.parent.name == "custom_nodes" and is_comfyui(host):
+        return [host]
+    return sorted(path for path in CACHE.glob("ComfyUI*") if is_comfyui(path))
+
+
+def is_comfyui(folder: Path) -> bool:
+    """Tell whether a folder is a ComfyUI checkout."""
+    return (folder / "main.py").is_file() and (folder / "comfy").is_dir()
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+
+
+def _say(text: str) -> None:
+    print(f"[setup] {text}", flush=True)
+
+
+def _run(command: Sequence[str], title: str) -> None:
+    """Run a command quietly but for a sign of life; on failure show how its output ended."""
+    tail: deque[str] = deque(maxlen=25)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    assert process.stdout is not None
+    shown = time.monotonic()
+    for line in process.stdout:
+        tail.append(line.rstrip())
+        if line.strip() and time.monotonic() - shown > 5:
+            shown = time.monotonic()
+            _say(f"      {line.strip()[:90]}")
+    if process.wait() != 0:
+        raise SetupError(_explain(title, list(tail)))
+
+
+def _explain(title: str, tail: list[str]) -> str:
+    text = "\n".join(tail)
+    offline = (
+        "NewConnectionError",
+        "Temporary failure in name resolution",
+        "getaddrinfo failed",
+        "ProxyError",
+    )
+    advice = "The lines above say why; after mending it, run the same command again."
+    if any(sign in text for sign in offline):
+        advice = "This machine cannot reach the package index. Connect it and run the command again."
+    if "No space left" in text:
+        advice = "The disk is full: the environments need about 6 GB. Free some space and run the command again."
+    return f"{text}\n\n{title} failed. {advice}"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock across processes; the system lets it go when its holder dies."""
+    with path.open("w", encoding="utf-8") as handle:
+        if sys.platform == "win32":
+            import msvcrt
+
+            held = False
+            while not held:
+                with contextlib.suppress(OSError):  # it gives up after ten seconds
+                    msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK, 1)
+                    held = True
+        else:
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    for found in find_comfyui():
+        print(comfyui_python(found))

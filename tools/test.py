@@ -1,0 +1,224 @@
+"""Lint, types and tests: the one command before a change is handed in.
+
+    python tools/test.py [arguments of pytest]
+
+Sets up `.venv` and one environment per ComfyUI found on its first run. Arguments go to every pytest; a test
+file or folder among them limits the run to it. The last line reads `N passed, N failed, N skipped`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bootstrap import ROOT, WINDOWS, SetupError, comfyui_python, find_comfyui, project_python
+
+RESULTS = ROOT / "test-results"
+COMFYUI_TESTS = ROOT / "tests" / "comfyui"
+PYTEST_FOUND_NOTHING = 5
+GET_COMFYUI = (
+    "no ComfyUI found, so nothing was tried in the program that Slipstream is made for. Get one with "
+    "`git clone https://github.com/comfyanonymous/ComfyUI ~/.cache/slipstream/ComfyUI`, or name one by "
+    "COMFYUI_DIR"
+)
+
+
+@dataclass
+class Result:
+    """What came of one check or one tier of tests."""
+
+    title: str
+    passed: int = 0
+    failed: int = 0
+    skips: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def skipped(self) -> int:
+        """How many tests were skipped."""
+        return self.skips.total()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run everything and return the exit status."""
+    try:
+        python = project_python()
+        hosts = [(checkout, comfyui_python(checkout)) for checkout in find_comfyui()]
+    except SetupError as why:
+        print(why, file=sys.stderr)
+        print("0 passed, 1 failed, 0 skipped")
+        return 1
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    checks = _checks(python)
+    tiers = _tiers(python, hosts, arguments)
+    _report(checks, tiers)
+    passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
+    failed = sum(result.failed for result in (*checks, *tiers))
+    if not passed and not failed:
+        print("No test ran, which counts as a failure.")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 0 if passed and not failed else 1
+
+
+# --------------------------------------------------------------------------------------------------- checks
+
+
+def _checks(python: Path) -> list[Result]:
+    """Run lint, format and types."""
+    sources = sorted(str(file) for file in (ROOT / "tools").glob("*.py"))
+    mypy = ("mypy", "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache"))
+    return [
+        _check("ruff check", python, ROOT, ("ruff", "check", "--output-format=concise", ".")),
+        _check("ruff format", python, ROOT, ("ruff", "format", "--check", "--output-format=concise", ".")),
+        _check("mypy slipstream", python, _package_parent(), (*mypy, "-p", "slipstream")),
+        _check("mypy tools", python, ROOT / "tools", (*mypy, "--explicit-package-bases", *sources)),
+    ]
+
+
+def _check(title: str, python: Path, folder: Path, module: Sequence[str]) -> Result:
+    print(f"\n== {title}", flush=True)
+    started = time.monotonic()
+    code = subprocess.run([str(python), "-m", *module], cwd=folder).returncode
+    return Result(title, failed=int(code != 0), seconds=time.monotonic() - started)
+
+
+def _package_parent() -> Path:
+    """Return a folder that holds the root under the package's name, whatever the clone's folder is called."""
+    parent = ROOT / ".mypy_cache" / "package"
+    package = parent / "slipstream"
+    parent.mkdir(parents=True, exist_ok=True)
+    if WINDOWS:
+        shutil.rmtree(package, ignore_errors=True)
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "tests", "tools", "weights")
+        shutil.copytree(ROOT, package, ignore=left_out)
+    elif not package.is_symlink() or package.resolve() != ROOT:
+        package.unlink(missing_ok=True)
+        package.symlink_to(ROOT, target_is_directory=True)
+    return parent
+
+
+# ---------------------------------------------------------------------------------------------------- tests
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Tests to run in one process of pytest."""
+
+    title: str
+    python: Path
+    arguments: Sequence[str]
+    checkout: Path | None = None
+
+
+def _tiers(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str]) -> list[Result]:
+    """Run the tests without a host in `.venv`, and those in each ComfyUI with that ComfyUI's Python."""
+    tiers = _planned(python, hosts, arguments)
+    # The longest first; as many at once as there are cores, since each computes on one thread.
+    longest_first = sorted(tiers, key=lambda tier: tier.checkout is None)
+    print(f"\n== tests: {', '.join(tier.title for tier in tiers)}, up to {os.cpu_count() or 1} at once", flush=True)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        running = {tier.title: pool.submit(_run, tier) for tier in longest_first}
+        results = [running[tier.title].result() for tier in tiers]
+    if not hosts and not any(tier.title == "chosen" for tier in tiers):
+        results.append(Result("comfyui", skips=Counter({GET_COMFYUI: 1})))
+    return results
+
+
+def _planned(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str]) -> list[Tier]:
+    chosen = [argument for argument in arguments if Path(argument.split("::")[0]).exists()]
+    options = [argument for argument in arguments if argument not in chosen]
+    inside = [path for path in chosen if _is_comfyui_test(path)]
+    outside = [path for path in chosen if path not in inside]
+    folders = [] if chosen else _plain_tiers()
+    tiers = [Tier(folder.name, python, [str(folder), *options]) for folder in folders]
+    if outside:
+        tiers.append(Tier("chosen", python, [*outside, *options]))
+    if inside or not chosen:
+        paths = inside or [str(COMFYUI_TESTS)]
+        tiers += [Tier(f"comfyui {found.name}", its_python, [*paths, *options], found) for found, its_python in hosts]
+    return tiers
+
+
+def _plain_tiers() -> list[Path]:
+    """Return the test folders that need no ComfyUI."""
+    folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
+    return [folder for folder in folders if folder != COMFYUI_TESTS]
+
+
+def _is_comfyui_test(argument: str) -> bool:
+    return Path(argument.split("::")[0]).resolve().is_relative_to(COMFYUI_TESTS)
+
+
+def _run(tier: Tier) -> Result:
+    """Run one tier; its output appears in one piece when it is done, since tiers run side by side."""
+    report = RESULTS / f"{tier.title.replace(' ', '-')}.xml"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMFYUI_DIR": str(tier.checkout or "")}
+    command = [str(tier.python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
+    started = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output = done.stdout.decode("utf-8", "replace")
+    print(f"\n== tests: {tier.title}\n{output}", end="", flush=True)
+    result = _read(tier.title, report)
+    result.seconds = time.monotonic() - started
+    if done.returncode not in (0, PYTEST_FOUND_NOTHING) and not result.failed:
+        result.failed, result.note = 1, f"pytest ended with {done.returncode} before it could report"
+    return result
+
+
+def _read(title: str, report: Path) -> Result:
+    """Count a tier's outcomes in the report that pytest left."""
+    result = Result(title)
+    if not report.exists():
+        return result
+    for case in ElementTree.parse(report).iter("testcase"):
+        outcomes = {child.tag: child for child in case}
+        if "failure" in outcomes or "error" in outcomes:
+            result.failed += 1
+        elif "skipped" in outcomes:
+            result.skips[outcomes["skipped"].get("message") or "no reason given"] += 1
+        else:
+            result.passed += 1
+    return result
+
+
+# --------------------------------------------------------------------------------------------------- report
+
+
+def _report(checks: Sequence[Result], tiers: Sequence[Result]) -> None:
+    print("\n== summary")
+    for check in checks:
+        print(f"{check.title:<28} {'FAILED' if check.failed else 'ok':<6} {check.seconds:>31.0f} s")
+    print(f"\n{'tests':<28} {'passed':>8} {'failed':>8} {'skipped':>8} {'time':>12}")
+    for tier in tiers:
+        counts = f"{tier.passed:>8} {tier.failed:>8} {tier.skipped:>8} {tier.seconds:>10.0f} s"
+        print(f"{tier.title:<28} {counts} {tier.note}".rstrip())
+    print("\nnot run here:")
+    for line in (*_absent(), *_skips(tiers)):
+        print(f"- {line}")
+
+
+def _skips(tiers: Sequence[Result]) -> list[str]:
+    lines = [f"{tier.title}: {count} x {why}" for tier in tiers for why, count in sorted(tier.skips.items())]
+    return lines or ["no test was skipped"]
+
+
+def _absent() -> list[str]:
+    """Name the hardware and packages whose tests cannot run on this machine at all."""
+    lines = []
+    if shutil.which("nvidia-smi") is None:
+        lines.append("GPU and TensorRT: this machine has no NVIDIA GPU")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
