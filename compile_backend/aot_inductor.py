@@ -10,12 +10,12 @@ import torch
 
 from ..core.environment import Environment
 from ..core.errors import BuildFailed, IncompatibleEngine
-from ..core.progress import Progress, ProgressCallback
+from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
 from .engine import CompiledEngine
 from .options import package_options
-from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, load_constants
+from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
 from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
 
 PACKAGE = "package.pt2"
@@ -47,19 +47,13 @@ class AOTInductorBackend:
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         return None if spec.profile.is_static else "compiled engines are made for one exact shape"
 
-    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
-        signature = export_program(spec, module, example, directory)
-        return BuildJob(self.name, directory, {"inductor": dict(spec.backend.options), "nodes": signature.nodes})
-
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        progress(Progress("compile", None, "reading the exported program"))
-        program = torch.export.load(job.directory / PROGRAM)
-        progress(Progress("compile", None, f"compiling {job.options['nodes']} operations"))
+        program = export_program(job, progress)
         torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
-            program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.options["inductor"])
+            program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
         )
         _check_names(job.directory)
-        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": job.options["nodes"]})
+        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": len(program.graph.nodes)})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         signature = ProgramSignature.read(artifact.directory)

@@ -1,4 +1,4 @@
-"""The exported program on disk: what the host writes and the worker compiles."""
+"""The exported program: what the compiler is given, and what it takes for granted about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.export.graph_signature import InputKind
 
 from ..core.dtypes import dtype_name, dtype_named
 from ..core.errors import UnsupportedModel
-from ..core.protocols import Tensors
+from ..core.progress import Progress, ProgressCallback
+from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
 
 PROGRAM = "program.pt2"
@@ -33,6 +34,9 @@ class TensorLayout:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorLayout:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {dtype_name(self.dtype)}, strides {list(self.stride)}"
 
     def to_json(self) -> dict[str, Any]:
         return {"shape": self.shape, "stride": self.stride, "dtype": dtype_name(self.dtype)}
@@ -78,28 +82,41 @@ class ProgramSignature:
         )
 
 
-def export_program(spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> ProgramSignature:
-    """Trace `module` and write program, signature and constants into `directory`.
+def export_program(job: BuildJob, progress: ProgressCallback) -> torch.export.ExportedProgram:
+    """Trace the job's model, and write signature and constants into its folder.
 
     Raises:
         UnsupportedModel: torch.export cannot trace it, or the profile is not static.
     """
+    spec = job.spec
     if not spec.profile.is_static:
         raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
-    try:
-        with torch.no_grad():
-            program = torch.export.export(module, (), dict(example), strict=False)
-    except Exception as error:  # torch.export raises whatever the model's code and its own passes raise
-        raise UnsupportedModel(f"torch.export cannot trace {spec.describe()}: {_first_line(error)}") from error
+    progress(Progress("export", None, "tracing the model"))
+    dtypes = {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}
+    example = job.architecture.random_inputs(spec.profile.opt, dtypes, job.device, seed=0)
+    program = _trace(spec, job.architecture.skeleton(spec.precision, job.device), example)
     signature = _signature_of(program, example)
     _name_constants(program)
+    _save_constants(program, signature.constants, job.directory)
+    signature.save(job.directory)
+    progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
+    return program
+
+
+def save_program(program: torch.export.ExportedProgram, directory: Path) -> None:
+    """Write the program itself, for those who trace it again at load."""
     with warnings.catch_warnings():
         # The skeleton's tensors are views of one buffer on purpose.
         warnings.filterwarnings("ignore", message="No complete tensor found")
         torch.export.save(program, directory / PROGRAM)
-    _save_constants(program, signature.constants, directory)
-    signature.save(directory)
-    return signature
+
+
+def _trace(spec: EngineSpec, module: torch.nn.Module, example: Tensors) -> torch.export.ExportedProgram:
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, (), dict(example), strict=False)
+    except Exception as error:  # torch.export raises whatever the model's code and its own passes raise
+        raise UnsupportedModel(f"torch.export cannot trace {spec.describe()}: {_first_line(error)}") from error
 
 
 def _name_constants(program: torch.export.ExportedProgram) -> None:

@@ -16,12 +16,12 @@ import torch
 
 from ..core.environment import Environment
 from ..core.errors import BuildFailed, IncompatibleEngine
-from ..core.progress import Progress, ProgressCallback
+from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
 from .engine import CompiledEngine
 from .options import fusion_options
-from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, TensorLayout, export_program
+from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, TensorLayout, export_program, save_program
 from .toolchain import why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
@@ -54,22 +54,19 @@ class TorchCompileBackend:
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         return None if spec.profile.is_static else "compiled engines are made for one exact shape"
 
-    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
-        signature = export_program(spec, module, example, directory)
-        return BuildJob(self.name, directory, {"inductor": dict(spec.backend.options), "nodes": signature.nodes})
-
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        progress(Progress("compile", None, f"compiling {job.options['nodes']} operations"))
+        save_program(export_program(job, progress), job.directory)
+        # Compiled from the file, as `load` will do it: what `load` looks for in the cache is then there.
         module = _load_module(job.directory)
-        inputs = _zeros_like(ProgramSignature.read(job.directory).inputs, _device_of(module))
-        compiled = _compiled(module, job.options["inductor"])
+        signature = ProgramSignature.read(job.directory)
+        compiled = _compiled(module, job.spec.backend.options)
         with torch.no_grad():
-            compiled(**inputs)
+            compiled(**_zeros_like(signature.inputs, job.device))
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
             raise BuildFailed("torch.compile left nothing in its cache; please report this with your torch version")
         (job.directory / CACHE).write_bytes(saved[0])
-        return Artifact(job.directory, (PROGRAM, SIGNATURE, CONSTANTS, CACHE), {"nodes": job.options["nodes"]})
+        return Artifact(job.directory, (PROGRAM, SIGNATURE, CONSTANTS, CACHE), {"nodes": signature.nodes})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         try:
@@ -77,7 +74,7 @@ class TorchCompileBackend:
             module = _load_module(artifact.directory)
         except Exception as error:  # torch raises many kinds for a file that is not what it expects
             raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
-        compiled = _compiled(module, dict(spec.backend.options))
+        compiled = _compiled(module, spec.backend.options)
         signature = ProgramSignature.read(artifact.directory)
         hollow = {name: _tensor_of(module, name) for name in signature.weights}
 
@@ -118,10 +115,6 @@ def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _compiled(module: torch.nn.Module, options: Mapping[str, Any]) -> Any:
     return torch.compile(module, fullgraph=True, dynamic=False, options=dict(options))
-
-
-def _device_of(module: torch.nn.Module) -> torch.device:
-    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
 
 def _zeros_like(layouts: Mapping[str, TensorLayout], device: torch.device) -> Tensors:

@@ -14,14 +14,16 @@ class Progress:
     """One report of a running build.
 
     Attributes:
-        phase: "queued", "export", "compile", "store", "load" or "verify".
+        phase: "queued", "start", "export", "compile", "store", "load" or "verify".
         fraction: of the whole build, 0 to 1; None where nothing can be said.
         message: one line for people.
+        operations: of the model that is compiled, once they are counted; the build's time goes with them.
     """
 
     phase: str
     fraction: float | None = None
     message: str = ""
+    operations: int = 0
 
 
 ProgressCallback = Callable[[Progress], None]

@@ -18,15 +18,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class BuildJob:
-    """What a build needs, as files in `directory`: all that the worker process is given."""
-
-    backend: str
-    directory: Path
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Artifact:
     """What a build made: `files` (names inside `directory`) and facts about them that go into the manifest."""
 
@@ -94,18 +85,13 @@ class Backend(Protocol):
         """Why this backend cannot build `spec`; None when it can."""
         ...
 
-    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
-        """Write what the worker needs into `directory`; runs in the host's process.
-
-        Args:
-            module: takes the inputs as keywords in the order of `example` and returns a tuple of tensors; its
-                numbers mean nothing (see `skeleton.hollow`).
-            example: one tensor an input, at the profile's tuned shapes.
-        """
-        ...
-
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        """Make the artifact inside `job.directory`; runs in the worker process."""
+        """Trace and compile the model into files inside `job.directory`; runs in the worker process.
+
+        Raises:
+            UnsupportedModel: the model cannot be traced.
+            BuildFailed: the compiler made nothing that may be used.
+        """
         ...
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
@@ -121,7 +107,11 @@ class Backend(Protocol):
 
 
 class Architecture(Protocol):
-    """What a model computes, without its numbers. Light: may outlive the model, e.g. in the build queue."""
+    """What a model computes, without its numbers.
+
+    Light, so that it may outlive the model in the build queue; and it pickles, so that the worker process can make the
+    skeleton from it.
+    """
 
     role: Role
     outputs: tuple[str, ...]
@@ -148,6 +138,16 @@ class Architecture(Protocol):
     ) -> Tensors:
         """Fresh inputs as a sampler would give them: noise, timesteps, text-like context."""
         ...
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """One engine to be made inside `directory`: all that the worker process is given."""
+
+    directory: Path
+    spec: EngineSpec
+    architecture: Architecture
+    device: torch.device
 
 
 class ModelSource(Protocol):

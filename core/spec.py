@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 from .shapes import ShapeProfile
 
@@ -68,6 +69,9 @@ class BackendConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, dict(self.options), self.contains_weights)  # a mappingproxy does not pickle
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -89,6 +93,10 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self), tuple({**values, "dtypes": dict(self.dtypes)}.values())
 
     def describe(self) -> str:
         """One line for people: model, role, precision and shapes."""

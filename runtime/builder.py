@@ -10,21 +10,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 import torch
 
-from ..core.errors import BuildDied, BuildFailed
+from ..core.errors import BuildDied, BuildFailed, UnsupportedModel
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import Artifact, BuildJob
-from .worker import RESULT, write_job
+from .job import write_job
+from .worker import RESULT
 
 _LOG = "worker.log"
 _POLL_SECONDS = 0.2
-_STARTING = "starting the build process"
+_USUAL_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made, and the seconds that each of its phases ran, pauses left out."""
+
+    artifact: Artifact
+    phases: Mapping[str, float]
 
 
 def run_build(
@@ -33,28 +43,29 @@ def run_build(
     cancel: CancelToken,
     *,
     timeout: float = 3600.0,
-    expected: float | None = None,
+    pace: float | None = None,
     may_run: Callable[[], bool] = lambda: True,
-) -> Artifact:
+) -> Built:
     """Build `job` in a process of its own.
 
     Args:
         timeout: seconds of running time after which the build is given up.
-        expected: seconds that it will take, as far as is known; only moves the progress bar.
+        pace: seconds that an operation takes to compile, as far as is known; only moves the progress bar.
         may_run: asked again and again; while it says no the worker is paused (where the system can).
 
     Raises:
         BuildCancelled: `cancel` was set; the worker and all that it started are gone.
+        UnsupportedModel: the model cannot be traced.
         BuildFailed: the worker failed, died or ran out of time.
     """
     write_job(job)
     with open(job.directory / _LOG, "wb") as log:
         process = _start(job.directory, log)
     try:
-        _follow(process, progress, cancel, timeout, expected, may_run)
+        phases = _follow(process, progress, cancel, timeout, pace, may_run)
     finally:
         _kill(process)
-    return _result(job, process.returncode)
+    return Built(_result(job, process.returncode), phases)
 
 
 def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -87,22 +98,49 @@ def _follow(
     progress: ProgressCallback,
     cancel: CancelToken,
     timeout: float,
-    expected: float | None,
+    pace: float | None,
     may_run: Callable[[], bool],
-) -> None:
+) -> dict[str, float]:
     lines = _read_lines(process)
-    clock = _Clock()
-    message = _STARTING
+    clock, report = _Clock(), _Report()
+    phases: dict[str, float] = {}
+    done = 0.0
     while process.poll() is None:
         cancel.raise_if_cancelled("The build")
-        message = _newest(lines, message)
+        before = clock.seconds
+        report.read(lines)
         # Not before its first word: a worker paused earlier would not notice if this process died.
-        clock.pause(process, message != _STARTING and not may_run())
+        clock.pause(process, report.has_spoken and not may_run())
         if clock.seconds > timeout:
             raise BuildDied(f"The build did not end within {timeout:.0f} s and was stopped; nothing of it was kept")
-        shown = "paused while pictures are made" if clock.paused else message
-        progress(Progress("compile", _fraction(clock.seconds, expected), shown))
+        done = max(done, _fraction(clock.seconds, pace and pace * report.operations))
+        progress(Progress(report.phase, done, "paused while pictures are made" if clock.paused else report.message))
         cancel.wait(_POLL_SECONDS)
+        phases[report.phase] = phases.get(report.phase, 0.0) + clock.seconds - before
+    return phases
+
+
+@dataclass
+class _Report:
+    """What the worker said last."""
+
+    phase: str = "start"
+    message: str = "starting the build process"
+    operations: int = 0
+    has_spoken: bool = field(default=False, init=False)
+
+    def read(self, lines: SimpleQueue[str]) -> None:
+        """Take in what was said since; a library may have written to the worker's stdout before it was claimed."""
+        while True:
+            try:
+                said = json.loads(lines.get_nowait())
+                told = str(said["phase"]), str(said["message"]), int(said["operations"])
+            except Empty:
+                return
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            self.phase, self.message, self.operations = told
+            self.has_spoken = True
 
 
 class _Clock:
@@ -132,7 +170,7 @@ class _Clock:
 
 def _fraction(seconds: float, expected: float | None) -> float:
     """Approaches, but never reaches, 1: half of the bar at 70 % of the expected time."""
-    return min(0.99, 1.0 - math.pow(2.0, -seconds / (0.7 * (expected or 60.0))))
+    return min(0.99, 1.0 - math.pow(2.0, -seconds / (0.7 * (expected or _USUAL_SECONDS))))
 
 
 def _read_lines(process: subprocess.Popen[bytes]) -> SimpleQueue[str]:
@@ -148,25 +186,17 @@ def _read_lines(process: subprocess.Popen[bytes]) -> SimpleQueue[str]:
     return lines
 
 
-def _newest(lines: SimpleQueue[str], message: str) -> str:
-    while True:
-        try:
-            message = str(json.loads(lines.get_nowait()).get("message") or message)
-        except Empty:
-            return message
-        except (ValueError, AttributeError, RecursionError):
-            continue  # a library wrote to the worker's stdout before it was claimed
-
-
 def _result(job: BuildJob, code: int | None) -> Artifact:
     try:
         data = json.loads((job.directory / RESULT).read_text(encoding="utf-8"))
         if "error" not in data:
             return Artifact(job.directory, tuple(data["files"]), dict(data["details"]))
-        problem = f"{data['error']}: {data['message']}"
+        kind, message = data["error"], data["message"]
     except (OSError, ValueError, TypeError, KeyError):
         raise _died(code, _last_words(job.directory)) from None
-    raise BuildFailed(f"The engine could not be built: {problem}")
+    if kind == UnsupportedModel.__name__:
+        raise UnsupportedModel(message)
+    raise BuildFailed(f"The engine could not be built: {kind}: {message}")
 
 
 def _died(code: int | None, last_words: str) -> BuildFailed:

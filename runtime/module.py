@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from ..core.dtypes import dtype_of
 from ..core.protocols import ModelSource, Tensors
-from .build import export_lock
 from .plan import CallShape
 from .provider import EngineProvider, HostHooks, Offer
 from .settings import Settings
@@ -31,8 +30,7 @@ class AcceleratedModule:
     @contextmanager
     def run(self, source: ModelSource, hooks: HostHooks | None = None) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs."""
-        with export_lock:  # wait for a trace that is under way; none begins while a run is active
-            self.provider.run_began()
+        self.provider.run_began()
         run = Run(self, source, hooks or HostHooks())
         try:
             yield run

@@ -20,7 +20,7 @@ from ..core.progress import Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
 from ..engine_cache import EngineStore, Entry, WeightsMemo
 from .backends import default_backends
-from .build import build_engine, export_lock
+from .build import build_engine
 from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
 from .queue import BuildQueue, Ticket
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _WAIT_POLL_SECONDS = 0.1
 _CANCEL_SECONDS = 2.0
-"""How long an interrupted run waits for its build to end; a trace under way cannot be stopped and ends by itself."""
+"""How long an interrupted run waits for its build to end."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,7 @@ class EngineProvider:
         """
         plan, entry = self.obtain(source, call, settings, hooks)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
-        with export_lock:  # no trace of another build meanwhile
-            loaded = self.ready(source, plan, entry)
+        loaded = self.ready(source, plan, entry)
         self.pool.give_back(loaded)
         return plan, loaded.entry
 

@@ -1,6 +1,6 @@
 """The build process: reads a job from a folder, makes the artifact there, reports on its standard output.
 
-Protocol: one JSON object a line on stdout (`{"phase", "fraction", "message"}`), then `result.json` in the job's
+Protocol: one JSON object a line on stdout (`{"phase", "message", "operations"}`), then `result.json` in the job's
 folder: either the artifact's files or the error. Standard input is held open by the host: its end means that the host
 is gone, and the worker ends too, with everything that it started.
 """
@@ -16,19 +16,16 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from ..core.errors import UnsupportedModel
 from ..core.progress import Progress
-from ..core.protocols import BuildJob
 
-JOB = "job.json"
+if TYPE_CHECKING:
+    from ..core.protocols import BuildJob
+
 RESULT = "result.json"
 _PR_SET_PDEATHSIG = 1
-
-
-def write_job(job: BuildJob) -> None:
-    data = {"backend": job.backend, "options": dict(job.options)}
-    (job.directory / JOB).write_text(json.dumps(data), encoding="utf-8")
 
 
 def main(directory: str) -> int:
@@ -48,18 +45,32 @@ def main(directory: str) -> int:
 
 
 def _build(folder: Path, report: IO[str]) -> dict[str, Any]:
+    def progress(update: Progress) -> None:
+        line = {"phase": update.phase, "message": update.message, "operations": update.operations}
+        print(json.dumps(line), file=report, flush=True)
+
+    # The host may pause this process from now on: it would notice now if the host died meanwhile.
+    progress(Progress("start", None, "starting the compiler"))
     # Compilers leave their intermediate files here, so that nothing outlives the job, unless the user keeps a cache.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     from .backends import backend_named
+    from .job import read_job
 
-    def progress(update: Progress) -> None:
-        line = {"phase": update.phase, "fraction": update.fraction, "message": update.message}
-        print(json.dumps(line), file=report, flush=True)
-
-    data = json.loads((folder / JOB).read_text(encoding="utf-8"))
-    artifact = backend_named(data["backend"]).build(BuildJob(data["backend"], folder, data["options"]), progress)
+    job = read_job(folder)
+    _check_architecture(job)
+    artifact = backend_named(job.spec.backend.name).build(job, progress)
     return {"files": list(artifact.files), "details": dict(artifact.details)}
+
+
+def _check_architecture(job: BuildJob) -> None:
+    """The host computes with the code that it started with; this process has what is on the disk now."""
+    wanted = job.spec.fingerprint
+    if job.architecture.fingerprint.architecture != wanted.architecture:
+        raise UnsupportedModel(
+            f"The code of {wanted.architecture_name or 'the model'} on disk is not what is running; "
+            "restart, so that both are the same"
+        )
 
 
 def _write_result(folder: Path, result: dict[str, Any]) -> None:

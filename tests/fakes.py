@@ -7,20 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from slipstream.core.dtypes import dtype_of
+from slipstream.core.dtypes import dtype_named, dtype_of
 from slipstream.core.environment import Environment
-from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
+from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.core.protocols import Artifact, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.skeleton import hollow
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import digest_tensors
+from slipstream.runtime.builder import Built
 from slipstream.runtime.plan import CallShape, Plan, plans
 from slipstream.runtime.settings import BuildPolicy, Settings
 
@@ -85,6 +85,13 @@ class FakeArchitecture:
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         drawn["timesteps"] = 1000 * drawn["timesteps"].sigmoid()
         return {name: tensor.to(device=device, dtype=dtypes[name]) for name, tensor in drawn.items()}
+
+
+class Untraceable(FakeArchitecture):
+    """A model that the build process gives up."""
+
+    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        raise UnsupportedModel("it branches on its data")
 
 
 class FakeSource:
@@ -158,12 +165,11 @@ class NullBackend:
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         return self.unsupported
 
-    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
-        module(**example)  # as a trace would
-        return BuildJob(self.name, directory, {"nodes": 3})
-
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        progress(Progress("compile", None, "pretending"))
+        dtypes = {name: dtype_named(dtype) for name, dtype in job.spec.dtypes.items()}
+        example = job.architecture.random_inputs(job.spec.profile.opt, dtypes, job.device, seed=0)
+        job.architecture.skeleton(job.spec.precision, job.device)(**example)  # as a trace would
+        progress(Progress("compile", None, "pretending", 3))
         (job.directory / "engine.txt").write_text(self.content)
         return Artifact(job.directory, ("engine.txt",), {"nodes": 3})
 
@@ -230,6 +236,7 @@ class FakeWorker:
         gate: builds wait until it is set; it is, unless cleared.
         error: raised instead of an artifact.
         builds: how many were begun.
+        seconds: that each seems to take.
     """
 
     def __init__(self, backends: Iterable[NullBackend]) -> None:
@@ -239,6 +246,7 @@ class FakeWorker:
         self.started = threading.Event()
         self.error: BaseException | None = None
         self.builds = 0
+        self.seconds = 6.0
 
     def __call__(
         self,
@@ -246,16 +254,18 @@ class FakeWorker:
         progress: ProgressCallback,
         cancel: CancelToken,
         *,
-        expected: float | None = None,
+        pace: float | None = None,
         may_run: Callable[[], bool] = lambda: True,
-    ) -> Artifact:
+    ) -> Built:
         self.builds += 1
+        progress(Progress("start", 0.0, "starting"))
         self.started.set()
         while not (self.gate.wait(0.01) and may_run()):
             cancel.raise_if_cancelled("The build")
         if self.error is not None:
             raise self.error
-        return self._backends[job.backend].build(job, progress)
+        artifact = self._backends[job.spec.backend.name].build(job, progress)
+        return Built(artifact, {"export": self.seconds / 3, "compile": 2 * self.seconds / 3})
 
 
 def make_plan(size: int = 8, backend: NullBackend | None = None, batch: int = 1) -> Plan:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ...engine_cache import EngineStore
-from ...runtime.build import export_lock
 from ...runtime.home import store_home
 from ...runtime.provider import EngineProvider
 
@@ -15,29 +14,7 @@ from ...runtime.provider import EngineProvider
 @functools.lru_cache(maxsize=1)
 def provider() -> EngineProvider:
     """The one provider of this process."""
-    _hold_prompts_during_traces()
     return EngineProvider(EngineStore(store_home(_models_folder())), is_idle=queue_is_idle)
-
-
-def _hold_prompts_during_traces() -> None:
-    """Let no prompt begin while a model is traced.
-
-    Tracing hooks into every module of the process, so any model that ran meanwhile would fail. A background trace
-    begins only while nothing runs (`queue_is_idle`); this closes the other side, for prompts without our nodes too.
-    """
-    queue = _prompt_queue()
-    if queue is None:
-        return
-    take = queue.get
-
-    def get(*args: Any, **kwargs: Any) -> Any:
-        item = take(*args, **kwargs)
-        if item is not None:
-            with export_lock:
-                pass
-        return item
-
-    queue.get = get
 
 
 def _models_folder() -> Path | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,10 +53,15 @@ class ComfyUNet:
     role: Role = Role.UNET
     outputs: tuple[str, ...] = ("out",)
 
-    def __init__(self, unet_class: type[torch.nn.Module], config: dict[str, Any], name: str) -> None:
-        self._class = unet_class
+    def __init__(self, config: dict[str, Any], name: str) -> None:
         self.config = config
         self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import comfy.ops
+
+        checkout = Path(comfy.ops.__file__).resolve().parents[1]
+        return _in_another_process, (str(checkout), self.config, self._name)
 
     @classmethod
     def of(cls, model: Any) -> ComfyUNet:
@@ -72,7 +79,7 @@ class ComfyUNet:
         # Where and in which dtype the host holds its weights is no part of what the model computes.
         outside = ("dtype", "device", "disable_unet_model_creation")
         config = {key: value for key, value in model.model_config.unet_config.items() if key not in outside}
-        return cls(found, config, name)
+        return cls(config, name)
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
@@ -100,11 +107,22 @@ class ComfyUNet:
 
     def _build(self, device: str, operations: Any = None) -> torch.nn.Module:
         import comfy.ops
+        from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 
-        module = self._class(
+        module = UNetModel(
             **self.config,
             dtype=torch.float32,
             device=device,
             operations=operations or comfy.ops.disable_weight_init,
         )
         return module.requires_grad_(False).eval()
+
+
+def _in_another_process(checkout: str, config: dict[str, Any], name: str) -> ComfyUNet:
+    """A `ComfyUNet` in the build process, which has yet to find ComfyUI's code."""
+    if "comfy" not in sys.modules:
+        sys.path.insert(0, checkout)  # first, so that nothing else passes for ComfyUI's modules
+        from comfy.cli_args import args
+
+        args.cpu = True  # only its layers are needed: ComfyUI itself leaves the GPU alone
+    return ComfyUNet(config, name)

@@ -78,6 +78,9 @@ class DiffusersUNet:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.config,)
+
     @classmethod
     def of(cls, unet: UNet2DConditionModel) -> DiffusersUNet:
         """The architecture of a live UNet.

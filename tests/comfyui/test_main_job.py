@@ -196,21 +196,21 @@ def workers(home: Path) -> list[int]:
     return found
 
 
-def test_prompts_wait_for_a_trace_in_the_background(start_comfy, model_files) -> None:
-    """Tracing hooks into every module of the process: a plain prompt that ran meanwhile used to fail."""
+def test_prompts_run_as_ever_while_a_model_is_traced_and_compiled(start_comfy, model_files) -> None:
+    """Tracing hooks into every module of a process: a plain prompt that ran in the same one would fail."""
     server = start_comfy()
     with server.client() as client:
-        for attempt in range(3):
+        for attempt in range(2):
             size = 64 + 8 * attempt
             graph = Graph()
             loader = graph.add("CheckpointLoaderSimple", ckpt_name=model_files.checkpoint("sd15"))
             graph.save(graph.sample(accelerate(graph, loader, build="background"), size=size, steps=1))
             assert client.run(graph).ok
-            for seed in range(12):  # about as long as a trace takes
+            for seed in range(12):  # about as long as the worker takes to start and trace
                 plain = Graph()
                 loader = plain.add("CheckpointLoaderSimple", ckpt_name=model_files.checkpoint("sd15"))
                 plain.save(plain.sample(loader, size=64, steps=1, seed=100 * attempt + seed))
                 time.sleep(0.15)
                 run = client.run(plain)
                 assert run.ok, run.error
-    assert "cannot trace" not in server.log()
+    assert "cannot trace" not in server.log() and "Traceback" not in server.log()

@@ -13,7 +13,7 @@ from slipstream.compile_backend import AOTInductorBackend, TorchCompileBackend
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.core.protocols import Engine
 from slipstream.runtime.builder import run_build
-from slipstream.tests.unit.compile_backend.support import Built, export
+from slipstream.tests.unit.compile_backend.support import Built, make_job
 
 BACKENDS = {"aotinductor": AOTInductorBackend, "torch.compile": TorchCompileBackend}
 
@@ -53,8 +53,8 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, probes: Path, host_cache
     backends = {name: kind() for name, kind in BACKENDS.items()}
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(probes))
-        jobs = {name: export(backend, tmp_path_factory.mktemp("job")) for name, backend in backends.items()}
-        found = pool.map(lambda job: run_build(job, ignore_progress, CancelToken()), jobs.values())
+        jobs = {name: make_job(backend, tmp_path_factory.mktemp("job")) for name, backend in backends.items()}
+        found = pool.map(lambda job: run_build(job, ignore_progress, CancelToken()).artifact, jobs.values())
         built = {name: Built(backends[name], artifact) for name, artifact in zip(jobs, found, strict=True)}
     shutil.copytree(probes, host_cache, ignore=shutil.ignore_patterns("fxgraph", "aotautograd"), dirs_exist_ok=True)
     return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,18 +109,47 @@ def make_spec(backend: Backend, precision: Precision = Precision.FP32, **changes
     return EngineSpec(**{**fields, **changes})
 
 
-def export(
+@dataclass(frozen=True)
+class SmallArchitecture:
+    """What one of the models here computes; `build` makes it."""
+
+    build: Callable[[], nn.Module] = SmallModel
+    role: Role = Role.UNET
+    outputs: tuple[str, ...] = OUTPUTS
+    fingerprint: ModelFingerprint = ModelFingerprint("a" * 64, "Small")
+
+    def skeleton(self, precision: Precision, device: torch.device) -> nn.Module:
+        return hollow(self.build, dtype_of(precision), device)
+
+    def random_inputs(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        seed: int,
+    ) -> Tensors:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.rand(shape, generator=generator).to(dtypes[name]) for name, shape in shapes.items()}
+
+
+def make_job(
     backend: Backend,
     folder: Path,
     precision: Precision = Precision.FP32,
     build: Callable[[], nn.Module] = SmallModel,
-    example: Tensors | None = None,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
 ) -> BuildJob:
-    """As the host does it."""
-    inputs = make_inputs(precision=precision) if example is None else example
-    profile = ShapeProfile.static({name: tuple(tensor.shape) for name, tensor in inputs.items()})
-    spec = make_spec(backend, precision, profile=profile)
-    return backend.export(spec, hollow(build, dtype_of(precision), CPU), inputs, folder)
+    """As a host makes it."""
+    dtype = dtype_name(dtype_of(precision))
+    dtypes = {name: "float32" if name == "timesteps" else dtype for name in shapes}
+    spec = make_spec(backend, precision, profile=ShapeProfile.static(shapes), dtypes=dtypes)
+    return BuildJob(folder, spec, SmallArchitecture(build), CPU)
+
+
+def with_options(job: BuildJob, **options: Any) -> BuildJob:
+    """The same job with other options of the compiler."""
+    config = replace(job.spec.backend, options={**job.spec.backend.options, **options})
+    return replace(job, spec=replace(job.spec, backend=config))
 
 
 class Built:
@@ -137,4 +167,4 @@ class Built:
 
 def build_here(backend: Backend, folder: Path, precision: Precision = Precision.FP32) -> Built:
     """Without the seconds that a new process takes to import torch."""
-    return Built(backend, backend.build(export(backend, folder, precision), ignore_progress), precision)
+    return Built(backend, backend.build(make_job(backend, folder, precision), ignore_progress), precision)

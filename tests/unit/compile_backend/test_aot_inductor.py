@@ -14,7 +14,7 @@ from slipstream.compile_backend import AOTInductorBackend, aot_inductor
 from slipstream.compile_backend.program import CONSTANTS, SIGNATURE, ProgramSignature
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
 from slipstream.core.progress import Progress
-from slipstream.core.protocols import Artifact, BuildJob
+from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision
 from slipstream.tests.unit.compile_backend.support import (
     CPU,
@@ -22,10 +22,11 @@ from slipstream.tests.unit.compile_backend.support import (
     Built,
     assert_right,
     build_here,
-    export,
     make_inputs,
+    make_job,
     make_weights,
     used_names,
+    with_options,
 )
 
 _LOADS_AND_RUNS = """
@@ -134,14 +135,14 @@ def test_a_package_whose_weights_were_written_into_the_code_is_refused(
     artifacts: dict[str, Built], probed: None, backend: AOTInductorBackend, tmp_path: Path
 ) -> None:
     """Inductor does so with the smallest, unless told otherwise: a LoRA could never change them."""
-    job = export(backend, tmp_path, build=OneSmallWeight, example={"x": torch.ones(2, 4)})
-    careless = {**job.options["inductor"], "always_keep_tensor_constants": False}
+    job = make_job(backend, tmp_path, build=OneSmallWeight, shapes={"x": (2, 4)})
     said: list[Progress] = []
     with pytest.raises(BuildFailed, match="left 1 of 1 weights out of the package, such as bias"):
-        backend.build(BuildJob(job.backend, tmp_path, {**job.options, "inductor": careless}), said.append)
-    assert [update.message for update in said] == [
-        "reading the exported program",
-        f"compiling {job.options['nodes']} operations",
+        backend.build(with_options(job, always_keep_tensor_constants=False), said.append)
+    nodes = ProgramSignature.read(tmp_path).nodes
+    assert said == [
+        Progress("export", None, "tracing the model"),
+        Progress("compile", None, f"compiling {nodes} operations", nodes),
     ]
 
 

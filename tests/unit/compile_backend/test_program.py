@@ -1,8 +1,8 @@
-"""What the host writes for the worker: a program, and all that compiled code takes for granted about it."""
+"""What the compiler is given: a program, and all that compiled code takes for granted about it."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,29 +18,34 @@ from slipstream.compile_backend.program import (
     TensorLayout,
     export_program,
     load_constants,
+    save_program,
 )
 from slipstream.core.errors import UnsupportedModel
-from slipstream.core.protocols import Tensors
-from slipstream.core.shapes import ShapeProfile, ShapeRange
+from slipstream.core.progress import ignore_progress
+from slipstream.core.protocols import BuildJob
+from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
 from slipstream.core.skeleton import hollow
 from slipstream.tests.unit.compile_backend.support import (
     CPU,
     SHAPES,
+    SmallArchitecture,
     SmallModel,
-    export,
     make_inputs,
+    make_job,
     make_spec,
     make_weights,
     used_names,
 )
 
 BACKEND = AOTInductorBackend()
-X = {"x": torch.ones(2, 4)}
+X: dict[str, Shape] = {"x": (2, 4)}
 
 
-def export_module(module: nn.Module, folder: Path, example: Tensors = X) -> ProgramSignature:
-    profile = ShapeProfile.static({name: tuple(tensor.shape) for name, tensor in example.items()})
-    return export_program(make_spec(BACKEND, profile=profile), module.eval(), example, folder)
+def export_model(build: Callable[[], nn.Module], folder: Path, shapes: dict[str, Shape] = X) -> ProgramSignature:
+    """As a build does it, with the program kept."""
+    job = make_job(BACKEND, folder, build=build, shapes=shapes)
+    save_program(export_program(job, ignore_progress), folder)
+    return ProgramSignature.read(folder)
 
 
 # ------------------------------------------------------------------------------------------------ hollow
@@ -63,7 +68,7 @@ def test_a_large_model_is_exported_in_the_memory_of_its_largest_layer(tmp_path: 
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()
     }
     assert sum(storages.values()) < 5 * 2**20
-    signature = export_module(module, tmp_path, {"x": torch.ones(2, 1024)})
+    signature = export_model(Deep, tmp_path, {"x": (2, 1024)})
     assert len(signature.weights) == 60
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 6 * 2**20
 
@@ -85,8 +90,7 @@ def test_hollow_models_have_the_dtype_that_is_built_for(dtype: torch.dtype) -> N
 
 
 def test_the_signature_names_all_that_the_program_reads(tmp_path: Path) -> None:
-    export(BACKEND, tmp_path)
-    signature = ProgramSignature.read(tmp_path)
+    signature = export_model(SmallModel, tmp_path, SHAPES)
     assert list(signature.inputs) == list(SHAPES)
     assert set(signature.weights) == set(used_names())
     assert len(signature.constants) == 1 and signature.nodes > 10
@@ -96,11 +100,11 @@ def test_the_signature_names_all_that_the_program_reads(tmp_path: Path) -> None:
     assert all(signature.inputs[name] == TensorLayout.of(inputs[name]) for name in inputs)
 
 
-def test_the_job_is_plain_data(tmp_path: Path) -> None:
-    job = export(BACKEND, tmp_path)
-    assert json.loads(json.dumps(dict(job.options))) == job.options
-    assert job.options["nodes"] == ProgramSignature.read(tmp_path).nodes
-    assert {PROGRAM, SIGNATURE, CONSTANTS} <= {path.name for path in tmp_path.iterdir()}
+def test_the_program_itself_is_written_only_for_those_who_need_it(tmp_path: Path) -> None:
+    program = export_program(make_job(BACKEND, tmp_path), ignore_progress)
+    assert {path.name for path in tmp_path.iterdir()} == {SIGNATURE, CONSTANTS}
+    save_program(program, tmp_path)
+    assert (tmp_path / PROGRAM).stat().st_size > 0
 
 
 def test_a_signature_survives_the_disk(tmp_path: Path) -> None:
@@ -112,7 +116,7 @@ def test_a_signature_survives_the_disk(tmp_path: Path) -> None:
 
 def test_exporting_leaves_torch_as_it_was(tmp_path: Path) -> None:
     before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
-    export(BACKEND, tmp_path)
+    export_model(SmallModel, tmp_path, SHAPES)
     assert before == (
         torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
     )  # fmt: skip
@@ -138,7 +142,7 @@ class Constants(nn.Module):
 
 
 def test_constants_come_with_the_artifact(tmp_path: Path) -> None:
-    signature = export_module(hollow(Constants, torch.float32, CPU), tmp_path)
+    signature = export_model(Constants, tmp_path)
     constants = load_constants(tmp_path, CPU)
     assert set(signature.weights) == {"weight"}
     assert set(constants) == set(signature.constants) and len(constants) == 4
@@ -148,22 +152,23 @@ def test_constants_come_with_the_artifact(tmp_path: Path) -> None:
 
 
 def test_constants_are_known_by_their_names_in_the_program(tmp_path: Path) -> None:
-    signature = export_module(hollow(Constants, torch.float32, CPU), tmp_path)
+    signature = export_model(Constants, tmp_path)
     module = torch.export.load(tmp_path / PROGRAM).module()
     assert {name for name, _ in module.named_buffers()} == set(signature.constants)
     module.weight.data = torch.ones(4)
-    assert torch.equal(module(x=X["x"])[0], Constants()(X["x"])[0])
+    x = torch.rand(X["x"])
+    assert torch.equal(module(x=x)[0], Constants()(x)[0])
 
 
 def test_constants_that_share_memory_are_told_apart(tmp_path: Path) -> None:
     """Where a compiler sees one address twice, it keeps one name."""
-    export_module(hollow(Constants, torch.float32, CPU), tmp_path)
+    export_model(Constants, tmp_path)
     constants = torch.export.load(tmp_path / PROGRAM).constants
     assert len({tensor.data_ptr() for tensor in constants.values()}) == len(constants) == 4
 
 
 def test_no_constants(tmp_path: Path) -> None:
-    signature = export_module(nn.Sequential(nn.Linear(4, 4)), tmp_path, {"input": torch.ones(2, 4)})
+    signature = export_model(lambda: nn.Sequential(nn.Linear(4, 4)), tmp_path, {"input": (2, 4)})
     assert signature.constants == () and load_constants(tmp_path, CPU) == {}
 
 
@@ -188,7 +193,7 @@ class Numpy(nn.Module):
 @pytest.mark.parametrize("kind", [Branches, Broken, Numpy])
 def test_a_model_that_cannot_be_traced(tmp_path: Path, kind: type[nn.Module]) -> None:
     with pytest.raises(UnsupportedModel, match="torch.export cannot trace Small unet fp32") as caught:
-        export_module(kind(), tmp_path)
+        export_model(kind, tmp_path)
     assert "\n" not in str(caught.value) and not str(caught.value).endswith(": ")
     assert list(tmp_path.iterdir()) == []
 
@@ -198,4 +203,4 @@ def test_only_exact_shapes(tmp_path: Path) -> None:
     spec = make_spec(BACKEND, profile=profile)
     assert BACKEND.why_unsupported(spec) == "compiled engines are made for one exact shape"
     with pytest.raises(UnsupportedModel, match="one exact shape"):
-        export_program(spec, nn.Linear(4, 4), X, tmp_path)
+        export_program(BuildJob(tmp_path, spec, SmallArchitecture(), CPU), ignore_progress)

@@ -20,10 +20,9 @@ from slipstream.core.errors import (
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import EngineStore, Entry
-from slipstream.runtime import build as build_module
-from slipstream.runtime.build import build_engine, expected_seconds, export_lock
+from slipstream.runtime.build import build_engine, pace_of
 from slipstream.runtime.plan import Plan
-from slipstream.tests.fakes import FakeWorker, NullBackend, make_plan, wait_until
+from slipstream.tests.fakes import FakeWorker, NullBackend, make_plan
 
 
 @pytest.fixture
@@ -82,7 +81,14 @@ def test_waiting_for_another_process_can_be_cancelled(plan: Plan, store: EngineS
 
 @pytest.mark.parametrize(
     "error",
-    [BuildFailed("g++ crashed"), BuildCancelled("stop"), BuildDied("killed"), OSError("?"), KeyboardInterrupt()],
+    [
+        UnsupportedModel("it cannot be traced"),
+        BuildFailed("g++ crashed"),
+        BuildCancelled("stop"),
+        BuildDied("killed"),
+        OSError("?"),
+        KeyboardInterrupt(),
+    ],
 )
 def test_a_failed_build_leaves_nothing(
     plan: Plan, store: EngineStore, worker: FakeWorker, error: BaseException
@@ -104,19 +110,6 @@ def test_an_artifact_without_its_files_is_refused(
     with pytest.raises(BuildFailed, match="lost.txt|engine.txt"):
         build(plan, store)
     assert store.list() == [] and left_over(store) == []
-
-
-def test_a_model_that_cannot_be_traced(
-    plan: Plan, store: EngineStore, backend: NullBackend, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def export(*_: object) -> None:
-        raise UnsupportedModel("torch.export cannot trace it")
-
-    monkeypatch.setattr(backend, "export", export)
-    with pytest.raises(UnsupportedModel):
-        build(plan, store)
-    assert left_over(store) == [] and worker.builds == 0
-    assert not export_lock.locked()
 
 
 @pytest.mark.parametrize("what", ["cannot_build", "unsupported"])
@@ -147,61 +140,10 @@ def test_a_cancelled_build_does_not_begin(plan: Plan, store: EngineStore, worker
     assert worker.builds == 0 and left_over(store) == []
 
 
-def test_a_model_is_traced_only_while_it_may_run(
-    plan: Plan, store: EngineStore, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tracing switches flags of all torch: never while a sampling run is active."""
-    may_run, traced = threading.Event(), threading.Event()
-    export = plan.backend.export
-    monkeypatch.setattr(plan.backend, "export", lambda *args: traced.set() or export(*args))
-    thread = threading.Thread(
-        target=build_engine, args=(plan, store, ignore_progress, CancelToken(), may_run.is_set), daemon=True
-    )
-    thread.start()
-    assert not traced.wait(0.5)
-    assert export_lock.acquire(timeout=5), "a run may begin meanwhile"
-    export_lock.release()
-    may_run.set()
-    thread.join(30)
-    assert traced.is_set() and store.lookup(plan.key.digest)
-
-
-def test_a_build_that_may_not_trace_can_be_cancelled(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
-    cancel = CancelToken()
-    threading.Timer(0.3, cancel.cancel).start()
-    with pytest.raises(BuildCancelled):
-        build_engine(plan, store, ignore_progress, cancel, lambda: False)
-
-
-def test_the_lock_is_held_while_a_model_is_traced(
-    plan: Plan, store: EngineStore, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[bool] = []
-    export = plan.backend.export
-    monkeypatch.setattr(plan.backend, "export", lambda *args: held.append(export_lock.locked()) or export(*args))
-    worker.gate.clear()
-    thread = threading.Thread(target=build, args=(plan, store), daemon=True)
-    thread.start()
-    assert worker.started.wait(30)
-    wait_until(lambda: not export_lock.locked())  # compiling needs it no more
-    worker.gate.set()
-    thread.join(30)
-    assert held == [True]
-
-
-def test_earlier_builds_tell_how_long_one_takes(
-    plan: Plan, store: EngineStore, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert expected_seconds(store, plan, 100) is None
-    clock = iter(range(0, 10_000, 30))
-    monkeypatch.setattr(build_module.time, "monotonic", lambda: next(clock))
-    build(plan, store)
-    found = expected_seconds(store, make_plan(16, plan.backend), 6)
-    monkeypatch.undo()
-    assert found == pytest.approx(2 * build_seconds(store))
-    assert expected_seconds(store, plan, 0) is None
-
-
-def build_seconds(store: EngineStore) -> float:
-    (entry,) = store.list()
-    return entry.manifest.build.phases["compile"]
+def test_earlier_builds_tell_how_long_one_takes(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
+    assert pace_of(store, plan) is None
+    worker.seconds = 12.0
+    (record,) = [build(plan, store).manifest.build]
+    assert record.phases == {"export": 4.0, "compile": 8.0} and record.seconds == 12.0
+    assert pace_of(store, make_plan(16, plan.backend)) == 4.0  # of 3 operations
+    assert pace_of(store, make_plan(16, NullBackend("another"))) is None

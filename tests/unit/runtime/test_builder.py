@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed
+from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact, BuildJob
 from slipstream.runtime import builder
 from slipstream.runtime.builder import run_build
-from slipstream.tests.fakes import wait_until
+from slipstream.tests.fakes import make_plan, wait_until
 from slipstream.tests.unit.runtime.processes import Process, in_session
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
@@ -31,7 +30,7 @@ def done(**result):
 """
 CHILD = 'child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL)'
 FOREVER = "time.sleep(300)"
-SPEAK = 'print(json.dumps({"phase": "compile", "message": "compiling 3 operations"}), flush=True)'
+SPEAK = 'print(json.dumps({"phase": "compile", "message": "compiling 3 operations", "operations": 3}), flush=True)'
 
 Program = Callable[..., BuildJob]
 
@@ -40,7 +39,8 @@ Program = Callable[..., BuildJob]
 def job(tmp_path: Path) -> BuildJob:
     folder = tmp_path / "job"
     folder.mkdir()
-    return BuildJob("null", folder, {"nodes": 3})
+    plan = make_plan()
+    return BuildJob(folder, plan.spec, plan.architecture, plan.device)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def program(tmp_path: Path, job: BuildJob, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def run(job: BuildJob, **options: object) -> Artifact:
-    return run_build(job, ignore_progress, CancelToken(), **options)  # type: ignore[arg-type]
+    return run_build(job, ignore_progress, CancelToken(), **options).artifact  # type: ignore[arg-type]
 
 
 class Session:
@@ -105,10 +105,8 @@ def test_the_result_is_what_the_worker_left(program: Program) -> None:
 
 
 def test_the_job_is_all_that_the_worker_is_given(program: Program) -> None:
-    job = program('done(files=sorted(os.listdir(job)), details=json.load(open(job + "/job.json")))')
-    artifact = run(job)
-    assert artifact.details == {"backend": "null", "options": {"nodes": 3}}
-    assert set(artifact.files) == {"job.json", "pid", "worker.log"}
+    artifact = run(program("done(files=sorted(os.listdir(job)), details={})"))
+    assert set(artifact.files) == {"job.pickle", "pid", "worker.log"}
 
 
 def test_the_workers_error_is_the_builds(program: Program) -> None:
@@ -117,11 +115,18 @@ def test_the_workers_error_is_the_builds(program: Program) -> None:
     assert not isinstance(caught.value, BuildDied)
 
 
+def test_a_model_that_cannot_be_traced_is_said_as_such(program: Program) -> None:
+    with pytest.raises(UnsupportedModel, match="^it branches on its data$"):
+        run(program('done(error="UnsupportedModel", message="it branches on its data")', "sys.exit(1)"))
+
+
 def test_garbage_on_stdout_does_no_harm(program: Program) -> None:
     garbage = r"""
         out = sys.stdout.buffer
         for junk in (b"warning: old driver\n", b"\xff\xfe\x00\n", b"[1, 2]\n", b"null\n", b"\n", b'{"message": 3}\n',
-                     b'{"fraction": "much"}\n', b"[" * 100000 + b"\n", b'{"phase": "compile", "message": "fine"}\n'):
+                     b'{"fraction": "much"}\n', b"[" * 100000 + b"\n",
+                     b'{"phase": "compile", "message": "no number", "operations": "many"}\n',
+                     b'{"phase": "compile", "message": "fine", "operations": 3}\n'):
             out.write(junk)
         out.flush()
         time.sleep(1)
@@ -130,7 +135,8 @@ def test_garbage_on_stdout_does_no_harm(program: Program) -> None:
     """
     shown: list[Progress] = []
     run_build(program(garbage), shown.append, CancelToken())
-    assert "fine" in {update.message for update in shown}
+    assert {update.message for update in shown} <= {"starting the build process", "fine"}
+    assert shown[-1] == Progress("compile", shown[-1].fraction, "fine")
 
 
 def test_a_flood_on_stdout_does_not_block_the_worker(program: Program) -> None:
@@ -185,10 +191,17 @@ def test_a_worker_that_cannot_be_started(job: BuildJob, monkeypatch: pytest.Monk
 
 def test_progress_moves_and_never_arrives(program: Program) -> None:
     shown: list[Progress] = []
-    run_build(program(SPEAK, "time.sleep(1.5)", "done()"), shown.append, CancelToken(), expected=1.0)
+    run_build(program(SPEAK, "time.sleep(1.5)", "done()"), shown.append, CancelToken(), pace=1 / 3)
     fractions = [update.fraction for update in shown if update.fraction is not None]
     assert fractions == sorted(fractions) and 0.5 < fractions[-1] < 1
     assert shown[-1].message == "compiling 3 operations" and shown[-1].phase == "compile"
+
+
+def test_each_phase_is_timed(program: Program) -> None:
+    job = program("time.sleep(0.5)", SPEAK, "time.sleep(1.5)", "done()")
+    phases = run_build(job, ignore_progress, CancelToken()).phases
+    assert list(phases) == ["start", "compile"]
+    assert 0.2 < phases["start"] < phases["compile"] and 1.0 < phases["compile"] < 3.0
 
 
 def test_progress_that_raises_ends_the_build(program: Program, session: Session) -> None:
@@ -343,8 +356,3 @@ def test_no_thread_is_left_behind(program: Program) -> None:
     for _ in range(3):
         run(job)
     wait_until(lambda: not any("build-output" in thread.name for thread in threading.enumerate()))
-
-
-def test_a_job_is_plain_data(job: BuildJob) -> None:
-    builder.write_job(job)
-    assert json.loads((job.directory / "job.json").read_text()) == {"backend": "null", "options": {"nodes": 3}}

@@ -12,7 +12,6 @@ import torch
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
-from slipstream.runtime.build import export_lock
 from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Settings
@@ -291,21 +290,6 @@ def test_runs_on_two_threads_do_not_disturb_each_other(
     assert problems == []
     assert counts(module) == (100, 0) and len(backend.engines) == 2
     assert module.provider._is_idle()
-
-
-def test_a_run_waits_for_a_trace_that_is_under_way(module: AcceleratedModule, source: FakeSource) -> None:
-    began = threading.Event()
-
-    def sample() -> None:
-        with module.run(source):
-            began.set()
-
-    with export_lock:
-        thread = threading.Thread(target=sample, daemon=True)
-        thread.start()
-        assert not began.wait(0.3)
-    assert began.wait(30)
-    thread.join(30)
 
 
 def test_it_holds_no_tensors_between_runs(module: AcceleratedModule, source: FakeSource, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import build as build_module
 from slipstream.runtime import provider as provider_module
-from slipstream.runtime.build import build_engine, export_lock
+from slipstream.runtime.build import build_engine
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.runtime.queue import TicketState
@@ -90,7 +90,7 @@ def test_what_is_in_the_store_is_used_whatever_the_policy(
 
 def test_a_hit_is_logged(provider: EngineProvider, source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
     provider.obtain(source, CALL, MANUAL, HostHooks())
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "slipstream"):
         ask(provider, source)
     assert "cache hit, Tiny 64×64 batch 2" in caplog.text
 
@@ -203,7 +203,7 @@ def chain(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> EngineProvider
     worker = FakeWorker(backends)
 
     def run_build(job: object, *args: object, **kwargs: object) -> object:
-        if job.backend == "first" and backends[0].load_error:  # type: ignore[attr-defined]
+        if job.spec.backend.name == "first" and backends[0].load_error:  # type: ignore[attr-defined]
             raise backends[0].load_error
         return worker(job, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -300,7 +300,7 @@ def test_progress_is_shown_while_waiting(provider: EngineProvider, source: FakeS
     worker.gate.clear()
     threading.Timer(0.5, worker.gate.set).start()
     provider.offer(source, CALL, FIRST_USE, HostHooks(progress=shown.append))
-    assert {"export", "load"} <= {update.phase for update in shown}
+    assert {"start", "load"} <= {update.phase for update in shown}
     assert shown[-1].message == "engine ready"
 
 
@@ -562,7 +562,6 @@ def test_preparing_a_wrong_engine_says_so(provider: EngineProvider, source: Fake
     backend.error = 1e-2
     with pytest.raises(IncompatibleEngine, match="differs from the model"):
         provider.prepare(source, CALL, MANUAL, HostHooks())
-    assert not export_lock.locked()
 
 
 # ------------------------------------------------------------------------------------------------ threads

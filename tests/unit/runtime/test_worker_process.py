@@ -10,22 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.compile_backend import AOTInductorBackend
-from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed
+from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import BuildJob
-from slipstream.core.spec import Precision
+from slipstream.core.spec import BackendConfig, EngineSpec, Precision
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.runtime.build import build_engine
 from slipstream.runtime.builder import run_build
+from slipstream.runtime.job import read_job
 from slipstream.runtime.plan import CallShape, Plan, plans
 from slipstream.runtime.settings import Settings
-from slipstream.tests.fakes import CPU, FakeArchitecture, make_inputs, wait_until
+from slipstream.tests.fakes import CPU, FakeArchitecture, Untraceable, make_inputs, wait_until
 from slipstream.tests.unit.runtime.processes import Process, in_session, workers_in
 
 pytestmark = [
@@ -45,10 +46,13 @@ root, folder, pause = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("slipstream", root + "/__init__.py", submodule_search_locations=[root])
 sys.modules["slipstream"] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
+from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.core.protocols import BuildJob
 from slipstream.runtime.builder import run_build
-job = BuildJob("aotinductor", pathlib.Path(folder), {"inductor": {}, "nodes": 3})
+from slipstream.tests.fakes import make_plan
+plan = make_plan(8, AOTInductorBackend())
+job = BuildJob(pathlib.Path(folder), plan.spec, plan.architecture, plan.device)
 run_build(job, ignore_progress, CancelToken(), may_run=lambda: not os.path.exists(pause))
 """
 
@@ -75,19 +79,11 @@ def use_slow_compiler(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.delenv("TORCHINDUCTOR_CACHE_DIR")  # where answers may lie for which the compiler would be needed
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> BuildJob:
-    """What the host writes for the worker."""
-    plan = make_plan()
-    inputs = {name: tensor for name, tensor in sorted(make_inputs().items())}
-    skeleton = plan.architecture.skeleton(Precision.FP32, CPU)
-    return plan.backend.export(plan.spec, skeleton, inputs, tmp_path_factory.mktemp("exported"))
-
-
 @pytest.fixture
-def job(exported: BuildJob, tmp_path: Path) -> BuildJob:
-    shutil.copytree(exported.directory, tmp_path / "job")
-    return BuildJob(exported.backend, tmp_path / "job", exported.options)
+def job(tmp_path: Path) -> BuildJob:
+    (tmp_path / "job").mkdir()
+    plan = make_plan()
+    return BuildJob(tmp_path / "job", plan.spec, plan.architecture, plan.device)
 
 
 def compiling(folder: Path) -> list[Process]:
@@ -216,7 +212,8 @@ def test_a_busy_host_pauses_the_worker_in_the_middle(history: History) -> None:
 
 
 def test_progress_says_what_is_going_on(history: History) -> None:
-    assert history.messages[0] == "tracing the model"
+    wanted = ["starting the build process", "starting the compiler", "tracing the model"]
+    assert [message for message in dict.fromkeys(history.messages) if message in wanted] == wanted
     assert any(message.startswith("compiling ") and message.endswith("operations") for message in history.messages)
     assert history.messages[-1] == "storing the engine"
 
@@ -245,9 +242,52 @@ def test_a_worker_whose_host_died_ends_with_all_it_started(
 # ---------------------------------------------------------------------------------------------- its errors
 
 
-def test_a_program_that_cannot_be_read(job: BuildJob) -> None:
-    (job.directory / "program.pt2").write_bytes(b"not a program")
-    with pytest.raises(BuildFailed, match="The engine could not be built: ") as caught:
-        run_build(job, ignore_progress, CancelToken())
+def test_what_breaks_in_the_worker_is_said_in_one_line(job: BuildJob) -> None:
+    unknown = replace(job.spec.backend, options={"no_such_option": True})
+    with pytest.raises(BuildFailed, match="The engine could not be built: .*no_such_option") as caught:
+        run_build(replace(job, spec=replace(job.spec, backend=unknown)), ignore_progress, CancelToken())
     assert not isinstance(caught.value, BuildDied) and "\n" not in str(caught.value)
     assert "Traceback" in (job.directory / "worker.log").read_text()
+
+
+def test_a_model_that_cannot_be_traced(job: BuildJob) -> None:
+    with pytest.raises(UnsupportedModel, match="^it branches on its data$"):
+        run_build(replace(job, architecture=Untraceable()), ignore_progress, CancelToken())
+
+
+def test_code_that_was_updated_under_a_running_host_is_not_compiled(job: BuildJob) -> None:
+    """The host would go on computing with the old."""
+    with pytest.raises(UnsupportedModel, match="code of Tiny on disk is not what is running; restart"):
+        run_build(replace(job, architecture=FakeArchitecture("b" * 64)), ignore_progress, CancelToken())
+
+
+_FOREIGN = """
+import importlib.util, pathlib, sys
+root, folder = sys.argv[1:]
+name = "/anywhere/custom_nodes/a_x_pack"  # as ComfyUI names it
+spec = importlib.util.spec_from_file_location(name, root + "/__init__.py", submodule_search_locations=[root])
+sys.modules[name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+part = lambda path: importlib.import_module(f"{name}.{path}")
+specs, shapes, device = part("core.spec"), part("core.shapes"), part("core.protocols").torch.device("cpu")
+spec = specs.EngineSpec(
+    specs.Role.UNET, specs.ModelFingerprint("a" * 64), shapes.ShapeProfile.static({"x": (1, 2)}), {"x": "float32"},
+    "float32", specs.Precision.FP32, specs.Optimize.BALANCED, specs.BackendConfig("null", {"a": 1}),
+)
+sys.path.append("/somewhere/else")
+part("runtime.job").write_job(part("core.protocols").BuildJob(pathlib.Path(folder), spec, None, device))
+"""
+
+
+def test_a_job_from_a_host_that_knows_the_pack_by_another_name(root: Path, tmp_path: Path) -> None:
+    code = "import importlib\n" + _FOREIGN
+    subprocess.run([sys.executable, "-c", code, str(root), str(tmp_path)], check=True)
+    before = list(sys.path)
+    try:
+        job = read_job(tmp_path)
+        assert sys.path[: len(before)] == before and sys.path[-1] == "/somewhere/else"
+        assert str(root) not in sys.path and "" not in sys.path[len(before) :]
+    finally:
+        sys.path[:] = before
+    assert type(job.spec) is EngineSpec and job.directory == tmp_path and job.device == CPU
+    assert job.spec.backend == BackendConfig("null", {"a": 1}) and job.spec.dtypes == {"x": "float32"}
