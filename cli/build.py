@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.progress import Progress
-from ..core.spec import Optimize, Precision
 from ..engine_cache import EngineStore, Entry
 from ..runtime.plan import CallShape, Plan
 from ..runtime.provider import EngineProvider, HostHooks
-from ..runtime.settings import BackendChoice, BuildPolicy, Settings
+from ..runtime.settings import Settings
 from .describe import summary
 from .engines import SHOWN
 from .errors import OK
@@ -67,13 +66,8 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
 
 def settings_from(options: Namespace) -> Settings:
     """What the user chose."""
-    return Settings(
-        backend=BackendChoice(options.backend),
-        precision=None if options.precision == "auto" else Precision(options.precision),
-        optimize=Optimize(options.optimize),
-        policy=BuildPolicy.MANUAL,
-        resolutions=options.resolution,
-    )
+    chosen = Settings.of_text(backend=options.backend, precision=options.precision, optimize=options.optimize)
+    return replace(chosen, resolutions=options.resolution)
 
 
 def load(options: Namespace, provider: EngineProvider) -> LoadedModel:

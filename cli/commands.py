@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from .. import __version__
 from ..core.errors import SlipstreamError
@@ -45,16 +46,18 @@ def _run_guarded(options: Namespace) -> int:
         stream.flush()
         return int(status)
     except KeyboardInterrupt as stop:
-        return _say(str(stop) or "Cancelled.", INTERRUPTED)
+        return _say(str(stop) or "Cancelled.", INTERRUPTED, options, stream)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return OK
     except (SlipstreamError, OSError) as error:
-        return _say(one_line(error), FAILED)
+        return _say(one_line(error), FAILED, options, stream)
 
 
-def _say(message: str, status: int) -> int:
+def _say(message: str, status: int, options: Namespace, stream: TextIO) -> int:
     print(f"slipstream: {message}", file=sys.stderr)
+    if options.json:
+        Output(True, stream).show({"error": message}, lambda: None)
     return status
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -24,7 +26,8 @@ class Environment:
 
     Attributes:
         device: "cpu" or "cuda".
-        cpu: vector instruction set that compiled CPU code may use, e.g. "AVX512".
+        cpu: the instructions that code compiled on this machine may use, GPU engines' host code included: torch's name
+            for the vector level, and a digest of all, e.g. "AVX512 3f9a61c2".
         threads: CPU threads that compiled CPU code is laid out for; 0 on a GPU.
         versions: further packages that shape the artifact, e.g. {"triton": "3.6.0"}.
     """
@@ -58,15 +61,11 @@ class Environment:
             "os": platform.system(),
             "machine": platform.machine(),
             "torch": str(torch.__version__),
+            "cpu": _instructions(),
             "versions": versions,
         }
         if device.type != "cuda":
-            return cls(
-                device=device.type,
-                cpu=torch.backends.cpu.get_cpu_capability(),
-                threads=torch.get_num_threads(),
-                **common,  # type: ignore[arg-type]
-            )
+            return cls(device=device.type, threads=torch.get_num_threads(), **common)  # type: ignore[arg-type]
         major, minor = torch.cuda.get_device_capability(device)
         return cls(
             device="cuda",
@@ -76,6 +75,28 @@ class Environment:
             driver=_driver_version(),
             **common,  # type: ignore[arg-type]
         )
+
+
+# Compilers choose among these by name; other flags come and go with kernels and microcode.
+_INSTRUCTION_SETS = re.compile(
+    r"(s?sse|avx|amx|fma|f16c|bmi|abm|adx|movbe|popcnt|aes|vaes|sha|pclmul|vpclmul|gfni|xop|sve|asimd|fphp|bf16|i8mm)"
+)
+
+
+@functools.lru_cache(maxsize=1)
+def _instructions() -> str:
+    names = " ".join(sorted(filter(_INSTRUCTION_SETS.match, _cpu_flags()))) or platform.processor()
+    return f"{torch.backends.cpu.get_cpu_capability()} {hashlib.sha256(names.encode()).hexdigest()[:8]}"
+
+
+def _cpu_flags() -> list[str]:
+    """Names of the first CPU's features; empty where the system has no list of them (Windows, macOS)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line.partition(":") for line in file]
+    except OSError:
+        return []
+    return next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
 
 
 def _version(distribution: str) -> str | None:

@@ -12,7 +12,6 @@ from .inputs import (
     optimize_input,
     precision_input,
     resolutions_input,
-    settings_from,
 )
 
 
@@ -46,7 +45,11 @@ class AccelerateModel(io.ComfyNode):
         from ..hosts.comfy.host import provider
         from ..hosts.comfy.pictures import record_run
         from ..runtime.module import AcceleratedModule
+        from ..runtime.settings import Settings
 
-        module = AcceleratedModule(provider(), settings_from(backend, precision, optimize, build, resolutions))
+        settings = Settings.of_text(
+            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions
+        )
+        module = AcceleratedModule(provider(), settings)
         node_id = str(cls.hidden.unique_id)
         return io.NodeOutput(accelerate_model(model, module, lambda what: record_run(what, node_id)))

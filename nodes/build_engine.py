@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from .inputs import backend_input, optimize_input, precision_input, settings_from
+from .inputs import backend_input, optimize_input, precision_input
 
 
 class BuildEngine(io.ComfyNode):
@@ -57,7 +57,10 @@ class BuildEngine(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..hosts.comfy.build import build_engines
         from ..hosts.comfy.host import provider
+        from ..runtime.settings import Settings
 
-        settings = settings_from(backend, precision, optimize, "first use", resolutions)
+        settings = Settings.of_text(
+            backend=backend, precision=precision, optimize=optimize, build="first use", resolutions=resolutions
+        )
         report = "\n".join(build_engines(provider(), model, settings, batch, tokens))
         return io.NodeOutput(model, report, ui=ui.PreviewText(report))

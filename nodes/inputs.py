@@ -1,18 +1,11 @@
-"""Inputs that several nodes share, and how they become settings."""
+"""Inputs that several nodes share."""
 
 from __future__ import annotations
-
-from enum import Enum
-from typing import TypeVar
 
 from comfy_api.latest import io
 
 from ..core.spec import Optimize, Precision
-from ..runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
-
-AUTO = "auto"
-
-_Choice = TypeVar("_Choice", bound=Enum)
+from ..runtime.settings import AUTO, BackendChoice, BuildPolicy
 
 
 def backend_input(with_off: bool = True) -> io.Combo.Input:
@@ -60,26 +53,3 @@ def resolutions_input() -> io.String.Input:
         default=AUTO,
         tooltip="auto: every size that comes up gets an engine. Or a list such as 512x512, 768x512: only these do.",
     )
-
-
-def settings_from(backend: str, precision: str, optimize: str, build: str, resolutions: str) -> Settings:
-    """
-    Raises:
-        ValueError: a value that no widget offers, or a resolution that cannot be read.
-    """
-    return Settings(
-        backend=_chosen(BackendChoice, backend),
-        precision=None if precision == AUTO else _chosen(Precision, precision),
-        optimize=_chosen(Optimize, optimize),
-        policy=_chosen(BuildPolicy, build),
-        resolutions=parse_resolutions(resolutions),
-    )
-
-
-def _chosen(choices: type[_Choice], value: str) -> _Choice:
-    """Older ComfyUIs pass on what no widget offers."""
-    try:
-        return choices(value)
-    except ValueError:
-        offered = ", ".join(str(choice.value) for choice in choices)
-        raise ValueError(f"{value!r} is not offered here; choose one of: {offered}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ..core.dtypes import dtype_of
 from ..core.protocols import ModelSource, Tensors
@@ -77,10 +77,11 @@ class Run:
 
     def close(self) -> None:
         """Give the engines back."""
-        for offer in self._offers.values():
-            if offer.engine is not None:
-                self._module.provider.pool.give_back(offer.engine)
-        self._offers.clear()
+        with ExitStack() as giving_back:  # all of them, also where one fails
+            for offer in self._offers.values():
+                if offer.engine is not None:
+                    giving_back.callback(self._module.provider.pool.give_back, offer.engine)
+            self._offers.clear()
 
     def _offer(self, call: CallShape) -> Offer:
         if call not in self._offers:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..core.errors import (
     BackendUnavailable,
     BuildCancelled,
@@ -76,6 +78,7 @@ class EngineProvider:
         self.weights_memo = WeightsMemo(store.root)
         self.pool = EnginePool()
         self._verdicts: dict[tuple[str, tuple[str, ...], str], str | None] = {}  # why wrong; None: right
+        self._told: set[str] = set()
         self._active_runs = 0
         self._counting = threading.Lock()
         self._host_is_idle = is_idle
@@ -118,6 +121,8 @@ class EngineProvider:
             raise
         except SlipstreamError as error:
             return Offer(reason=str(error))
+        except torch.OutOfMemoryError as error:
+            return Offer(reason=f"not enough memory to load and check an engine; another try may work ({error})")
         except Exception as error:
             log.exception("Slipstream: looking for an engine broke")
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
@@ -159,9 +164,14 @@ class EngineProvider:
     def _find(self, wanted: list[Plan]) -> tuple[Plan, Entry] | None:
         for plan in wanted:
             if (entry := self.store.lookup(plan.key.digest)) is not None:
-                log.info("Slipstream: cache hit, %s from %s", plan, plan.key.short)
+                self._tell_once(plan)
                 return plan, entry
         return None
+
+    def _tell_once(self, plan: Plan) -> None:
+        if plan.key.digest not in self._told:
+            self._told.add(plan.key.digest)
+            log.info("Slipstream: cache hit, %s from %s", plan, plan.key.short)
 
     def _obtain(self, wanted: list[Plan], settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry] | str:
         """Build, ask for a build, or say why neither; a backend that fails gives way to the next of the chain."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from ..core.shapes import Shape
 from ..core.spec import Optimize, Precision
@@ -65,6 +66,12 @@ def _parse_resolution(text: str) -> Resolution:
     return Resolution(width, height)
 
 
+AUTO = "auto"
+"""The host's own precision, or every resolution."""
+
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
 @dataclass(frozen=True)
 class Settings:
     """
@@ -79,6 +86,29 @@ class Settings:
     policy: BuildPolicy = BuildPolicy.BACKGROUND
     resolutions: tuple[Resolution, ...] = ()
 
+    @classmethod
+    def of_text(
+        cls,
+        *,
+        backend: str = AUTO,
+        precision: str = AUTO,
+        optimize: str = Optimize.BALANCED.value,
+        build: str = BuildPolicy.BACKGROUND.value,
+        resolutions: str = AUTO,
+    ) -> Settings:
+        """What a user chose, in the words of nodes and command line.
+
+        Raises:
+            ValueError: a word that is not offered, or a resolution that cannot be read.
+        """
+        return cls(
+            backend=_chosen(BackendChoice, backend),
+            precision=None if precision == AUTO else _chosen(Precision, precision),
+            optimize=_chosen(Optimize, optimize),
+            policy=_chosen(BuildPolicy, build),
+            resolutions=parse_resolutions(resolutions),
+        )
+
     def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
         """Why these shapes get no engine; None when they do."""
         if self.backend is BackendChoice.OFF:
@@ -87,3 +117,12 @@ class Settings:
         if self.resolutions and resolution not in self.resolutions:
             return f"{resolution} is not in the node's list of resolutions ({', '.join(map(str, self.resolutions))})"
         return None
+
+
+def _chosen(choices: type[_Choice], value: str) -> _Choice:
+    """Older ComfyUIs pass on what no widget offers."""
+    try:
+        return choices(value)
+    except ValueError:
+        offered = ", ".join(str(choice.value) for choice in choices)
+        raise ValueError(f"{value!r} is not offered here; choose one of: {offered}") from None

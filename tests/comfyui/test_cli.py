@@ -115,9 +115,9 @@ def test_bench_runs_the_engine(engines: Engines, root: Path, comfyui_dir: Path) 
 
 def test_a_file_that_is_no_model(root: Path, comfyui_dir: Path, model_files, tmp_path: Path) -> None:
     lora = model_files.folder / "loras" / model_files.lora()
-    failing = command(root, comfyui_dir, "build", "--home", tmp_path / "home", "--model", lora, *SIZE)
+    failing = command(root, comfyui_dir, "build", "--home", tmp_path / "home", "--model", lora, *SIZE, "--json")
     done = subprocess.run(failing, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 1 and f"cannot load {lora}" in json.loads(done.stdout)["error"]
     last = done.stderr.splitlines()[-1]
     assert last.startswith("slipstream: ComfyUI") and f"cannot load {lora}" in last
     assert "Traceback" not in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from slipstream.core.protocols import Artifact, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import EngineKey, Verification
+from slipstream.runtime.builder import Built
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.settings import Resolution
 
@@ -121,16 +121,13 @@ class FakeBackend(AOTInductorBackend):
 
     why_cannot_build = why_unavailable
 
-    def export(self, spec: EngineSpec, module: torch.nn.Module, example: Tensors, directory: Path) -> BuildJob:
-        return BuildJob(self.name, directory)
-
-    def run_build(self, job: BuildJob, progress: Callable[[Progress], None], *_: Any, **__: Any) -> Artifact:
+    def run_build(self, job: BuildJob, progress: Callable[[Progress], None], *_: Any, **__: Any) -> Built:
         """In place of a worker process."""
         self.builds += 1
         progress(Progress("compile", 0.5, "compiling 3 operations"))
         time.sleep(0.3)  # long enough to be seen
         (job.directory / "engine.bin").write_text(f"engine {self.builds}")
-        return Artifact(job.directory, ("engine.bin",))
+        return Built(Artifact(job.directory, ("engine.bin",)), {"export": 0.1, "compile": 0.2})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: Any) -> FakeEngine:
         return FakeEngine(spec.profile, self._alter)

@@ -78,6 +78,9 @@ def test_errors_become_one_line_and_a_status(
     done = cli("list")
     assert done.status == status
     assert done.err.startswith(message) and done.err.count("\n") == 1 and not done.out
+    for_machines = cli("list", "--json")
+    assert for_machines.status == status and for_machines.err == done.err
+    assert for_machines.json == {"error": done.err.removeprefix("slipstream: ").rstrip()}
 
 
 def test_a_bug_is_not_hidden(cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,14 +60,34 @@ def test_the_environment_of_this_machine() -> None:
     assert (found.gpu, found.cuda, found.compute_capability) == (None, None, None)
 
 
-def test_a_gpu_counts_instead_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_counts_instead_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(module, "_driver_version", lambda: "580.1")
     found = Environment.current("cuda:1")
     assert (found.device, found.gpu, found.compute_capability, found.cuda) == ("cuda", "card 1", "9.0", "13.0")
-    assert (found.cpu, found.threads, found.driver) == (None, 0, "580.1")
+    assert (found.threads, found.driver) == (0, "580.1")
+    assert found.cpu == Environment.current("cpu").cpu, "a GPU engine's own host code is compiled for this CPU too"
+
+
+@pytest.mark.parametrize("changed", ["avx512_vnni", "fma"])
+def test_code_for_this_cpu_is_not_for_one_that_lacks_an_instruction(
+    monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """Packages are compiled for the very machine: others of the same vector level may not run them."""
+    flags = ["fpu", "fma", "avx512f", "avx512_vnni", "ibrs"]
+
+    def cpu(*without: str) -> str | None:
+        module._instructions.cache_clear()
+        monkeypatch.setattr(module, "_cpu_flags", lambda: [flag for flag in flags if flag not in without])
+        return Environment.current().cpu
+
+    try:
+        assert cpu() != cpu(changed)
+        assert cpu() == cpu("ibrs"), "what no compiler asks for comes and goes with kernels"
+    finally:
+        module._instructions.cache_clear()
 
 
 @pytest.mark.gpu

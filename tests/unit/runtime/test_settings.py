@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.core.spec import Precision
-from slipstream.runtime.settings import BackendChoice, Resolution, Settings, parse_resolutions
+from slipstream.core.spec import Optimize, Precision
+from slipstream.runtime.settings import BackendChoice, BuildPolicy, Resolution, Settings, parse_resolutions
 
+WORDS = {"backend": "compiled", "precision": "bf16", "optimize": "fast build", "build": "first use"}
 SHAPES = {"x": (2, 4, 96, 64), "timesteps": (2,)}
 
 
@@ -69,3 +70,22 @@ def test_only_listed_resolutions_are_wanted() -> None:
 def test_off_wants_nothing() -> None:
     reason = Settings(backend=BackendChoice.OFF, precision=Precision.FP16).why_not_wanted(SHAPES)
     assert reason is not None and "switched off" in reason
+
+
+def test_what_is_chosen_in_words() -> None:
+    chosen = Settings.of_text(**WORDS, resolutions="512x768")
+    assert chosen == Settings(
+        BackendChoice.COMPILED,
+        Precision.BF16,
+        Optimize.FAST_BUILD,
+        BuildPolicy.FIRST_USE,
+        (Resolution(512, 768),),
+    )
+    assert Settings.of_text() == Settings()
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_that_are_not_offered(name: str) -> None:
+    """Older ComfyUIs pass on what no widget offers."""
+    with pytest.raises(ValueError, match="'faster' is not offered here; choose one of: "):
+        Settings.of_text(**{**WORDS, name: "faster"})
