@@ -78,7 +78,7 @@ def test_a_backend_that_is_not_here(cli, backend) -> None:
 @pytest.mark.parametrize("backend", [lambda tensor: tensor * 1.01], indirect=True)
 def test_a_wrong_engine_is_reported(cli, backend) -> None:
     done = cli("build", *MODEL, "--json")
-    assert done.status == 1 and "differs from the model by 1.0e-02" in done.err and not done.out
+    assert done.status == 1 and "differs from the model by 1.0e-02" in done.json["error"]
 
 
 def test_a_failed_build_is_reported(cli, backend, monkeypatch, store) -> None:
@@ -135,5 +135,5 @@ def fails_after_its_check(tensor: torch.Tensor, calls: list[int] = []) -> torch.
 @pytest.mark.parametrize("backend", [fails_after_its_check], indirect=True)
 def test_bench_never_passes_the_plain_model_off_as_an_engine(cli, backend) -> None:
     done = cli("bench", "--model", "x", "--resolution", "64x64", "--json")
-    assert done.status == 1 and not done.out
+    assert done.status == 1 and list(done.json) == ["error"]
     assert "The plain model ran instead of Fake 64×64 batch 2" in done.err and "x is too large" in done.err
