@@ -70,10 +70,6 @@ def run_build(
 
 def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     root = Path(__file__).resolve().parent.parent
-    # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
-    # A compiler that is killed leaves its temporary files behind; here they go with the job.
-    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
     new_group: dict[str, Any] = (
         {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
         if os.name == "nt"
@@ -85,12 +81,21 @@ def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment,
+            env=_environment(directory),
             cwd=directory,
             **new_group,
         )
     except OSError as error:
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
+    if sys.flags.no_user_site:  # as ComfyUI's Windows portable starts: another torch may lie there
+        environment["PYTHONNOUSERSITE"] = "1"
+    # A compiler that is killed leaves its temporary files behind; here they go with the job.
+    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
 
 
 def _follow(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
@@ -332,6 +333,20 @@ def test_the_worker_sees_as_many_threads_as_the_host(program: Program, monkeypat
     monkeypatch.setattr(builder.torch, "get_num_threads", lambda: 7)
     artifact = run(program('done(files=[], details={"threads": os.environ["OMP_NUM_THREADS"]})'))
     assert artifact.details == {"threads": "7"}
+
+
+@pytest.mark.parametrize("flag", ["-s", "-B"])
+def test_the_worker_finds_the_packages_that_the_host_finds(root: Path, job: BuildJob, flag: str) -> None:
+    """Portable ComfyUIs start without the user's own packages, among which another torch may be."""
+    code = (
+        "import runpy, sys; from pathlib import Path; runpy.run_path(sys.argv[1])['register']();"
+        "from slipstream.runtime.builder import _environment;"
+        "print(_environment(Path(sys.argv[2])).get('PYTHONNOUSERSITE'))"
+    )
+    command = [sys.executable, flag, "-c", code, str(root / "__main__.py"), str(job.directory)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONNOUSERSITE"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == ("1" if flag == "-s" else "None")
 
 
 def test_compilers_leave_their_temporary_files_in_the_job(program: Program) -> None:
