@@ -6,6 +6,7 @@ Nothing heavy is imported here: ComfyUI, pytest and the command line all pass th
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,10 @@ __version__ = "0.1.0"
 
 WEB_DIRECTORY = "./web/js"
 
-__all__ = ["WEB_DIRECTORY", "__version__", "comfy_entrypoint"]
+STARTED = time.time()
+"""When this process loaded the pack, before any model (POSIX seconds)."""
+
+__all__ = ["STARTED", "WEB_DIRECTORY", "__version__", "comfy_entrypoint"]
 
 
 async def comfy_entrypoint() -> SlipstreamExtension:

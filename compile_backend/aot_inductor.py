@@ -48,12 +48,12 @@ class AOTInductorBackend:
         return None if spec.profile.is_static else "compiled engines are made for one exact shape"
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        program = export_program(job, progress)
+        program, signature = export_program(job, progress)
         torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
             program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
         )
         _check_names(job.directory)
-        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": len(program.graph.nodes)})
+        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": signature.nodes})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         signature = ProgramSignature.read(artifact.directory)

@@ -82,7 +82,7 @@ class ProgramSignature:
         )
 
 
-def export_program(job: BuildJob, progress: ProgressCallback) -> torch.export.ExportedProgram:
+def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.export.ExportedProgram, ProgramSignature]:
     """Trace the job's model, and write signature and constants into its folder.
 
     Raises:
@@ -100,7 +100,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> torch.export.Ex
     _save_constants(program, signature.constants, job.directory)
     signature.save(job.directory)
     progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
-    return program
+    return program, signature
 
 
 def save_program(program: torch.export.ExportedProgram, directory: Path) -> None:

@@ -55,10 +55,10 @@ class TorchCompileBackend:
         return None if spec.profile.is_static else "compiled engines are made for one exact shape"
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        save_program(export_program(job, progress), job.directory)
+        program, signature = export_program(job, progress)
+        save_program(program, job.directory)
         # Compiled from the file, as `load` will do it: what `load` looks for in the cache is then there.
         module = _load_module(job.directory)
-        signature = ProgramSignature.read(job.directory)
         compiled = _compiled(module, job.spec.backend.options)
         with torch.no_grad():
             compiled(**_zeros_like(signature.inputs, job.device))

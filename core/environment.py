@@ -15,11 +15,11 @@ from types import MappingProxyType
 import torch
 from torch import device as Device
 
-from .spec import NOT_IN_KEY
+from .spec import NOT_IN_KEY, HoldsMappings
 
 
 @dataclass(frozen=True)
-class Environment:
+class Environment(HoldsMappings):
     """The machine and software that an artifact depends on.
 
     A change of `driver` asks for verification, not for a rebuild.

@@ -142,12 +142,17 @@ class Architecture(Protocol):
 
 @dataclass(frozen=True)
 class BuildJob:
-    """One engine to be made inside `directory`: all that the worker process is given."""
+    """One engine to be made inside `directory`: all that the worker process is given.
+
+    Attributes:
+        environment: the host's, which the worker's must equal.
+    """
 
     directory: Path
     spec: EngineSpec
     architecture: Architecture
     device: torch.device
+    environment: Environment
 
 
 class ModelSource(Protocol):

@@ -58,8 +58,16 @@ class ModelFingerprint:
     lora: str = "live"
 
 
+class HoldsMappings:
+    """A frozen dataclass with read-only mappings, which do not pickle by themselves."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return type(self), tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+
+
 @dataclass(frozen=True)
-class BackendConfig:
+class BackendConfig(HoldsMappings):
     """A backend's name and the options that shape what it builds. Every option enters the key."""
 
     name: str
@@ -69,12 +77,9 @@ class BackendConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, dict(self.options), self.contains_weights)  # a mappingproxy does not pickle
-
 
 @dataclass(frozen=True)
-class EngineSpec:
+class EngineSpec(HoldsMappings):
     """One engine that is wanted.
 
     Attributes:
@@ -93,10 +98,6 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self), tuple({**values, "dtypes": dict(self.dtypes)}.values())
 
     def describe(self) -> str:
         """One line for people: model, role, precision and shapes."""

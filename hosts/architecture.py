@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
+from .source_code import source_digest
 
 RECIPE = 1
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
@@ -30,15 +28,15 @@ def architecture_digest(module: torch.nn.Module, config: Mapping[str, Any]) -> s
         module: built from `config`; may lie on the meta device.
 
     Raises:
-        UnsupportedModel: the source of a layer cannot be read.
+        UnsupportedModel: the code of a layer, or the config, cannot be known for certain.
     """
     kind = type(module)
     facts = {
         "recipe": RECIPE,
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "config": json.loads(json.dumps(dict(config), sort_keys=True, default=repr)),
+        "config": {str(name): _plain(value, str(name)) for name, value in config.items()},
         "weights": sorted((name, list(tensor.shape)) for name, tensor in module.state_dict().items()),
-        "source": _source_digest(module),
+        "source": source_digest(module),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -59,21 +57,17 @@ def _random(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor
     return torch.randn(shape, generator=generator)
 
 
-def _source_digest(module: torch.nn.Module) -> str:
-    """Of the files that define the module's layers: another version of a host may compute something else."""
-    names = {type(part).__module__ for part in module.modules()}
-    digest = hashlib.sha256()
-    for name in sorted(names):
-        if not name.startswith("torch."):
-            digest.update(name.encode() + b"\0" + _source_of(name) + b"\0")
-    return digest.hexdigest()
-
-
-@functools.lru_cache(maxsize=64)
-def _source_of(module_name: str) -> bytes:
-    try:
-        return inspect.getsource(sys.modules[module_name]).encode()
-    except (KeyError, OSError, TypeError) as error:
-        raise UnsupportedModel(
-            f"The source of {module_name} cannot be read, so a change of it would go unnoticed; the plain model is used"
-        ) from error
+def _plain(value: Any, name: str) -> Any:
+    """A config's value as JSON has it; anything else could differ from itself in the next process."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, name) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    raise UnsupportedModel(
+        f"The model's setting {name!r} is a {type(value).__name__}, which engines cannot be told apart by; "
+        "the plain model is used"
+    )

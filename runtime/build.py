@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.errors import BackendUnavailable, StoreError
+from ..core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import BuildJob
 from ..engine_cache import BuildRecord, EngineStore, Entry
@@ -55,8 +55,14 @@ def _build(
     with store.scratch("build-" + plan.key.short) as directory:
         _check_space(directory, plan)
         cancel.raise_if_cancelled(f"The build of {plan}")
-        job = BuildJob(directory, plan.spec, plan.architecture, plan.device)
-        built = run_build(job, progress, cancel, pace=pace_of(store, plan), may_run=may_run)
+        job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment)
+        try:
+            built = run_build(job, progress, cancel, pace=pace_of(store, plan), may_run=may_run)
+        except BuildCancelled:
+            raise
+        except BuildFailed:
+            _check_space(directory, plan)  # compilers fail in many ways on a full disk
+            raise
         phases = {name: round(seconds, 2) for name, seconds in built.phases.items()}
         record = BuildRecord(round(sum(phases.values()), 2), phases)
         log.info("Slipstream: built %s in %.0f s", plan, record.seconds)

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 import torch
 
-from ..core.errors import BuildDied, BuildFailed, UnsupportedModel
+from ..core.errors import BuildDied, BuildFailed, StoreError, UnsupportedModel
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import Artifact, BuildJob
 from .job import write_job
@@ -27,6 +30,7 @@ from .worker import RESULT
 _LOG = "worker.log"
 _POLL_SECONDS = 0.2
 _USUAL_SECONDS = 60.0
+_AWKWARD = re.compile(r"""[\s'"]""")
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,31 @@ def run_build(
 
     Raises:
         BuildCancelled: `cancel` was set; the worker and all that it started are gone.
-        UnsupportedModel: the model cannot be traced.
-        BuildFailed: the worker failed, died or ran out of time.
+        UnsupportedModel: the model cannot be traced, or the worker does not have the code that the host runs.
+        BuildFailed: the worker failed; BuildDied: it was killed or ran out of time.
+        StoreError: the job's folder cannot be written.
     """
-    write_job(job)
-    with open(job.directory / _LOG, "wb") as log:
-        process = _start(job.directory, log)
-    try:
+    with ExitStack() as ending:
+        temporary = _temporary_folder(job.directory, ending)
+        process = _start(job, temporary, ending)
+        ending.callback(_kill, process)
         phases = _follow(process, progress, cancel, timeout, pace, may_run)
-    finally:
-        _kill(process)
     return Built(_result(job, process.returncode), phases)
 
 
-def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
+    """Where compilers work: in the job's folder, so that nothing outlives it; but compilers stumble over blanks."""
+    if not _AWKWARD.search(str(directory)) or _AWKWARD.search(tempfile.gettempdir()):
+        return directory
+    return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
+
+
+def _start(job: BuildJob, temporary: Path, ending: ExitStack) -> subprocess.Popen[bytes]:
+    try:
+        write_job(job)
+        log = ending.enter_context(open(job.directory / _LOG, "wb"))
+    except OSError as error:
+        raise StoreError(f"The build's folder cannot be written: {error}; free some space, then queue again") from error
     root = Path(__file__).resolve().parent.parent
     new_group: dict[str, Any] = (
         {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
@@ -77,25 +92,32 @@ def _start(directory: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
     )
     try:
         return subprocess.Popen(
-            [sys.executable, str(root), "worker", str(directory)],
+            [sys.executable, *_flags(), str(root), "worker", str(job.directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_environment(directory),
-            cwd=directory,
+            env=_environment(temporary),
+            cwd=job.directory,
             **new_group,
         )
     except OSError as error:
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
 
 
-def _environment(directory: Path) -> dict[str, str]:
+def _flags() -> list[str]:
+    """Those of the host that decide which packages Python finds: ComfyUI's Windows portable starts with -s."""
+    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+    return [flag for flag, is_set in flags.items() if is_set]
+
+
+def _environment(temporary: Path) -> dict[str, str]:
     # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONUNBUFFERED": "1"}
-    if sys.flags.no_user_site:  # as ComfyUI's Windows portable starts: another torch may lie there
-        environment["PYTHONNOUSERSITE"] = "1"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Compilers keep their intermediate files here, unless the user has a cache for them.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary / "inductor"))
+    environment.setdefault("TRITON_CACHE_DIR", str(temporary / "triton"))
     # A compiler that is killed leaves its temporary files behind; here they go with the job.
-    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(directory))
+    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
 
 
 def _follow(

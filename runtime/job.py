@@ -20,7 +20,8 @@ _PACKAGE = __name__.rpartition(".runtime.")[0]
 def write_job(job: BuildJob) -> None:
     """Write `job` into its folder."""
     with open(job.directory / JOB, "wb") as file:
-        pickle.dump({"package": _PACKAGE, "path": [os.path.abspath(entry) for entry in sys.path]}, file)
+        path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]  # as Python itself reads it
+        pickle.dump({"package": _PACKAGE, "path": path}, file)
         pickle.dump(job, file)
 
 

@@ -17,6 +17,7 @@ from ..core.errors import (
     IncompatibleEngine,
     SlipstreamError,
     StoreError,
+    UnsupportedModel,
 )
 from ..core.progress import Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
@@ -27,7 +28,7 @@ from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
 from .queue import BuildQueue, Ticket
 from .settings import BuildPolicy, Settings
-from .verify import verify
+from .verify import check, verify
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,8 @@ class EngineProvider:
                 return plan, self.wait_for(ticket, hooks)
             except (BuildCancelled, BuildDied, StoreError):  # no fault of the backend: the next try may work
                 raise
+            except UnsupportedModel:  # no backend can
+                raise
             except SlipstreamError as error:
                 reasons.append(f"{plan.backend.name}: {error}")
         return f"the engine for {chain[0]} could not be built. " + "; ".join(reasons)
@@ -217,7 +220,10 @@ class EngineProvider:
         return plan.key.explain_miss(self.store.list())
 
     def ready(self, source: ModelSource, plan: Plan, entry: Entry) -> LoadedEngine:
-        """Load an engine, give it the model's weights as they are now, and verify it once per set of weights.
+        """Load an engine and give it the model's weights as they are now.
+
+        It is verified once per set of weights, and compared with the model once in every process: between two starts
+        an extension may have come that changes what the model computes.
 
         Raises:
             CorruptEngine, IncompatibleEngine, UnsupportedModel: it cannot serve this model.
@@ -234,21 +240,27 @@ class EngineProvider:
 
     def _verify_once(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
         weights = source.weights_digest()
-        driver = plan.key.environment.driver
         # By content: an engine that was refused, deleted and built anew gets another chance.
         contents = tuple(sorted(record.sha256 for record in loaded.entry.manifest.files.values()))
         case = (plan.key.digest, contents, weights)
         if refused := self._verdicts.get(case):
             raise IncompatibleEngine(refused)
-        known = loaded.entry.manifest.verifications.get(weights)
-        if case in self._verdicts or (known is not None and known.driver == driver):
+        if case in self._verdicts:
             return
         try:
-            result = verify(loaded.engine, source, plan.spec, driver)
+            self._verify(source, plan, loaded, weights)
         except IncompatibleEngine as error:
             self._verdicts[case] = str(error)
             raise
         self._verdicts[case] = None
+
+    def _verify(self, source: ModelSource, plan: Plan, loaded: LoadedEngine, weights: str) -> None:
+        driver = plan.key.environment.driver
+        known = loaded.entry.manifest.verifications.get(weights)
+        if known is not None and known.driver == driver:
+            check(loaded.engine, source, plan.spec)
+            return
+        result = verify(loaded.engine, source, plan.spec, driver)
         log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
         try:
             loaded.entry = self.store.record_verification(loaded.entry, weights, result)

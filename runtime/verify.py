@@ -52,7 +52,8 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
     if worst > limit:
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
-            "and is not used; delete it and build again, or report this with your torch version"
+            "and is not used; delete it and build again. Where that does not help, an extension may change how the "
+            "model computes; else report this with your torch version"
         )
     close = worst <= max(2 * worst_eager, 1e-5)
     note = "" if close else f"error {worst:.1e}, the plain model's is {worst_eager:.1e}"
@@ -60,12 +61,36 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
     return Verification(worst, eager_error, cases, spec.precision.value, driver, note=note)
 
 
+def check(engine: Engine, source: ModelSource, spec: EngineSpec) -> None:
+    """Is a verified engine still what the host's module computes in this process? One call of each.
+
+    Raises:
+        IncompatibleEngine: it is not.
+    """
+    inputs = _inputs(source, spec, spec.profile.opt, _SEEDS[0])
+    with torch.no_grad():
+        wanted = source.eager(inputs)
+        if not all(tensor.isfinite().all() for tensor in wanted.values()):
+            return  # nothing to compare with
+        error = relative_error(engine(**inputs), wanted)
+    limit = max(LIMITS[spec.precision], LIMITS[source.precision])
+    if error > limit:
+        raise IncompatibleEngine(
+            f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
+            f"now (allowed: {limit:.0e}) and is not used: another extension changed how the model computes"
+        )
+
+
 def _one_case(
     engine: Engine, source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int
 ) -> tuple[float, float]:
-    dtypes = {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}
-    inputs = source.architecture.random_inputs(shapes, dtypes, source.device, seed)
+    inputs = _inputs(source, spec, shapes, seed)
     with torch.no_grad():
         reference = source.reference(inputs)
         eager = relative_error(source.eager(inputs), reference)
         return relative_error(engine(**inputs), reference), eager
+
+
+def _inputs(source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
+    dtypes = {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}
+    return source.architecture.random_inputs(shapes, dtypes, source.device, seed)

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,14 +23,14 @@ from ..core.errors import UnsupportedModel
 from ..core.progress import Progress
 
 if TYPE_CHECKING:
-    from ..core.protocols import BuildJob
+    from ..core.protocols import Backend, BuildJob
 
 RESULT = "result.json"
 _PR_SET_PDEATHSIG = 1
 
 
 def main(directory: str) -> int:
-    """Build the job in `directory`; 0 on success, 1 on failure."""
+    """Build the job in `directory`; 0 on success, 1 on failure. What came of it stands in its `result.json`."""
     faulthandler.enable()  # a compiler that crashes leaves the place in the log
     _end_with_host()
     _be_nice()
@@ -51,25 +52,38 @@ def _build(folder: Path, report: IO[str]) -> dict[str, Any]:
 
     # The host may pause this process from now on: it would notice now if the host died meanwhile.
     progress(Progress("start", None, "starting the compiler"))
-    # Compilers leave their intermediate files here, so that nothing outlives the job, unless the user keeps a cache.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     from .backends import backend_named
     from .job import read_job
 
     job = read_job(folder)
+    backend = backend_named(job.spec.backend.name)
+    _take_environment(job, backend)
     _check_architecture(job)
-    artifact = backend_named(job.spec.backend.name).build(job, progress)
+    artifact = backend.build(job, progress)
     return {"files": list(artifact.files), "details": dict(artifact.details)}
 
 
+def _take_environment(job: BuildJob, backend: Backend) -> None:
+    """Another torch than the host's, say, would make an engine that is stored under the wrong name."""
+    import torch
+
+    if job.environment.threads:
+        torch.set_num_threads(job.environment.threads)
+    found = backend.environment(job.device)
+    here, there = (replace(environment, driver=None) for environment in (found, job.environment))
+    if here != there:
+        names = [field.name for field in fields(here) if getattr(here, field.name) != getattr(there, field.name)]
+        differences = ", ".join(f"{name} is {getattr(here, name)}, not {getattr(there, name)}" for name in names)
+        raise UnsupportedModel(f"The build process finds another environment than the host's: {differences}")
+
+
 def _check_architecture(job: BuildJob) -> None:
-    """The host computes with the code that it started with; this process has what is on the disk now."""
+    """What the host computes with, and what this process has just imported."""
     wanted = job.spec.fingerprint
     if job.architecture.fingerprint.architecture != wanted.architecture:
         raise UnsupportedModel(
-            f"The code of {wanted.architecture_name or 'the model'} on disk is not what is running; "
-            "restart, so that both are the same"
+            f"The code of {wanted.architecture_name or 'the model'} on disk is not what is running: it was changed, "
+            "or an extension changes it. Restart, without that extension, to use engines"
         )
 
 
@@ -80,8 +94,9 @@ def _write_result(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _summary(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0][:500] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = next((line for line in lines[1:] if "error:" in line), None)  # a compiler's own words
+    return " ".join(line[:500] for line in (*lines[:1], telling) if line) or type(error).__name__
 
 
 def _claim_stdout() -> IO[str]:
@@ -105,7 +120,8 @@ def _end_with_host() -> None:
 
 
 def _wait_for_host() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not by sys.stdin, whose lock would be found taken when this process ends
+        pass
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():  # never the group of somebody else
         os.killpg(os.getpgid(0), signal.SIGKILL)
     os._exit(1)

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ... import STARTED
 from ...engine_cache import WeightsMemo, digest_tensors, file_identity
-from . import STARTED
 
 _digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 

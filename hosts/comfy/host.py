@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,23 @@ from ...engine_cache import EngineStore
 from ...runtime.home import store_home
 from ...runtime.provider import EngineProvider
 
+_CLOSING_SECONDS = 2.0
+
 
 @functools.lru_cache(maxsize=1)
 def provider() -> EngineProvider:
     """The one provider of this process."""
-    return EngineProvider(EngineStore(store_home(_models_folder())), is_idle=queue_is_idle)
+    made = EngineProvider(EngineStore(store_home(_models_folder())), is_idle=queue_is_idle)
+    atexit.register(_end_builds, made)
+    return made
+
+
+def _end_builds(of: EngineProvider) -> None:
+    """Leave no half-built engine in the store when ComfyUI ends."""
+    tickets = of.queue.pending()
+    of.queue.cancel_all("ComfyUI is closing")
+    for ticket in tickets:
+        ticket.wait(_CLOSING_SECONDS)
 
 
 def _models_folder() -> Path | None:

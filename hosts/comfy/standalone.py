@@ -17,6 +17,7 @@ import torch
 from ...core.errors import BackendUnavailable, UnsupportedModel
 from ...engine_cache import WeightsMemo
 from .build import unet_call
+from .checkout import use_checkout
 from .source import ComfyUNetSource
 from .vetoes import why_not_this_run
 
@@ -122,8 +123,8 @@ def enter(checkout: Path) -> None:
     Raises:
         BackendUnavailable: this Python cannot load them.
     """
-    sys.path.insert(0, str(checkout))  # first, so that nothing else passes for ComfyUI's `nodes` or `utils`
     try:
+        use_checkout(str(checkout))
         from comfy.cli_args import args
 
         args.cpu = args.cpu or not torch.accelerator.is_available()
@@ -131,6 +132,7 @@ def enter(checkout: Path) -> None:
         import comfy.sd  # noqa: F401
     except Exception as error:  # a missing package, or whatever a driver or another torch raises
         sys.path.remove(str(checkout))
+        sys.modules.pop("comfy", None)
         raise BackendUnavailable(
             f"ComfyUI in {checkout} cannot be loaded by {sys.executable}: {error}. {_which_python(checkout)}"
         ) from error

@@ -17,6 +17,7 @@ from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, random_inputs
+from .checkout import use_checkout
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
@@ -121,7 +122,7 @@ class ComfyUNet:
 def _in_another_process(checkout: str, config: dict[str, Any], name: str) -> ComfyUNet:
     """A `ComfyUNet` in the build process, which has yet to find ComfyUI's code."""
     if "comfy" not in sys.modules:
-        sys.path.insert(0, checkout)  # first, so that nothing else passes for ComfyUI's modules
+        use_checkout(checkout)
         from comfy.cli_args import args
 
         args.cpu = True  # only its layers are needed: ComfyUI itself leaves the GPU alone

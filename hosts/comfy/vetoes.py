@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..source_code import why_replaced
+
 _COMPILE_KEY = "torch.compile"
 
 
@@ -29,7 +31,7 @@ def _why_not_these_layers(unet: torch.nn.Module) -> str | None:
     for name, layer in unet.named_modules():
         if "forward" in vars(layer):
             return f"another extension changed how {name or 'the model'} computes"
-    return None
+    return why_replaced(unet)
 
 
 def why_not_this_call(control: Any, options: Mapping[str, Any], extras: Mapping[str, Any]) -> str | None:

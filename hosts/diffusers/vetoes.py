@@ -10,6 +10,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models import attention_processor as processors
 
 from ...core.dtypes import dtype_name
+from ..source_code import why_replaced
 from .unet import ADDED, DiffusersUNet
 
 # These compute the same thing, by different kernels.
@@ -65,7 +66,7 @@ def why_not_this_run(unet: UNet2DConditionModel) -> str | None:
             return f"another tool hooks into how {name or 'the model'} computes, as offloading does"
         if any(getattr(layer, factor, None) is not None for factor in _FREEU):
             return "FreeU is on, which engines do not have"
-    return _why_not_this_attention(unet)
+    return _why_not_this_attention(unet) or why_replaced(unet)
 
 
 def _why_not_this_attention(unet: UNet2DConditionModel) -> str | None:

@@ -41,9 +41,15 @@ def command(root: Path, comfyui: Path, *words: object) -> list[str]:
     return [sys.executable, str(root), *map(str, words), "--comfyui", str(comfyui)]
 
 
-def run(root: Path, comfyui: Path, *words: object) -> dict[str, Any]:
-    """Run a command to its good end; its JSON document."""
-    done = subprocess.run(command(root, comfyui, *words, "--json"), capture_output=True, text=True, timeout=400)
+def run(root: Path, comfyui: Path, *words: object, path: Path | None = None) -> dict[str, Any]:
+    """Run a command to its good end; its JSON document.
+
+    Args:
+        path: a folder that others have put on Python's path.
+    """
+    line = command(root, comfyui, *words, "--json")
+    environment = {**os.environ, "PYTHONPATH": str(path)} if path else None
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -52,7 +58,12 @@ def run(root: Path, comfyui: Path, *words: object) -> dict[str, Any]:
 def engines(root: Path, comfyui_dir: Path, model_files, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     home = tmp_path_factory.mktemp("home")
     checkpoint = model_files.folder / "checkpoints" / model_files.checkpoint("sd15")
-    document = run(root, comfyui_dir, "build", "--home", home, "--model", checkpoint, *SIZE)
+    # Other packs put their folders on Python's path; a package there would pass for ComfyUI's, which has no __init__.
+    others = tmp_path_factory.mktemp("others")
+    for name in ("comfy", "slipstream", "nodes"):
+        (others / name).mkdir()
+        (others / name / "__init__.py").write_text("raise ImportError('not the one that you think')")
+    document = run(root, comfyui_dir, "build", "--home", home, "--model", checkpoint, *SIZE, path=others)
     return Engines(home, checkpoint, document)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ import comfy.model_management
 import comfy.sample
 import pytest
 import torch
+from comfy.ldm.modules import attention
+from comfy.ldm.modules.diffusionmodules import openaimodel
 
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
@@ -138,6 +141,54 @@ def test_plain_model_takes_over_with_one_reason(name: str, place: str, tmp_path:
     assert len(status["reasons"]) == 1 and case.says in next(iter(status["reasons"]))
     assert case.says in describe(module)
     assert sum("Slipstream uses the plain model" in record.getMessage() for record in caplog.records) == 1
+
+
+def replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = openaimodel.timestep_embedding
+    monkeypatch.setattr(
+        openaimodel, "timestep_embedding", lambda t, *args, **kwargs: embedding(0.5 * t, *args, **kwargs)
+    )
+
+
+def replaced_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = attention.BasicTransformerBlock.forward
+    monkeypatch.setattr(
+        attention.BasicTransformerBlock,
+        "forward",
+        functools.wraps(forward)(lambda self, x, *args, **kwargs: forward(self, 1.05 * x, *args, **kwargs)),
+    )
+
+
+def disguised_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes for ComfyUI's own: only its results tell."""
+    names = dict(vars(attention))
+    names["_before"] = attention.BasicTransformerBlock.forward
+    exec("def forward(self, x, *args, **kwargs): return _before(self, 1.05 * x, *args, **kwargs)", names)  # noqa: S102
+    monkeypatch.setattr(attention.BasicTransformerBlock, "forward", names["forward"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (replaced_function, "test_fallbacks) replaced comfy.ldm.modules.diffusionmodules.openaimodel"),
+        (replaced_method, "test_fallbacks) replaced comfy.ldm.modules.attention.BasicTransformerBlock.forward"),
+        (disguised_method, "was right when it was built, but differs from the model"),
+    ],
+)
+def test_an_extension_that_changes_comfyuis_own_code(
+    engine_store: EngineStore, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], says: str
+) -> None:
+    """The engine is there and was verified; the extension came with this start of ComfyUI."""
+    tiny.sample(accelerated(engine_store, tiny.model(), FIRST_USE)[0])
+    change(monkeypatch)
+    model = tiny.model()
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    assert torch.equal(tiny.sample(fast), tiny.sample(model))
+    assert module.status.engine_calls == 0 and says in describe(module)
+    monkeypatch.undo()
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    tiny.sample(fast)
+    assert (module.status.engine_calls, module.status.eager_calls) == (3, 0)
 
 
 def test_off_leaves_everything_alone(tmp_path: Any) -> None:

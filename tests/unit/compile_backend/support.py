@@ -143,7 +143,7 @@ def make_job(
     dtype = dtype_name(dtype_of(precision))
     dtypes = {name: "float32" if name == "timesteps" else dtype for name in shapes}
     spec = make_spec(backend, precision, profile=ShapeProfile.static(shapes), dtypes=dtypes)
-    return BuildJob(folder, spec, SmallArchitecture(build), CPU)
+    return BuildJob(folder, spec, SmallArchitecture(build), CPU, backend.environment(CPU))
 
 
 def with_options(job: BuildJob, **options: Any) -> BuildJob:

@@ -44,8 +44,10 @@ X: dict[str, Shape] = {"x": (2, 4)}
 def export_model(build: Callable[[], nn.Module], folder: Path, shapes: dict[str, Shape] = X) -> ProgramSignature:
     """As a build does it, with the program kept."""
     job = make_job(BACKEND, folder, build=build, shapes=shapes)
-    save_program(export_program(job, ignore_progress), folder)
-    return ProgramSignature.read(folder)
+    program, signature = export_program(job, ignore_progress)
+    save_program(program, folder)
+    assert signature == ProgramSignature.read(folder)
+    return signature
 
 
 # ------------------------------------------------------------------------------------------------ hollow
@@ -101,7 +103,7 @@ def test_the_signature_names_all_that_the_program_reads(tmp_path: Path) -> None:
 
 
 def test_the_program_itself_is_written_only_for_those_who_need_it(tmp_path: Path) -> None:
-    program = export_program(make_job(BACKEND, tmp_path), ignore_progress)
+    program, _ = export_program(make_job(BACKEND, tmp_path), ignore_progress)
     assert {path.name for path in tmp_path.iterdir()} == {SIGNATURE, CONSTANTS}
     save_program(program, tmp_path)
     assert (tmp_path / PROGRAM).stat().st_size > 0
@@ -203,4 +205,4 @@ def test_only_exact_shapes(tmp_path: Path) -> None:
     spec = make_spec(BACKEND, profile=profile)
     assert BACKEND.why_unsupported(spec) == "compiled engines are made for one exact shape"
     with pytest.raises(UnsupportedModel, match="one exact shape"):
-        export_program(BuildJob(tmp_path, spec, SmallArchitecture(), CPU), ignore_progress)
+        export_program(BuildJob(tmp_path, spec, SmallArchitecture(), CPU, BACKEND.environment(CPU)), ignore_progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -95,3 +96,8 @@ def test_the_environment_of_this_gpu() -> None:
     found = Environment.current("cuda")
     assert found.device == "cuda" and found.gpu and found.compute_capability and found.cuda and found.driver
     assert found.driver.split(".")[0].isdigit()
+
+
+def test_specs_and_environments_reach_another_process() -> None:
+    for value in (spec(), Environment.current("cpu", ("filelock",))):
+        assert pickle.loads(pickle.dumps(value)) == value

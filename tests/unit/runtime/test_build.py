@@ -132,6 +132,18 @@ def test_a_full_disk_is_noticed_before_work_begins(
     assert build(plan, store), "the next try works"
 
 
+def test_a_disk_that_fills_up_in_the_compiler_is_said_as_such(
+    plan: Plan, store: EngineStore, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is tried again, unlike what a compiler cannot do."""
+    usage = namedtuple("usage", "total used free")
+    free = iter([10**12, 2**20])
+    worker.error = BuildFailed("g++ ended with code -6")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 0, next(free)))
+    with pytest.raises(StoreError, match="1 MB are free"):
+        build(plan, store)
+
+
 def test_a_cancelled_build_does_not_begin(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
     cancel = CancelToken()
     cancel.cancel("ComfyUI is closing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed, UnsupportedModel
+from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed, StoreError, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact, BuildJob
 from slipstream.runtime import builder
@@ -41,7 +43,7 @@ def job(tmp_path: Path) -> BuildJob:
     folder = tmp_path / "job"
     folder.mkdir()
     plan = make_plan()
-    return BuildJob(folder, plan.spec, plan.architecture, plan.device)
+    return BuildJob(folder, plan.spec, plan.architecture, plan.device, plan.key.environment)
 
 
 @pytest.fixture
@@ -335,18 +337,18 @@ def test_the_worker_sees_as_many_threads_as_the_host(program: Program, monkeypat
     assert artifact.details == {"threads": "7"}
 
 
-@pytest.mark.parametrize("flag", ["-s", "-B"])
-def test_the_worker_finds_the_packages_that_the_host_finds(root: Path, job: BuildJob, flag: str) -> None:
+@pytest.mark.parametrize("flags", [["-s"], ["-E"], ["-I"], ["-B"]], ids=" ".join)
+def test_the_worker_finds_the_packages_that_the_host_finds(root: Path, flags: list[str]) -> None:
     """Portable ComfyUIs start without the user's own packages, among which another torch may be."""
     code = (
-        "import runpy, sys; from pathlib import Path; runpy.run_path(sys.argv[1])['register']();"
-        "from slipstream.runtime.builder import _environment;"
-        "print(_environment(Path(sys.argv[2])).get('PYTHONNOUSERSITE'))"
+        "import runpy, sys; runpy.run_path(sys.argv[1])['register']();"
+        "from slipstream.runtime.builder import _flags; print(*_flags())"
     )
-    command = [sys.executable, flag, "-c", code, str(root / "__main__.py"), str(job.directory)]
+    command = [sys.executable, *flags, "-c", code, str(root / "__main__.py")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONNOUSERSITE"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ("1" if flag == "-s" else "None")
+    assert set(flags) - {"-B"} <= set(found.stdout.split())
+    assert flags != ["-B"] or not found.stdout.strip()
 
 
 def test_compilers_leave_their_temporary_files_in_the_job(program: Program) -> None:
@@ -354,6 +356,21 @@ def test_compilers_leave_their_temporary_files_in_the_job(program: Program) -> N
     artifact = run(program(f"done(files=[], details={{name: os.environ.get(name) for name in {names!r}}})"))
     job = Path(artifact.directory)
     assert artifact.details == dict.fromkeys(names, str(job))
+
+
+def test_compilers_work_where_no_blank_is_in_the_path(program: Program, tmp_path: Path) -> None:
+    """They stumble over one; ComfyUI's folder may have several."""
+    job = program('done(files=[], details={"folder": os.environ["TMPDIR"]})')
+    folder = tmp_path / "My ComfyUI"
+    folder.mkdir()
+    artifact = run(replace(job, directory=folder))
+    assert " " not in artifact.details["folder"] and not os.path.exists(artifact.details["folder"])
+
+
+def test_a_job_that_cannot_be_written(job: BuildJob) -> None:
+    shutil.rmtree(job.directory)
+    with pytest.raises(StoreError, match="folder cannot be written"):
+        run(job)
 
 
 def test_no_descriptor_is_left_open(program: Program) -> None:

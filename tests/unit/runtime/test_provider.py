@@ -404,6 +404,43 @@ def test_running_out_of_memory_in_the_check_is_a_reason(
     assert_serves(ask(provider, source), source)
 
 
+def test_a_verified_engine_is_compared_with_the_model_once_a_process(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    provider.prepare(source, CALL, MANUAL, HostHooks())
+    references = source.reference_calls
+    later = restarted(provider)
+    for _ in range(3):
+        offer = ask(later, source)
+        assert_serves(offer, source)
+        return_it(later, offer)
+    assert backend.engines[-1].calls == 1 + 3, "one call to compare, one for each picture"
+    assert source.reference_calls == references, "without the plain model in fp32"
+
+
+def test_a_model_that_computes_something_else_in_this_process(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights and its files are the same: an extension has changed it."""
+    provider.prepare(source, CALL, MANUAL, HostHooks())
+    later, eager = restarted(provider), source.eager
+    with monkeypatch.context() as changed:
+        changed.setattr(source, "eager", lambda inputs: {"out": 1.05 * eager(inputs)["out"]})
+        for _ in range(2):
+            offer = ask(later, source)
+            assert offer.engine is None and "was right when it was built, but differs" in offer.reason
+    assert_serves(ask(restarted(provider), source), source)
+
+
+def test_a_plain_model_that_overflows_says_nothing_about_the_engine(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.prepare(source, CALL, MANUAL, HostHooks())
+    with monkeypatch.context() as overflowing:
+        overflowing.setattr(source, "eager", lambda inputs: {"out": inputs["x"] * float("inf")})
+        assert ask(restarted(provider), source).engine is not None
+
+
 def test_an_interrupt_in_the_check_is_no_reason(
     provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:

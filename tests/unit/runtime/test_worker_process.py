@@ -23,7 +23,7 @@ from slipstream.core.spec import BackendConfig, EngineSpec, Precision
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.runtime.build import build_engine
 from slipstream.runtime.builder import run_build
-from slipstream.runtime.job import read_job
+from slipstream.runtime.job import read_job, write_job
 from slipstream.runtime.plan import CallShape, Plan, plans
 from slipstream.runtime.settings import Settings
 from slipstream.tests.fakes import CPU, FakeArchitecture, Untraceable, make_inputs, wait_until
@@ -52,7 +52,7 @@ from slipstream.core.protocols import BuildJob
 from slipstream.runtime.builder import run_build
 from slipstream.tests.fakes import make_plan
 plan = make_plan(8, AOTInductorBackend())
-job = BuildJob(pathlib.Path(folder), plan.spec, plan.architecture, plan.device)
+job = BuildJob(pathlib.Path(folder), plan.spec, plan.architecture, plan.device, plan.key.environment)
 run_build(job, ignore_progress, CancelToken(), may_run=lambda: not os.path.exists(pause))
 """
 
@@ -83,7 +83,7 @@ def use_slow_compiler(folder: Path, patch: pytest.MonkeyPatch) -> None:
 def job(tmp_path: Path) -> BuildJob:
     (tmp_path / "job").mkdir()
     plan = make_plan()
-    return BuildJob(tmp_path / "job", plan.spec, plan.architecture, plan.device)
+    return BuildJob(tmp_path / "job", plan.spec, plan.architecture, plan.device, plan.key.environment)
 
 
 def compiling(folder: Path) -> list[Process]:
@@ -149,7 +149,8 @@ class History:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[History]:
-    found = History(EngineStore(tmp_path_factory.mktemp("killed") / "engines"))
+    # Compilers stumble over blanks in paths; ComfyUI's folder may have some.
+    found = History(EngineStore(tmp_path_factory.mktemp("killed") / "My ComfyUI" / "engines"))
     with pytest.MonkeyPatch.context() as patch:
         use_slow_compiler(tmp_path_factory.mktemp("compiler"), patch)
         _kill_a_build(found)
@@ -257,8 +258,29 @@ def test_a_model_that_cannot_be_traced(job: BuildJob) -> None:
 
 def test_code_that_was_updated_under_a_running_host_is_not_compiled(job: BuildJob) -> None:
     """The host would go on computing with the old."""
-    with pytest.raises(UnsupportedModel, match="code of Tiny on disk is not what is running; restart"):
+    with pytest.raises(UnsupportedModel, match="code of Tiny on disk is not what is running.* Restart"):
         run_build(replace(job, architecture=FakeArchitecture("b" * 64)), ignore_progress, CancelToken())
+
+
+def test_another_environment_than_the_hosts_builds_nothing(job: BuildJob) -> None:
+    other = replace(job.environment, torch="1.0", driver="1")
+    with pytest.raises(UnsupportedModel, match="another environment than the host's: torch is 2.*, not 1.0$"):
+        run_build(replace(job, environment=other), ignore_progress, CancelToken())
+
+
+def test_a_worker_says_by_its_status_how_it_ended(job: BuildJob, root: Path) -> None:
+    """While its host still holds its standard input open."""
+    write_job(replace(job, architecture=Untraceable()))
+    command = [sys.executable, str(root), "worker", str(job.directory)]
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert worker.stderr is not None
+    with worker.stderr as log:
+        assert b"Fatal" not in log.read()
+    assert worker.wait(30) == 1
+    assert worker.stdin is not None
+    worker.stdin.close()
 
 
 _FOREIGN = """
@@ -274,8 +296,8 @@ spec = specs.EngineSpec(
     specs.Role.UNET, specs.ModelFingerprint("a" * 64), shapes.ShapeProfile.static({"x": (1, 2)}), {"x": "float32"},
     "float32", specs.Precision.FP32, specs.Optimize.BALANCED, specs.BackendConfig("null", {"a": 1}),
 )
-sys.path.append("/somewhere/else")
-part("runtime.job").write_job(part("core.protocols").BuildJob(pathlib.Path(folder), spec, None, device))
+sys.path += [None, b"/bytes", pathlib.Path("/a/path"), "/somewhere/else"]  # Python itself reads strings alone
+part("runtime.job").write_job(part("core.protocols").BuildJob(pathlib.Path(folder), spec, None, device, None))
 """
 
 
