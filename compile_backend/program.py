@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind
 
-from ..core.dtypes import dtype_name, dtype_named
+from ..core.dtypes import dtype_name, dtype_named, input_dtypes
 from ..core.errors import UnsupportedModel
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
@@ -92,8 +92,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
     if not spec.profile.is_static:
         raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
     progress(Progress("export", None, "tracing the model"))
-    dtypes = {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}
-    example = job.architecture.random_inputs(spec.profile.opt, dtypes, job.device, seed=0)
+    example = job.architecture.random_inputs(spec.profile.opt, input_dtypes(spec), job.device, seed=0)
     program = _trace(spec, job.architecture.skeleton(spec.precision, job.device), example)
     signature = _signature_of(program, example)
     _name_constants(program)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from .errors import UnsupportedModel
-from .spec import Precision
+from .spec import EngineSpec, Precision
+
+WHOLE_NUMBERS = ("timesteps", "time_ids")
+"""Inputs that count, and keep their dtype: 999 is no number in bf16."""
 
 _DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
@@ -36,3 +39,8 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype of torch")
     return dtype
+
+
+def input_dtypes(spec: EngineSpec) -> dict[str, torch.dtype]:
+    """Input name -> dtype that the engine takes."""
+    return {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import WHOLE_NUMBERS
 from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
@@ -49,6 +50,11 @@ def random_inputs(
     return {
         name: _random(name, shape, generator).to(device=device, dtype=dtypes[name]) for name, shape in shapes.items()
     }
+
+
+def cast_inputs(inputs: Tensors, dtype: torch.dtype) -> Tensors:
+    """Inputs for a module that computes in `dtype`."""
+    return {name: tensor if name in WHOLE_NUMBERS else tensor.to(dtype) for name, tensor in inputs.items()}
 
 
 def _random(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor:

@@ -64,7 +64,7 @@ class Run:
             offer = self._offer(call)
             if offer.engine is not None:
                 try:
-                    return self._compute(offer, inputs)
+                    return self._compute(offer, call, inputs)
                 except Exception as error:  # out of memory, or whatever compiled code raises: the picture goes on
                     reason = f"the engine failed ({type(error).__name__}: {error})"
                     self._offers[call] = Offer(reason=reason)
@@ -92,11 +92,11 @@ class Run:
                 module.status.use_engine(_use_of(offer, self._source))
         return self._offers[call]
 
-    def _compute(self, offer: Offer, inputs: Tensors) -> Tensors:
+    def _compute(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors:
         assert offer.engine is not None and offer.plan is not None
         spec = offer.plan.spec
         host_dtype = dtype_of(self._source.precision)
-        wanted = CallShape.of(inputs).dtypes(self._source.precision, spec.precision)
+        wanted = call.dtypes(self._source.precision, spec.precision)
         outputs = offer.engine.engine(**{name: tensor.to(wanted[name]) for name, tensor in inputs.items()})
         self._module.status.count_engine(offer.plan.key.digest)
         return {name: tensor.to(host_dtype) for name, tensor in outputs.items()}

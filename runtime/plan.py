@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.dtypes import dtype_name, dtype_of
+from ..core.dtypes import WHOLE_NUMBERS, dtype_name, dtype_of
 from ..core.protocols import Architecture, Backend, Tensors
 from ..core.shapes import Shape, ShapeProfile
 from ..core.spec import BackendConfig, EngineSpec, Precision
 from ..engine_cache import EngineKey
 from .backends import candidates
 from .settings import Resolution, Settings
-
-_WHOLE_NUMBERS = ("timesteps", "time_ids")
-"""Inputs that count: 999 is no number in bf16."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class CallShape:
     def dtypes(self, host: Precision, precision: Precision) -> dict[str, torch.dtype]:
         """What the engine takes: the host's compute dtype gives way to `precision`, others (timesteps) stay."""
         return {
-            name: dtype_of(precision) if dtype == dtype_of(host) and name not in _WHOLE_NUMBERS else dtype
+            name: dtype_of(precision) if dtype == dtype_of(host) and name not in WHOLE_NUMBERS else dtype
             for name, _, dtype in self.inputs
         }
 

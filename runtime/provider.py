@@ -187,9 +187,7 @@ class EngineProvider:
                 return f"the engine for {plan} is being built in the background"
             try:
                 return plan, self.wait_for(ticket, hooks)
-            except (BuildCancelled, BuildDied, StoreError):  # no fault of the backend: the next try may work
-                raise
-            except UnsupportedModel:  # no backend can
+            except (BuildCancelled, BuildDied, StoreError, UnsupportedModel):  # no fault of the backend
                 raise
             except SlipstreamError as error:
                 reasons.append(f"{plan.backend.name}: {error}")

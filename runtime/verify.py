@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..core.dtypes import dtype_named
+from ..core.dtypes import input_dtypes
 from ..core.errors import IncompatibleEngine
 from ..core.protocols import Engine, ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
@@ -92,5 +92,4 @@ def _one_case(
 
 
 def _inputs(source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:
-    dtypes = {name: dtype_named(dtype) for name, dtype in spec.dtypes.items()}
-    return source.architecture.random_inputs(shapes, dtypes, source.device, seed)
+    return source.architecture.random_inputs(shapes, input_dtypes(spec), source.device, seed)

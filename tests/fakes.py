@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.core.dtypes import dtype_named, dtype_of
+from slipstream.core.dtypes import dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
@@ -166,8 +166,7 @@ class NullBackend:
         return self.unsupported
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        dtypes = {name: dtype_named(dtype) for name, dtype in job.spec.dtypes.items()}
-        example = job.architecture.random_inputs(job.spec.profile.opt, dtypes, job.device, seed=0)
+        example = job.architecture.random_inputs(job.spec.profile.opt, input_dtypes(job.spec), job.device, seed=0)
         job.architecture.skeleton(job.spec.precision, job.device)(**example)  # as a trace would
         progress(Progress("compile", None, "pretending", 3))
         (job.directory / "engine.txt").write_text(self.content)

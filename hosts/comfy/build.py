@@ -9,6 +9,7 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.shapes import Shape
+from ...engine_cache import WeightsMemo
 from ...runtime.plan import CallShape
 from ...runtime.provider import EngineProvider
 from ...runtime.settings import Resolution, Settings
@@ -27,18 +28,31 @@ def build_engines(provider: EngineProvider, patcher: Any, settings: Settings, ba
     Raises:
         SlipstreamError: an engine could not be had; those before it are kept.
     """
-    import comfy.model_management as management
-
     if not settings.resolutions:
         raise UnsupportedModel("Name at least one resolution, such as 512x512")
-    management.load_models_gpu([patcher])  # the check needs the plain model
-    source = ComfyUNetSource(patcher, provider.weights_memo)
-    if reason := why_not_this_run(patcher, patcher.model_options):
-        raise UnsupportedModel(f"An engine would not be used: {reason}")
+    source = open_unet(patcher, provider.weights_memo)
     return [
         _build_one(provider, source, settings, unet_call(source, resolution, batch, tokens))
         for resolution in settings.resolutions
     ]
+
+
+def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
+    """Load a model onto its device, where it stays, ready to be measured and checked.
+
+    Args:
+        memo: remembers the digests of checkpoint files.
+
+    Raises:
+        UnsupportedModel: no engine would be used for it.
+    """
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([patcher])
+    source = ComfyUNetSource(patcher, memo)
+    if reason := why_not_this_run(patcher, patcher.model_options):
+        raise UnsupportedModel(f"An engine would not be used: {reason}")
+    return source
 
 
 def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, tokens: int) -> CallShape:

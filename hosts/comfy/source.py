@@ -11,6 +11,7 @@ from ...core.dtypes import dtype_of, precision_of
 from ...core.protocols import Tensors
 from ...core.spec import Precision
 from ...engine_cache import WeightsMemo
+from ..architecture import cast_inputs
 from .checkpoint import unet_digest
 from .unet import PREFIX, ComfyUNet
 from .weights import current_weights
@@ -51,16 +52,12 @@ class ComfyUNetSource:
         return {PREFIX + name: tensor for name, tensor in found.items()}
 
     def eager(self, inputs: Tensors) -> Tensors:
-        return {"out": self.unet(**_cast(inputs, dtype_of(self.precision)), transformer_options={})}
+        return {"out": self.unet(**cast_inputs(inputs, dtype_of(self.precision)), transformer_options={})}
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         names = self.architecture.weight_names
         weights = current_weights(self.unet, names, dtype_of(self.precision), self.device)
-        wide = _cast(inputs, torch.float32)
+        wide = cast_inputs(inputs, torch.float32)
         out = torch.func.functional_call(self.architecture.caster(), weights, (), {**wide, "transformer_options": {}})
         return {"out": out}
-
-
-def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
-    return {name: tensor if name == "timesteps" else tensor.to(dtype) for name, tensor in inputs.items()}

@@ -15,11 +15,8 @@ from typing import Any
 import torch
 
 from ...core.errors import BackendUnavailable, UnsupportedModel
-from ...engine_cache import WeightsMemo
-from .build import unet_call
+from .build import open_unet, unet_call
 from .checkout import use_checkout
-from .source import ComfyUNetSource
-from .vetoes import why_not_this_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "slipstream"
@@ -188,24 +185,6 @@ def load_demo() -> Any:
     from .demo_model import load_demo_model
 
     return load_demo_model()
-
-
-def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
-    """Load a model onto its device, where it stays, ready to be measured and checked.
-
-    Args:
-        memo: remembers the digests of checkpoint files.
-
-    Raises:
-        UnsupportedModel: no engine would be used for it.
-    """
-    import comfy.model_management
-
-    comfy.model_management.load_models_gpu([patcher])
-    source = ComfyUNetSource(patcher, memo)
-    if reason := why_not_this_run(patcher, patcher.model_options):
-        raise UnsupportedModel(f"An engine would not be used: {reason}")
-    return source
 
 
 def _is_unet_alone(file: Path) -> bool:

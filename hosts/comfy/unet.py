@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
-from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, random_inputs
@@ -101,10 +98,7 @@ class ComfyUNet:
 
         return self._build("meta", comfy.ops.manual_cast)
 
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed)
+    random_inputs = staticmethod(random_inputs)
 
     def _build(self, device: str, operations: Any = None) -> torch.nn.Module:
         import comfy.ops

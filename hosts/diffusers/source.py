@@ -13,10 +13,9 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
+from ..architecture import cast_inputs
 from .unet import PREFIX, DiffusersUNet, call
 from .vetoes import why_not_these_layers
-
-_UNCAST = ("timesteps", "time_ids")
 
 
 class DiffusersUNetSource:
@@ -61,19 +60,15 @@ class DiffusersUNetSource:
         }
 
     def eager(self, inputs: Tensors) -> Tensors:
-        return call(self.unet, _cast(inputs, self.unet.dtype))
+        return call(self.unet, cast_inputs(inputs, self.unet.dtype))
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
-        return call(_widened(self.architecture, self.unet), _cast(inputs, torch.float32))
+        return call(_widened(self.architecture, self.unet), cast_inputs(inputs, torch.float32))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named = [*self.unet.named_parameters(), *self.unet.named_buffers()]
         return {name: tensor.detach() for name, tensor in named}
-
-
-def _cast(inputs: Tensors, dtype: torch.dtype) -> Tensors:
-    return {name: tensor if name in _UNCAST else tensor.to(dtype) for name, tensor in inputs.items()}
 
 
 def _identity(unet: UNet2DConditionModel) -> tuple[Any, ...]:

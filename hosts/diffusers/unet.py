@@ -13,7 +13,6 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
-from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, random_inputs
@@ -113,10 +112,7 @@ class DiffusersUNet:
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: UNetGraph(self.hollow()), dtype_of(precision), device)
 
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed)
+    random_inputs = staticmethod(random_inputs)
 
     def hollow(self) -> UNet2DConditionModel:
         """A new UNet without numbers."""

@@ -119,15 +119,17 @@ def test_the_next_start_finds_the_engine_and_cannot_build(built, start_comfy, ho
     assert {entry.digest: entry.manifest.created for entry in EngineStore(home).list()} == before
 
 
-def test_cancel_during_a_build_is_quick_and_leaves_nothing(built, model_files, home: Path) -> None:
-    client, _ = built
+def build_engine(model_files, resolutions: str, optimize: str) -> Graph:
     graph = Graph()
     loader = graph.add("CheckpointLoaderSimple", ckpt_name=model_files.checkpoint("sd15"))
-    graph.add(
-        "SlipstreamBuildEngine",
-        model=loader, resolutions="128x128", batch=2, tokens=77, backend="auto", precision="auto", optimize="balanced",
-    )  # fmt: skip
-    queued = client.queue(graph)
+    chosen = {"backend": "auto", "precision": "auto", "optimize": optimize}
+    graph.add("SlipstreamBuildEngine", model=loader, resolutions=resolutions, batch=2, tokens=77, **chosen)
+    return graph
+
+
+def test_cancel_during_a_build_is_quick_and_leaves_nothing(built, model_files, home: Path) -> None:
+    client, _ = built
+    queued = client.queue(build_engine(model_files, "128x128", "balanced"))
     wait_until(lambda: workers(home), "the build did not start")
     started = time.monotonic()
     client.interrupt()
@@ -140,13 +142,7 @@ def test_cancel_during_a_build_is_quick_and_leaves_nothing(built, model_files, h
 
 def test_build_engine_finds_what_is_there(built, model_files) -> None:
     client, _ = built
-    graph = Graph()
-    loader = graph.add("CheckpointLoaderSimple", ckpt_name=model_files.checkpoint("sd15"))
-    graph.add(
-        "SlipstreamBuildEngine",
-        model=loader, resolutions="64x64", batch=2, tokens=77, backend="auto", precision="auto", optimize="fast build",
-    )  # fmt: skip
-    run = client.run(graph)
+    run = client.run(build_engine(model_files, "64x64", "fast build"))
     assert run.ok, run.error
     assert "SD15 64×64 batch 2" in info_of(run) and "ready" in info_of(run)
 

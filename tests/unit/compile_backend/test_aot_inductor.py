@@ -30,11 +30,9 @@ from slipstream.tests.unit.compile_backend.support import (
 )
 
 _LOADS_AND_RUNS = """
-import importlib.util, os, pathlib, subprocess, sys
+import os, pathlib, runpy, subprocess, sys
 root, folder, case, out = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("slipstream", root + "/__init__.py", submodule_search_locations=[root])
-sys.modules["slipstream"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+runpy.run_path(root + "/__main__.py")["register"]()
 from slipstream.tests.unit.compile_backend.support import *
 
 def blocked(*args, **kwargs):

@@ -26,11 +26,9 @@ from slipstream.tests.unit.compile_backend.support import (
 )
 
 _LOADS_AND_COUNTS = """
-import importlib.util, json, os, pathlib, sys
+import json, os, pathlib, runpy, sys
 root, folder, case, out = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("slipstream", root + "/__init__.py", submodule_search_locations=[root])
-sys.modules["slipstream"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+runpy.run_path(root + "/__main__.py")["register"]()
 from slipstream.tests.unit.compile_backend.support import *
 from slipstream.compile_backend import TorchCompileBackend
 from torch._dynamo.utils import counters

@@ -11,7 +11,7 @@ from slipstream.engine_cache import EngineStore
 from slipstream.runtime import build as build_module
 from slipstream.runtime import queue as queue_module
 from slipstream.runtime.provider import EngineProvider
-from slipstream.tests.fakes import FakeWorker, NullBackend
+from slipstream.tests.fakes import FakeSource, FakeWorker, NullBackend
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +44,11 @@ def worker(backend: NullBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
     monkeypatch.setattr(build_module, "run_build", fake)
     yield fake
     fake.gate.set()
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
 
 
 @pytest.fixture

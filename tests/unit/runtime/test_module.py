@@ -31,11 +31,6 @@ INPUTS = make_inputs()
 
 
 @pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
-
-
-@pytest.fixture
 def module(provider: EngineProvider) -> AcceleratedModule:
     return AcceleratedModule(provider, FIRST_USE)
 

@@ -50,11 +50,6 @@ class Interrupted(Exception):
     """What a host raises when its user presses cancel."""
 
 
-@pytest.fixture
-def source() -> FakeSource:
-    return FakeSource()
-
-
 def ask(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE, call: CallShape = CALL) -> Offer:
     return provider.offer(source, call, settings, HostHooks())
 

@@ -41,11 +41,9 @@ sleep 300
 """
 
 _HOST = """
-import importlib.util, os, pathlib, sys
+import os, pathlib, runpy, sys
 root, folder, pause = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("slipstream", root + "/__init__.py", submodule_search_locations=[root])
-sys.modules["slipstream"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+runpy.run_path(root + "/__main__.py")["register"]()
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.core.protocols import BuildJob
