@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
-import subprocess
-import time
 import uuid
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .. import __version__
 from ..core.protocols import Tensors
 from ..engine_cache import EngineStore
+from ..runtime.measure import commit, load_seconds, milliseconds, statistics_of, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.plan import CallShape
 from ..runtime.provider import EngineProvider
@@ -41,7 +37,7 @@ def bench(store: EngineStore, output: Output, options: Namespace) -> int:
     rows: list[Row] = []
     with prompt_interrupts(provider), torch.no_grad():
         model = load(options, provider)
-        run = {"host": model.host, "model": options.model, "commit": _commit(), "run": uuid.uuid4().hex}
+        run = {"host": model.host, "model": options.model, "commit": commit(), "run": uuid.uuid4().hex}
         for resolution in settings.resolutions:
             call = model.call(resolution, options.batch, options.tokens)
             engine = obtain(provider, model, call, settings)
@@ -64,7 +60,7 @@ def _compare(
     source = model.source
     dtypes = {name: dtype for name, _, dtype in call.inputs}
     inputs = source.architecture.random_inputs(call.shapes, dtypes, source.device, _SEED)
-    load_s = _load_seconds(provider, model, engine)
+    load_s = load_seconds(provider, source, engine.plan, engine.entry)
     module = AcceleratedModule(provider, settings)
     with module.run(source) as run:  # the very way that a picture's calls take
 
@@ -96,8 +92,8 @@ def _compare(
 def _measure(variants: list[Compute], reference: Tensors, device: torch.device, warmup: int, repeats: int) -> list[Row]:
     """Error, memory and milliseconds of single calls. The variants take turns, so that a busy moment hits all."""
     rows = [_warm_up(compute, reference, device, warmup) for compute in variants]
-    turns = [[_one_call(compute, device) for compute in variants] for _ in range(repeats)]
-    return [{**row, **_statistics(samples)} for row, samples in zip(rows, zip(*turns, strict=True), strict=True)]
+    turns = [[milliseconds(compute, device) for compute in variants] for _ in range(repeats)]
+    return [{**row, **statistics_of(samples)} for row, samples in zip(rows, zip(*turns, strict=True), strict=True)]
 
 
 def _warm_up(compute: Compute, reference: Tensors, device: torch.device, warmup: int) -> Row:
@@ -107,38 +103,6 @@ def _warm_up(compute: Compute, reference: Tensors, device: torch.device, warmup:
         result = compute()
     vram = round(torch.cuda.max_memory_allocated(device) / 2**20, 1) if device.type == "cuda" else None
     return {"error": relative_error(result, reference), "vram_mb": vram}
-
-
-def _statistics(samples: Sequence[float]) -> Row:
-    figures = {"ms": statistics.median(samples), "ms_min": min(samples), "ms_max": max(samples)}
-    return {name: round(value, 4) for name, value in figures.items()} | {
-        "samples": [round(sample, 4) for sample in samples]
-    }
-
-
-def _one_call(compute: Compute, device: torch.device) -> float:
-    if device.type != "cuda":
-        started = time.perf_counter()
-        compute()
-        return (time.perf_counter() - started) * 1000
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin.record()
-    compute()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end))
-
-
-def _load_seconds(provider: EngineProvider, model: LoadedModel, engine: Obtained) -> float:
-    """From the store to ready to compute, the check of its numbers apart."""
-    provider.pool.clear()
-    started = time.perf_counter()
-    loaded = provider.pool.take(engine.plan, engine.entry, model.source.device)
-    loaded.engine.update_weights(model.source.weights(engine.plan.spec.precision))
-    seconds = time.perf_counter() - started
-    provider.pool.give_back(loaded)
-    return round(seconds, 4)
 
 
 def _case(name: str, resolution: Resolution, batch: int) -> str:
@@ -159,20 +123,8 @@ def _circumstances(engine: Obtained, call: CallShape, options: Namespace) -> Row
         "cpu": environment.cpu,
         "threads": environment.threads,
         "driver": environment.driver,
-        "versions": {"torch": environment.torch, "slipstream": __version__, **environment.versions},
+        "versions": versions(environment),
     }
-
-
-def _commit() -> str | None:
-    """Of this pack, where it is a git clone."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _tell(rows: list[Row], output: Output) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.progress import Progress
 from ..engine_cache import EngineStore, Entry
+from ..runtime.estimate import say_estimate
 from ..runtime.plan import CallShape, Plan
 from ..runtime.provider import EngineProvider, HostHooks
 from ..runtime.settings import Settings
@@ -29,11 +30,13 @@ class Obtained:
 
     Attributes:
         found: it was in the store before.
+        expected: seconds that the build was thought to take; None where it was found, or nothing was known.
     """
 
     plan: Plan
     entry: Entry
     found: bool
+    expected: float | None
 
 
 def build(store: EngineStore, output: Output, options: Namespace) -> int:
@@ -47,7 +50,7 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
             obtain(provider, model, model.call(resolution, options.batch, options.tokens), settings)
             for resolution in settings.resolutions
         ]
-    rows = [{**summary(engine.entry), "built": not engine.found} for engine in engines]
+    rows = [_facts(engine) for engine in engines]
     data = {
         "store": str(store.root),
         "host": model.host,
@@ -85,9 +88,17 @@ def obtain(provider: EngineProvider, model: LoadedModel, call: CallShape, settin
     """
     plans = provider.plans(model.source, call, settings)
     known = {plan.key.digest for plan in plans if provider.store.lookup(plan.key.digest) is not None}
+    expected = None if known else provider.estimate(plans[0])
     with progress_bar(str(plans[0])) as progress:
+        if not known:
+            progress(Progress("start", 0.0, f"building the engine{say_estimate(expected)}"))
         plan, entry = provider.prepare(model.source, call, settings, HostHooks(progress))
-    return Obtained(plan, entry, entry.digest in known)
+    return Obtained(plan, entry, entry.digest in known, expected)
+
+
+def _facts(engine: Obtained) -> dict[str, Any]:
+    estimate = None if engine.expected is None else round(engine.expected, 2)
+    return {**summary(engine.entry), "built": not engine.found, "estimate_s": estimate}
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .cpp_runtime import shared_cpp_runtime
 from .engine import CompiledEngine
 from .options import package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
@@ -49,10 +50,11 @@ class AOTInductorBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
-            program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
-        )
-        _check_names(job.directory)
+        with shared_cpp_runtime(job.directory):
+            torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
+                program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
+            )
+        _check_names(job.directory, job.device)
         return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": signature.nodes})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
@@ -106,17 +108,18 @@ def _load_package(path: Path, device: torch.device) -> Any:
     index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
         # What `torch._inductor.aoti_load_package` ends with; but that first runs the C++ compiler to look at the CPU.
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)
+        # Single-threaded, since the events by which it waits for other threads cannot be captured in a CUDA graph.
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         return AOTICompiledModel(loader)  # type: ignore[no-untyped-call,unused-ignore]
     except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
         raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error
 
 
-def _check_names(directory: Path) -> None:
+def _check_names(directory: Path, device: torch.device) -> None:
     """A weight that the compiler wrote into the code could never be changed: refuse such a package."""
     signature = ProgramSignature.read(directory)
     wanted = {*signature.weights, *signature.constants}
-    found = set(_load_package(directory / PACKAGE, torch.device("cpu")).get_constant_fqns())
+    found = set(_load_package(directory / PACKAGE, device).get_constant_fqns())
     if missing := sorted(wanted - found):
         raise BuildFailed(
             f"The compiler left {len(missing)} of {len(wanted)} weights out of the package, such as {missing[0]}; "

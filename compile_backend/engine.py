@@ -9,7 +9,8 @@ import torch
 from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
 from ..core.protocols import Tensors
 from ..core.shapes import ShapeProfile
-from .program import ProgramSignature, TensorLayout
+from .layouts import LaidOutWeights, TensorLayout, laid_out
+from .program import ProgramSignature
 
 Run = Callable[[Tensors], Sequence[torch.Tensor]]
 Supply = Callable[[dict[str, torch.Tensor]], None]
@@ -48,7 +49,9 @@ class CompiledEngine:
         self._constants = dict(constants)
         self._own_bytes = device_bytes
         self._weights: dict[str, torch.Tensor] = {}
-        self._derived_bytes = 0
+        self._laid_out = LaidOutWeights()
+        self._addresses: tuple[int, ...] = ()
+        self._generation = 0
 
     @property
     def profile(self) -> ShapeProfile:
@@ -56,7 +59,11 @@ class CompiledEngine:
 
     @property
     def device_bytes(self) -> int:
-        return self._own_bytes + self._derived_bytes
+        return self._own_bytes + self._laid_out.bytes
+
+    @property
+    def generation(self) -> int:
+        return self._generation
 
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         if self._run is None:
@@ -74,17 +81,18 @@ class CompiledEngine:
         fitted = {name: self._fitted(name, weights.get(name)) for name in self._signature.weights}
         self._supply({**self._constants, **fitted})
         self._weights = fitted
-        copies = (tensor for name, tensor in fitted.items() if tensor.data_ptr() != weights[name].data_ptr())
-        self._derived_bytes = sum(tensor.nbytes for tensor in copies)
+        addresses = tuple(tensor.data_ptr() for tensor in fitted.values())
+        self._generation += addresses != self._addresses
+        self._addresses = addresses
 
     def release_weights(self) -> None:
         if self._weights:
             self._drop()
         self._weights = {}
-        self._derived_bytes = 0
 
     def close(self) -> None:
         self.release_weights()
+        self._laid_out.clear()
         self._run = self._supply = None
         self._drop = lambda: None
 
@@ -97,7 +105,7 @@ class CompiledEngine:
             raise IncompatibleEngine(f"Weight {name!r} is {found}, the engine needs {wanted}; build the engine again")
         if tensor.device != self._device:
             raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
-        return _laid_out(tensor.detach(), wanted)
+        return self._laid_out.of(name, tensor.detach(), wanted)
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
@@ -111,14 +119,4 @@ class CompiledEngine:
             raise ShapeOutsideProfile(
                 f"{name} is {tensor.dtype} on {tensor.device}, the engine takes {wanted.dtype} on {self._device}"
             )
-        return _laid_out(tensor, wanted)
-
-
-def _laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
-    """`tensor` in the strides that the compiled code takes for granted, copied only where that moves a number."""
-    if tensor.stride() == wanted.stride:
-        return tensor
-    if all(size == 1 or a == b for size, a, b in zip(wanted.shape, tensor.stride(), wanted.stride, strict=True)):
-        # Strides of axes of size 1 mean nothing, but torch.compile would compile again for others.
-        return tensor.as_strided(wanted.shape, wanted.stride)
-    return torch.empty_strided(wanted.shape, wanted.stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return laid_out(tensor, wanted)

@@ -7,43 +7,20 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind
 
-from ..core.dtypes import dtype_name, dtype_named, input_dtypes
+from ..core.dtypes import input_dtypes
 from ..core.errors import UnsupportedModel
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
+from .layouts import TensorLayout, use_channels_last
 
 PROGRAM = "program.pt2"
 SIGNATURE = "signature.json"
 CONSTANTS = "constants.safetensors"
-
-
-@dataclass(frozen=True)
-class TensorLayout:
-    """What a compiled kernel takes for granted about one tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorLayout:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {dtype_name(self.dtype)}, strides {list(self.stride)}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"shape": self.shape, "stride": self.stride, "dtype": dtype_name(self.dtype)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
-        return cls(tuple(data["shape"]), tuple(data["stride"]), dtype_named(data["dtype"]))
 
 
 @dataclass(frozen=True)
@@ -93,7 +70,10 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
         raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
     progress(Progress("export", None, "tracing the model"))
     example = job.architecture.random_inputs(spec.profile.opt, input_dtypes(spec), job.device, seed=0)
-    program = _trace(spec, job.architecture.skeleton(spec.precision, job.device), example)
+    skeleton = job.architecture.skeleton(spec.precision, job.device)
+    if job.device.type == "cuda":
+        use_channels_last(skeleton)
+    program = _trace(spec, skeleton, example)
     signature = _signature_of(program, example)
     _name_constants(program)
     _save_constants(program, signature.constants, job.directory)

@@ -20,8 +20,9 @@ from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
 from .engine import CompiledEngine
+from .layouts import TensorLayout
 from .options import fusion_options
-from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, TensorLayout, export_program, save_program
+from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
 from .toolchain import why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"

@@ -38,6 +38,11 @@ class Engine(Protocol):
         """Device memory that the engine holds itself, weights that the host supplied not counted."""
         ...
 
+    @property
+    def generation(self) -> int:
+        """Grows whenever the weights lie elsewhere than before: what was captured of earlier calls is void then."""
+        ...
+
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         """Run once. The outputs are fresh tensors.
 

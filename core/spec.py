@@ -50,12 +50,14 @@ class ModelFingerprint:
         weights: digest of the unpatched tensors' bytes; None until somebody needs it. It enters a key only where
             the artifact contains the weights.
         lora: how LoRA reaches the engine: "live" (weights are supplied at load).
+        layers: weight tensors, by which build times of different models compare; 0 where not counted.
     """
 
     architecture: str
     architecture_name: str = field(default="", metadata=NOT_IN_KEY)
     weights: str | None = field(default=None, metadata=NOT_IN_KEY)
     lora: str = "live"
+    layers: int = field(default=0, metadata=NOT_IN_KEY)
 
 
 class HoldsMappings:

@@ -2,6 +2,7 @@
 
 from .entry import Entry, Hold
 from .files import identity as file_identity
+from .history import BuildHistory, PastBuild
 from .key import EngineKey, canonical, canonical_json, digest_of
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Verification
@@ -12,6 +13,7 @@ from .wording import describe_differences
 
 __all__ = [
     "DEFAULT_LIMIT_BYTES",
+    "BuildHistory",
     "BuildRecord",
     "EngineKey",
     "EngineStore",
@@ -19,6 +21,7 @@ __all__ = [
     "FileRecord",
     "Hold",
     "Manifest",
+    "PastBuild",
     "Verification",
     "WaitCallback",
     "WeightsMemo",

@@ -56,6 +56,7 @@ class Verification:
         driver: GPU driver it ran on; another one asks for a new verification.
         when: ISO 8601 in UTC.
         note: one line for people, e.g. that the error is above twice eager's.
+        device_bytes: device memory that the engine held itself, weights of the host not counted; 0 where unknown.
     """
 
     relative_error: float
@@ -65,6 +66,7 @@ class Verification:
     driver: str | None = None
     when: str = field(default_factory=lambda: utc_now())
     note: str = ""
+    device_bytes: int = 0
 
     def __post_init__(self) -> None:
         for value in (self.relative_error, self.eager_error or 0.0):
@@ -239,6 +241,7 @@ def _verification(data: Mapping[str, Any]) -> Verification:
         driver=_take_or_none(data, "driver", str),
         when=_take(data, "when", str),
         note=_take(data, "note", str),
+        device_bytes=_take_or_none(data, "device_bytes", int) or 0,
     )
 
 

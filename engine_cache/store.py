@@ -274,8 +274,8 @@ class EngineStore:
         with self._space.writing(f"Deleting the engine {digest[:12]}"):
             if not force and self._is_used(digest):
                 raise StoreError(
-                    f"The engine {digest[:12]} is in use, so it was not deleted: close the ComfyUI that "
-                    f"has it loaded (or unload its model there) and try again."
+                    f"The engine {digest[:12]} is in use, so it was not deleted: wait until the run that needs "
+                    f"it ends (or close the ComfyUI that makes it) and try again."
                 )
             trash = self._space.discard(directory)
         remove_tree(trash)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -18,8 +19,42 @@ from .source_code import source_digest
 RECIPE = 1
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
 
-_KINDS = {"timesteps": 1000, "time_ids": 1024}
-"""Inputs that are whole numbers below this, given as floats."""
+
+class Draw(Protocol):
+    """Makes random values of a shape."""
+
+    def __call__(self, shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor: ...
+
+
+def whole_numbers_below(limit: int) -> Draw:
+    """As floats, from 0."""
+
+    def draw(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, limit, shape, generator=generator).float()
+
+    return draw
+
+
+def fractions_below(limit: float) -> Draw:
+    """Evenly from 0 to `limit`."""
+
+    def draw(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:
+        return limit * torch.rand(shape, generator=generator)
+
+    return draw
+
+
+def _guidance(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:
+    """Powers of two up to 8: models multiply them by 1000, where half precision rounds most other numbers."""
+    return 2.0 ** torch.randint(0, 4, shape, generator=generator)
+
+
+_DRAWS: Mapping[str, Draw] = {
+    "timesteps": whole_numbers_below(1000),
+    "time_ids": whole_numbers_below(1024),
+    "guidance": _guidance,
+}
+"""Inputs that are not just noise."""
 
 
 def architecture_digest(module: torch.nn.Module, config: Mapping[str, Any]) -> str:
@@ -43,24 +78,38 @@ def architecture_digest(module: torch.nn.Module, config: Mapping[str, Any]) -> s
 
 
 def random_inputs(
-    shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+    seed: int,
+    draws: Mapping[str, Draw] = MappingProxyType({}),
 ) -> Tensors:
-    """Inputs as a sampler would give them: noise, timesteps, text-like context."""
+    """Inputs as a sampler would give them: noise, timesteps, text-like context, masks.
+
+    Args:
+        draws: input name -> how a model's own inputs are made, where noise would not do.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str) -> Draw:
+        plain = torch.randn if dtypes[name].is_floating_point else _zeros_and_ones
+        return {**_DRAWS, **draws}.get(name, plain)
+
     return {
-        name: _random(name, shape, generator).to(device=device, dtype=dtypes[name]) for name, shape in shapes.items()
+        name: draw(name)(shape, generator=generator).to(device=device, dtype=dtypes[name])
+        for name, shape in shapes.items()
     }
 
 
 def cast_inputs(inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """Inputs for a module that computes in `dtype`."""
-    return {name: tensor if name in WHOLE_NUMBERS else tensor.to(dtype) for name, tensor in inputs.items()}
+    keep = {name for name, tensor in inputs.items() if name in WHOLE_NUMBERS or not tensor.is_floating_point()}
+    return {name: tensor if name in keep else tensor.to(dtype) for name, tensor in inputs.items()}
 
 
-def _random(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor:
-    if name in _KINDS:
-        return torch.randint(0, _KINDS[name], shape, generator=generator).float()
-    return torch.randn(shape, generator=generator)
+def _zeros_and_ones(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:
+    """What whole numbers are to models: a mask, or which of two."""
+    return torch.randint(0, 2, shape, generator=generator)
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -70,8 +70,10 @@ def _modules_of(classes: frozenset[type]) -> frozenset[str]:
     while waiting:
         name = waiting.pop()
         found.add(name)
-        imports = _written(name).imports.values()
-        sources = (_source_of(module, function) for module, function in imports if _top(module) == _top(name))
+        written = _written(name)
+        used = {pair for pair in written.imports.values() if _top(pair[0]) == _top(name)}
+        used |= {pair for pair in written.calls if _family(pair[0]) == _family(name)}
+        sources = (_source_of(module, function) for module, function in used)
         waiting |= {module for module in sources if module is not None} - found
     return frozenset(found)
 
@@ -81,7 +83,7 @@ def _source_of(module: str, name: str) -> str | None:
     if _file_of(module) is None:  # a folder of modules: what is imported from it is a module
         return None
     written = _written(module)
-    if name in written.functions:
+    if name in written.functions or name in written.aliases:
         return module
     if name in written.imports and _top(written.imports[name][0]) == _top(module):
         return _source_of(*written.imports[name])
@@ -113,12 +115,16 @@ class _Written:
 
     Attributes:
         functions: names of those that it defines.
+        aliases: further names that it gives to them, such as that of the one to be used on this machine.
         imports: name -> module and name there, of all that it imports by `from … import …`.
+        calls: module and name there, of all that it reaches through a module that it imports by `import …`.
     """
 
     text: str
     functions: frozenset[str]
+    aliases: frozenset[str]
     imports: Mapping[str, tuple[str, str]]
+    calls: frozenset[tuple[str, str]]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -129,15 +135,30 @@ def _written(module: str) -> _Written:
     """
     text = _read(module)
     package = module if _is_package(module) else module.rpartition(".")[0]
+    tree = ast.parse(text)
     functions: set[str] = set()
+    equal: dict[str, str] = {}
     imports: dict[str, tuple[str, str]] = {}
-    for node in _statements(ast.parse(text).body):
+    modules: dict[str, str] = {}
+    for node in _statements(tree.body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             functions.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+            equal |= {target.id: node.value.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             imports |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
-    return _Written(text, frozenset(functions), imports)
+    aliases = frozenset(name for name, other in equal.items() if other in functions)
+    return _Written(text, frozenset(functions), aliases, imports, frozenset(_reached(tree, modules)))
+
+
+def _reached(tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Module and name of each `module.name` in the code."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in modules:
+            yield modules[owner], node.attr
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -227,3 +248,8 @@ def _name(kind: type) -> str:
 
 def _top(module: str) -> str:
     return module.partition(".")[0]
+
+
+def _family(module: str) -> list[str]:
+    """Models lie together in a package of their own, beside services which extensions may replace as they like."""
+    return module.split(".")[:2]

@@ -10,8 +10,9 @@ from pathlib import Path
 from ..core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import BuildJob
-from ..engine_cache import BuildRecord, EngineStore, Entry
+from ..engine_cache import BuildHistory, BuildRecord, EngineStore, Entry
 from .builder import run_build
+from .estimate import estimator, past_build
 from .plan import Plan
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,9 @@ def _build(
         _check_space(directory, plan)
         cancel.raise_if_cancelled(f"The build of {plan}")
         job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment)
+        history = BuildHistory(store.root)
         try:
-            built = run_build(job, progress, cancel, pace=pace_of(store, plan), may_run=may_run)
+            built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
         except BuildCancelled:
             raise
         except BuildFailed:
@@ -67,7 +69,9 @@ def _build(
         record = BuildRecord(round(sum(phases.values()), 2), phases)
         log.info("Slipstream: built %s in %.0f s", plan, record.seconds)
         progress(Progress("store", 0.99, "storing the engine"))
-        return store.put(plan.key, built.artifact, label=str(plan), build=record)
+        entry = store.put(plan.key, built.artifact, label=str(plan), build=record)
+        history.add(past_build(plan, int(built.artifact.details.get("nodes", 0)), record.seconds))
+        return entry
 
 
 def _check_space(directory: Path, plan: Plan) -> None:
@@ -77,15 +81,3 @@ def _check_space(directory: Path, plan: Plan) -> None:
             f"Building {plan} needs about {_NEEDED_BYTES >> 20} MB in {directory.parent}, {free >> 20} MB are free; "
             "free some space, prune the engines, or set SLIPSTREAM_HOME to a larger disk"
         )
-
-
-def pace_of(store: EngineStore, plan: Plan) -> float | None:
-    """Seconds that an operation of the graph takes in a build here: the median of earlier ones; None without any."""
-    paces = sorted(
-        entry.manifest.build.seconds / entry.manifest.details["nodes"]
-        for entry in store.list()
-        if entry.manifest.backend == plan.backend.name
-        and entry.manifest.optimize == plan.spec.optimize.value
-        and entry.manifest.details.get("nodes")
-    )
-    return paces[len(paces) // 2] if paces else None

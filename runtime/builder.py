@@ -47,14 +47,15 @@ def run_build(
     cancel: CancelToken,
     *,
     timeout: float = 3600.0,
-    pace: float | None = None,
+    expected: Callable[[int], float | None] = lambda operations: None,
     may_run: Callable[[], bool] = lambda: True,
 ) -> Built:
     """Build `job` in a process of its own.
 
     Args:
         timeout: seconds of running time after which the build is given up.
-        pace: seconds that an operation takes to compile, as far as is known; only moves the progress bar.
+        expected: seconds that it will take, by the operations of the graph (0 until they are counted), as far as is
+            known; only moves the progress bar.
         may_run: asked again and again; while it says no the worker is paused (where the system can).
 
     Raises:
@@ -67,7 +68,7 @@ def run_build(
         temporary = _temporary_folder(job.directory, ending)
         process = _start(job, temporary, ending)
         ending.callback(_kill, process)
-        phases = _follow(process, progress, cancel, timeout, pace, may_run)
+        phases = _follow(process, progress, cancel, timeout, expected, may_run)
     return Built(_result(job, process.returncode), phases)
 
 
@@ -125,7 +126,7 @@ def _follow(
     progress: ProgressCallback,
     cancel: CancelToken,
     timeout: float,
-    pace: float | None,
+    expected: Callable[[int], float | None],
     may_run: Callable[[], bool],
 ) -> dict[str, float]:
     lines = _read_lines(process)
@@ -140,7 +141,7 @@ def _follow(
         clock.pause(process, report.has_spoken and not may_run())
         if clock.seconds > timeout:
             raise BuildDied(f"The build did not end within {timeout:.0f} s and was stopped; nothing of it was kept")
-        done = max(done, _fraction(clock.seconds, pace and pace * report.operations))
+        done = max(done, _fraction(clock.seconds, expected(report.operations)))
         progress(Progress(report.phase, done, "paused while pictures are made" if clock.paused else report.message))
         cancel.wait(_POLL_SECONDS)
         phases[report.phase] = phases.get(report.phase, 0.0) + clock.seconds - before

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from ..core.dtypes import dtype_of
 from ..core.protocols import ModelSource, Tensors
+from .memory import MemoryWatch
 from .plan import CallShape
 from .provider import EngineProvider, HostHooks, Offer
 from .settings import Settings
@@ -49,6 +50,7 @@ class Run:
         self._source = source
         self._hooks = hooks
         self._offers: dict[CallShape, Offer] = {}
+        self._computed: set[CallShape] = set()
 
     def __call__(self, inputs: Tensors, eager: Callable[[], Tensors], veto: str | None = None) -> Tensors:
         """Compute one call.
@@ -62,18 +64,33 @@ class Run:
         if reason is None:
             call = CallShape.of(inputs)
             offer = self._offer(call)
-            if offer.engine is not None:
-                try:
-                    return self._compute(offer, call, inputs)
-                except Exception as error:  # out of memory, or whatever compiled code raises: the picture goes on
-                    reason = f"the engine failed ({type(error).__name__}: {error})"
-                    self._offers[call] = Offer(reason=reason)
-                    self._module.provider.pool.give_back(offer.engine)
-            else:
-                reason = offer.reason
+            result = self._try(offer, call, inputs) if offer.engine is not None else offer.reason
+            if not isinstance(result, str):
+                return result
+            reason = result
         if self._module.status.count_eager(reason):
             log.warning("Slipstream uses the plain model: %s", reason)
         return eager()
+
+    def _try(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors | str:
+        """The engine's answer, or why there is none; then it is not asked again in this run."""
+        watch = MemoryWatch(self._source.device)
+        try:
+            return self._compute(offer, call, inputs)
+        except self._hooks.interruptions:
+            raise
+        except Exception as error:  # whatever compiled code raises: the picture goes on
+            reason = f"the engine failed ({type(error).__name__}: {error})"
+            ran_out = watch.ran_out(error)
+        # Out here the error is gone, and with it the frames that kept tensors alive.
+        del self._offers[call]
+        provider = self._module.provider
+        if ran_out:
+            reason = provider.out_of_memory(offer, self._hooks)
+        elif offer.engine is not None:
+            provider.pool.give_back(offer.engine)
+        self._offers[call] = Offer(reason=reason)
+        return reason
 
     def close(self) -> None:
         """Give the engines back."""
@@ -99,6 +116,9 @@ class Run:
         wanted = call.dtypes(self._source.precision, spec.precision)
         outputs = offer.engine.engine(**{name: tensor.to(wanted[name]) for name, tensor in inputs.items()})
         self._module.status.count_engine(offer.plan.key.digest)
+        if call not in self._computed:  # the first call may have taken memory for the next ones
+            self._computed.add(call)
+            self._module.provider.pool.on_change(offer.engine.device)
         return {name: tensor.to(host_dtype) for name, tensor in outputs.items()}
 
 

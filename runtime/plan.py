@@ -13,7 +13,7 @@ from ..core.shapes import Shape, ShapeProfile
 from ..core.spec import BackendConfig, EngineSpec, Precision
 from ..engine_cache import EngineKey
 from .backends import candidates
-from .settings import Resolution, Settings
+from .settings import Resolution, Settings, latent_of
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,10 @@ class Plan:
     device: torch.device
 
     def __str__(self) -> str:
-        shapes = self.spec.profile.opt
-        batch = shapes["x"][0]
-        return f"{self.spec.fingerprint.architecture_name} {Resolution.of_latent(shapes['x'])} batch {batch}"
+        latent = latent_of(self.spec.profile.opt)
+        frames = f" {latent[2]} latent frames" if len(latent) == 5 and latent[2] > 1 else ""
+        name = self.spec.fingerprint.architecture_name
+        return f"{name} {Resolution.of_latent(latent)}{frames} batch {latent[0]}"
 
 
 @dataclass(frozen=True)

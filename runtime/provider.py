@@ -21,9 +21,11 @@ from ..core.errors import (
 )
 from ..core.progress import Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
-from ..engine_cache import EngineStore, Entry, WeightsMemo
+from ..engine_cache import BuildHistory, EngineStore, Entry, WeightsMemo
 from .backends import default_backends
 from .build import build_engine
+from .estimate import estimate, say_estimate
+from .memory import MemoryWatch, Shortages, give_back_unused
 from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
 from .queue import BuildQueue, Ticket
@@ -39,17 +41,24 @@ _CANCEL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class HostHooks:
-    """What the runtime asks of a host while a run waits.
+    """What the runtime asks of a host during a run.
 
     Attributes:
         progress: shows a build's progress to the person who waits.
         check_interrupted: raises the host's own exception when the person pressed cancel.
         interruptions: the types of that exception, which no fallback may swallow.
+        make_room: unloads what this run does not need until so many bytes are free on a device, as far as possible.
+        drop_copies: forgets copies of weights on a device that the host keeps for engines alone.
     """
 
     progress: ProgressCallback = ignore_progress
     check_interrupted: Callable[[], None] = lambda: None
     interruptions: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
+    make_room: Callable[[torch.device, int], None] = lambda device, wanted: None
+    drop_copies: Callable[[torch.device], object] = lambda device: None
+
+
+_NO_HOOKS = HostHooks()
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,9 @@ class EngineProvider:
         self.store = store
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
+        self.history = BuildHistory(store.root)
         self.pool = EnginePool()
+        self._shortages = Shortages()
         self._verdicts: dict[tuple[str, tuple[str, ...], str], str | None] = {}  # why wrong; None: right
         self._told: set[str] = set()
         self._active_runs = 0
@@ -117,13 +128,14 @@ class EngineProvider:
             if isinstance(found, str):
                 return Offer(reason=found)
             plan, entry = found
-            return Offer(self.ready(source, plan, entry), plan)
+            if reason := self._shortages.why_not(plan.key.digest, plan.device):
+                return Offer(reason=reason)
+            ready = self._ready_or_short(source, plan, entry, hooks)
+            return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
         except hooks.interruptions:
             raise
         except SlipstreamError as error:
             return Offer(reason=str(error))
-        except torch.OutOfMemoryError as error:
-            return Offer(reason=f"not enough memory to load and check an engine; another try may work ({error})")
         except Exception as error:
             log.exception("Slipstream: looking for an engine broke")
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
@@ -152,9 +164,12 @@ class EngineProvider:
         """
         plan, entry = self.obtain(source, call, settings, hooks)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
-        loaded = self.ready(source, plan, entry)
-        self.pool.give_back(loaded)
-        return plan, loaded.entry
+        self._shortages.forget(plan.key.digest)
+        ready = self._ready_or_short(source, plan, entry, hooks)
+        if isinstance(ready, str):
+            raise UnsupportedModel(f"{ready[0].upper()}{ready[1:]}")
+        self.pool.give_back(ready)
+        return plan, ready.entry
 
     def _find_or_obtain(
         self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
@@ -183,8 +198,12 @@ class EngineProvider:
         reasons = []
         for plan in chain:
             ticket = self.queue.submit(plan, urgent=settings.policy is BuildPolicy.FIRST_USE)
+            if ticket.estimate is None:
+                ticket.estimate = self.estimate(plan)
+            words = say_estimate(ticket.estimate, ticket.seconds)
             if ticket.error is None and settings.policy is BuildPolicy.BACKGROUND:
-                return f"the engine for {plan} is being built in the background"
+                return f"the engine for {plan} is being built in the background{words}"
+            log.info("Slipstream: building the engine for %s%s", plan, words)
             try:
                 return plan, self.wait_for(ticket, hooks)
             except (BuildCancelled, BuildDied, StoreError, UnsupportedModel):  # no fault of the backend
@@ -213,11 +232,20 @@ class EngineProvider:
         hooks.progress(Progress("load", 1.0, "engine ready" if ticket.error is None else str(ticket.error)))
         return ticket.result()
 
+    def estimate(self, plan: Plan) -> float | None:
+        """Seconds that a build will take, by earlier ones on this machine; None where nothing is known."""
+        return estimate(self.history, plan)
+
+    def expected(self, source: ModelSource, call: CallShape, settings: Settings) -> float | None:
+        """Seconds that `prepare` will spend on a build; None where the engine is there, or nothing is known."""
+        wanted = self.plans(source, call, settings)
+        return None if self._find(wanted) else self.estimate(wanted[0])
+
     def explain_miss(self, plan: Plan) -> str:
         """In words: what the closest engine in the store differs in."""
         return plan.key.explain_miss(self.store.list())
 
-    def ready(self, source: ModelSource, plan: Plan, entry: Entry) -> LoadedEngine:
+    def ready(self, source: ModelSource, plan: Plan, entry: Entry, hooks: HostHooks = _NO_HOOKS) -> LoadedEngine:
         """Load an engine and give it the model's weights as they are now.
 
         It is verified once per set of weights, and compared with the model once in every process: between two starts
@@ -225,16 +253,47 @@ class EngineProvider:
 
         Raises:
             CorruptEngine, IncompatibleEngine, UnsupportedModel: it cannot serve this model.
+            torch.OutOfMemoryError: memory does not suffice; what the engine held has been given back.
         """
+        if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
+            hooks.make_room(source.device, needed)
+        watch = MemoryWatch(source.device)
         loaded = self.pool.take(plan, entry, source.device)
         try:
             loaded.engine.update_weights(source.weights(plan.spec.precision))
             self._verify_once(source, plan, loaded)
-        except BaseException:
-            self.pool.give_back(loaded)
-            raise
+        except BaseException as error:
+            if not watch.ran_out(error):
+                self.pool.give_back(loaded)
+                raise
+            self.pool.discard(loaded)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise torch.OutOfMemoryError(str(error)) from None
         self.store.touch(entry)
+        self.pool.on_change(source.device)
         return loaded
+
+    def _ready_or_short(self, source: ModelSource, plan: Plan, entry: Entry, hooks: HostHooks) -> LoadedEngine | str:
+        """Like `ready`; or that memory ran out, in words."""
+        try:
+            return self.ready(source, plan, entry, hooks)
+        except torch.OutOfMemoryError as error:
+            log.debug("Slipstream: %s", error)
+        # Out here the error is gone, and with it the frames that kept tensors alive.
+        return self._short(plan, _known_bytes(entry), hooks)
+
+    def out_of_memory(self, offer: Offer, hooks: HostHooks) -> str:
+        """Close an engine that ran out of memory in a run, so that the plain model has room; what to tell people."""
+        assert offer.engine is not None and offer.plan is not None
+        needed = max(offer.engine.engine.device_bytes, _known_bytes(offer.engine.entry))
+        self.pool.discard(offer.engine)
+        return self._short(offer.plan, needed, hooks)
+
+    def _short(self, plan: Plan, needed: int, hooks: HostHooks) -> str:
+        hooks.drop_copies(plan.device)
+        give_back_unused(plan.device)
+        return self._shortages.note(plan.key.digest, plan.device, needed)
 
     def _verify_once(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
         weights = source.weights_digest()
@@ -256,14 +315,20 @@ class EngineProvider:
         driver = plan.key.environment.driver
         known = loaded.entry.manifest.verifications.get(weights)
         if known is not None and known.driver == driver:
-            check(loaded.engine, source, plan.spec)
+            check(loaded.engine, source, plan.spec, known)
             return
         result = verify(loaded.engine, source, plan.spec, driver)
+        result = replace(result, device_bytes=loaded.engine.device_bytes)
         log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
         try:
             loaded.entry = self.store.record_verification(loaded.entry, weights, result)
         except SlipstreamError as error:  # a read-only store: checked again in the next process
             log.warning("Slipstream: %s", error)
+
+
+def _known_bytes(entry: Entry) -> int:
+    """Device memory that the engine held when it was verified; 0 where nobody knows."""
+    return max((known.device_bytes for known in entry.manifest.verifications.values()), default=0)
 
 
 def _buildable(wanted: list[Plan]) -> list[Plan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -36,6 +37,7 @@ class Ticket:
 
     Attributes:
         urgent: somebody waits for it: it goes ahead of others and does not wait for the host to be idle.
+        estimate: seconds that it is thought to run, by earlier builds; None where nothing is known.
     """
 
     def __init__(self, plan: Plan, urgent: bool, on_cancel: Callable[[Ticket], None] = lambda _: None) -> None:
@@ -46,8 +48,18 @@ class Ticket:
         self.progress = Progress("queued", 0.0, "waiting for its turn")
         self.entry: Entry | None = None
         self.error: SlipstreamError | None = None
+        self.estimate: float | None = None
+        self.seconds = 0.0
+        self._seen: float | None = None
         self.token = CancelToken()
         self._ended = threading.Event()
+
+    def tick(self, running: bool) -> None:
+        """Called again and again while it is built; `seconds` counts the time between two calls that say running."""
+        now = time.monotonic()
+        if running and self._seen is not None:
+            self.seconds += now - self._seen
+        self._seen = now if running else None
 
     def wait(self, seconds: float | None = None) -> bool:
         """True once the build has ended, whatever the outcome."""
@@ -196,11 +208,15 @@ class BuildQueue:
         def progress(update: Progress) -> None:
             ticket.progress = update
 
+        def may_run() -> bool:
+            ticket.tick(running := self._may_run())
+            return running
+
         state: TicketState = TicketState.FAILED
         problem: SlipstreamError | None = None
         try:
             ticket.token.raise_if_cancelled(f"The build of {ticket.plan}")
-            ticket.entry = self._build(ticket.plan, progress, ticket.token, self._may_run)
+            ticket.entry = self._build(ticket.plan, progress, ticket.token, may_run)
             state = TicketState.DONE
         except BuildCancelled as error:
             state, problem = TicketState.CANCELLED, error

@@ -39,8 +39,13 @@ class Resolution:
 
     @classmethod
     def of_latent(cls, shape: Shape, factor: int = 8) -> Resolution:
-        """The picture size of a latent [N, C, H, W]."""
+        """The picture size of a latent [N, C, H, W] or [N, C, frames, H, W]."""
         return cls(shape[-1] * factor, shape[-2] * factor)
+
+
+def latent_of(shapes: Mapping[str, Shape]) -> Shape:
+    """The latent among a call's inputs: UNets call it x, decoders z."""
+    return shapes["x"] if "x" in shapes else shapes["z"]
 
 
 def parse_resolutions(text: str) -> tuple[Resolution, ...]:
@@ -113,7 +118,7 @@ class Settings:
         """Why these shapes get no engine; None when they do."""
         if self.backend is BackendChoice.OFF:
             return "acceleration is switched off in the node"
-        resolution = Resolution.of_latent(shapes["x"])
+        resolution = Resolution.of_latent(latent_of(shapes))
         if self.resolutions and resolution not in self.resolutions:
             return f"{resolution} is not in the node's list of resolutions ({', '.join(map(str, self.resolutions))})"
         return None

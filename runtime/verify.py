@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -48,7 +50,7 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
         for seed in _SEEDS:
             error, eager = _one_case(engine, source, spec, shapes, seed)
             worst, worst_eager, cases = max(worst, error), max(worst_eager, eager), cases + 1
-    limit = LIMITS[spec.precision]
+    limit = _limit(spec.precision, worst_eager)
     if worst > limit:
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
@@ -61,8 +63,11 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
     return Verification(worst, eager_error, cases, spec.precision.value, driver, note=note)
 
 
-def check(engine: Engine, source: ModelSource, spec: EngineSpec) -> None:
+def check(engine: Engine, source: ModelSource, spec: EngineSpec, known: Verification) -> None:
     """Is a verified engine still what the host's module computes in this process? One call of each.
+
+    Args:
+        known: what `verify` found.
 
     Raises:
         IncompatibleEngine: it is not.
@@ -73,7 +78,8 @@ def check(engine: Engine, source: ModelSource, spec: EngineSpec) -> None:
         if not all(tensor.isfinite().all() for tensor in wanted.values()):
             return  # nothing to compare with
         error = relative_error(engine(**inputs), wanted)
-    limit = max(LIMITS[spec.precision], LIMITS[source.precision])
+    # Both may be off from fp32, in opposite directions.
+    limit = max(LIMITS[spec.precision], LIMITS[source.precision], 2 * (known.relative_error + (known.eager_error or 0)))
     if error > limit:
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
@@ -86,9 +92,28 @@ def _one_case(
 ) -> tuple[float, float]:
     inputs = _inputs(source, spec, shapes, seed)
     with torch.no_grad():
-        reference = source.reference(inputs)
+        with _exact_fp32():
+            reference = source.reference(inputs)
         eager = relative_error(source.eager(inputs), reference)
         return relative_error(engine(**inputs), reference), eager
+
+
+def _limit(precision: Precision, eager_error: float) -> float:
+    """In fp32 the model itself is off by more where it computes in TF32: an engine may be as far off as that."""
+    allowed = LIMITS[precision]
+    return max(allowed, 2 * eager_error) if precision is Precision.FP32 and math.isfinite(eager_error) else allowed
+
+
+@contextmanager
+def _exact_fp32() -> Iterator[None]:
+    """fp32 that is not rounded to TF32 on its way through a GPU's matrix units."""
+    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = convolutions.allow_tf32, products.allow_tf32
+    convolutions.allow_tf32 = products.allow_tf32 = False
+    try:
+        yield
+    finally:
+        convolutions.allow_tf32, products.allow_tf32 = before
 
 
 def _inputs(source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:

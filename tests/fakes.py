@@ -135,6 +135,7 @@ class NullBackend:
         content: what is written into the artifact's file.
         load_error: raised by every `load`.
         call_error: raised by every call of an engine.
+        device_bytes: that engines seem to hold.
         engines: every engine that was loaded.
     """
 
@@ -148,6 +149,7 @@ class NullBackend:
         self.error = 0.0
         self.load_error: BaseException | None = None
         self.call_error: BaseException | None = None
+        self.device_bytes = 0
         self.engines: list[NullEngine] = []
 
     def environment(self, device: torch.device) -> Environment:
@@ -186,7 +188,8 @@ class NullEngine:
 
     def __init__(self, backend: NullBackend, spec: EngineSpec) -> None:
         self.profile: ShapeProfile = spec.profile
-        self.device_bytes = 0
+        self.device_bytes = backend.device_bytes
+        self.generation = 0
         self.calls = 0
         self.updates = 0
         self.closed = False
@@ -206,6 +209,7 @@ class NullEngine:
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.updates += 1
+        self.generation += 1
         self.weights = dict(weights)
 
     def release_weights(self) -> None:
@@ -213,6 +217,7 @@ class NullEngine:
 
     def close(self) -> None:
         self.closed = True
+        self.device_bytes = 0
 
     def _run(self, tensors: Tensors) -> Tensors:
         if reason := self.profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
@@ -236,6 +241,7 @@ class FakeWorker:
         error: raised instead of an artifact.
         builds: how many were begun.
         seconds: that each seems to take.
+        expected: what the last build was told of its length.
     """
 
     def __init__(self, backends: Iterable[NullBackend]) -> None:
@@ -246,6 +252,7 @@ class FakeWorker:
         self.error: BaseException | None = None
         self.builds = 0
         self.seconds = 6.0
+        self.expected: Callable[[int], float | None] = lambda operations: None
 
     def __call__(
         self,
@@ -253,10 +260,11 @@ class FakeWorker:
         progress: ProgressCallback,
         cancel: CancelToken,
         *,
-        pace: float | None = None,
+        expected: Callable[[int], float | None] = lambda operations: None,
         may_run: Callable[[], bool] = lambda: True,
     ) -> Built:
         self.builds += 1
+        self.expected = expected
         progress(Progress("start", 0.0, "starting"))
         self.started.set()
         while not (self.gate.wait(0.01) and may_run()):

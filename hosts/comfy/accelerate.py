@@ -2,7 +2,6 @@
 
 Only the sampling run as a whole is wrapped. At its beginning the wrapper puts itself around the UNet for that run, as
 the innermost wrapper, so that what other nodes do (EasyCache, regional prompts, LoRA before or after) stays outside.
-The model's own modules are never replaced: LoRA, offloading and saving keep working.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ from typing import Any
 import torch
 
 from ...core.errors import SlipstreamError
+from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings import BackendChoice
+from .hook import Compute, Plain, lead_calls
+from .model_classes import ModelClass
 from .source import ComfyUNetSource
 from .vetoes import why_not_this_call, why_not_this_run
 from .waiting import waiting_hooks
@@ -71,41 +73,27 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         return executor(*args, **kwargs)
     with module.run(source, waiting_hooks()) as run:
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
-        _make_innermost(guider.model_options, _unet_wrapper(run, source, veto))
+        lead_calls(guider.model_options, source.architecture.kind, KEY, _computing(run, source, veto))
         return executor(*args, **kwargs)
 
 
-def _make_innermost(model_options: dict[str, Any], wrapper: Callable[..., Any]) -> None:
-    """Wrappers run in the order of the dict; `model_options` is this run's own copy."""
-    from comfy.patcher_extension import WrappersMP
+def _computing(run: Run, source: ComfyUNetSource, run_veto: str | None) -> Compute:
+    kind = source.architecture.kind
 
-    options = model_options.setdefault("transformer_options", {})
-    wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.DIFFUSION_MODEL, {})
-    wrappers.pop(KEY, None)
-    wrappers[KEY] = [wrapper]
-
-
-def _unet_wrapper(run: Run, source: ComfyUNetSource, run_veto: str | None) -> Callable[..., Any]:
-    def unet(
-        executor: Any,
-        x: torch.Tensor,
-        timesteps: torch.Tensor,
-        context: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-        control: Any = None,
-        transformer_options: dict[str, Any] | None = None,
-        **extras: Any,
-    ) -> torch.Tensor:
-        options = transformer_options if transformer_options is not None else {}
-        veto = run_veto or why_not_this_call(control, options, extras)
-        if executor.class_obj is not source.unet:
+    def compute(module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        inputs, veto = _read(kind, args, kwargs)
+        if module is not source.unet:
             veto = "this part of the batch runs on another GPU's copy of the model"
-        given = {"x": x, "timesteps": timesteps, "context": context, "y": y}
-        inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return run(inputs, lambda: {"out": plain(*args, **kwargs)}, run_veto or veto)["out"]
 
-        def eager() -> dict[str, torch.Tensor]:
-            return {"out": executor(x, timesteps, context, y, control, options, **extras)}
+    return compute
 
-        return run(inputs, eager, veto)["out"]
 
-    return unet
+def _read(kind: ModelClass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensors, str | None]:
+    """The tensors of a call, and why it cannot go to an engine."""
+    try:
+        given = kind.arguments(args, kwargs)
+    except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
+        return {}, f"{kind.name} is called in an unknown way ({error})"
+    inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
+    return inputs, why_not_this_call({name: value for name, value in given.items() if name not in inputs})

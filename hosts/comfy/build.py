@@ -8,14 +8,18 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
-from ...core.shapes import Shape
 from ...engine_cache import WeightsMemo
+from ...runtime.estimate import say_roughly
 from ...runtime.plan import CallShape
 from ...runtime.provider import EngineProvider
 from ...runtime.settings import Resolution, Settings
+from .model_classes import CallSize
 from .source import ComfyUNetSource
 from .vetoes import why_not_this_run
 from .waiting import waiting_hooks
+
+_PIXELS = 8
+"""Of a picture in each direction, to one value of the latents that a `Resolution` means."""
 
 
 def build_engines(provider: EngineProvider, patcher: Any, settings: Settings, batch: int, tokens: int) -> list[str]:
@@ -56,25 +60,28 @@ def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
 
 
 def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, tokens: int) -> CallShape:
-    """The call that sampling at this resolution will make."""
-    config = source.architecture.config
-    shapes: dict[str, Shape] = {
-        "x": (batch, config["in_channels"], resolution.height // 8, resolution.width // 8),
-        "timesteps": (batch,),
-    }
-    if config.get("context_dim") is not None:
-        shapes["context"] = (batch, tokens, config["context_dim"])
-    if config.get("adm_in_channels"):
-        shapes["y"] = (batch, config["adm_in_channels"])
+    """The call that sampling at this resolution will make.
+
+    Raises:
+        UnsupportedModel: the model's config does not tell.
+    """
+    kind, config = source.architecture.kind, source.architecture.config
+    if kind.shapes is None or source.pixels_per_latent != _PIXELS:
+        raise UnsupportedModel(
+            f"The inputs of {source.architecture.fingerprint.architecture_name} models are only known when they run: "
+            'set build to "first use" in the Accelerate Model node, and run the workflow once'
+        )
+    size = CallSize(batch, tokens, resolution.height // _PIXELS, resolution.width // _PIXELS)
     dtype = dtype_of(source.precision)
-    return CallShape(
-        tuple((name, shape, torch.float32 if name == "timesteps" else dtype) for name, shape in shapes.items())
-    )
+    inputs = [(name, shape, dtype) for name, shape in kind.shapes(config, size).items()]
+    return CallShape((*inputs, ("timesteps", (batch,), torch.float32)))
 
 
 def _build_one(provider: EngineProvider, source: ComfyUNetSource, settings: Settings, call: CallShape) -> str:
+    expected = provider.expected(source, call, settings)
     plan, entry = provider.prepare(source, call, settings, waiting_hooks())
     seconds = entry.manifest.build.seconds
+    built = f"built in {seconds:.0f} s" + (f" ({say_roughly(expected)} expected)" if expected else "")
     checked = entry.manifest.verifications.get(source.weights_digest())
     error = f", error {checked.relative_error:.1e}" if checked else ""
-    return f"{plan}: {plan.spec.backend.name} {plan.spec.precision.value}, built in {seconds:.0f} s{error}, ready"
+    return f"{plan}: {plan.spec.backend.name} {plan.spec.precision.value}, {built}{error}, ready"

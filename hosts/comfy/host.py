@@ -17,7 +17,10 @@ _CLOSING_SECONDS = 2.0
 @functools.lru_cache(maxsize=1)
 def provider() -> EngineProvider:
     """The one provider of this process."""
+    from .residency import Residency
+
     made = EngineProvider(EngineStore(store_home(_models_folder())), is_idle=queue_is_idle)
+    Residency(made.pool)  # lives as long as the pool, which calls it
     atexit.register(_end_builds, made)
     return made
 

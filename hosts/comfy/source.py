@@ -13,12 +13,12 @@ from ...core.spec import Precision
 from ...engine_cache import WeightsMemo
 from ..architecture import cast_inputs
 from .checkpoint import unet_digest
-from .unet import PREFIX, ComfyUNet
-from .weights import current_weights
+from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
+from .weights import current_weights, weights_token
 
 
 class ComfyUNetSource:
-    """The UNet of a `ModelPatcher` during one sampling run.
+    """The UNet of a `ModelPatcher` during one sampling run; ComfyUI calls transformers so too.
 
     Args:
         patcher: loaded on its device for the length of the run.
@@ -29,7 +29,7 @@ class ComfyUNetSource:
         self._patcher = patcher
         self._memo = memo
         self.unet: torch.nn.Module = patcher.model.diffusion_model
-        self.architecture = ComfyUNet.of(patcher.model)
+        self.architecture = ComfyDiffusionModel.of(patcher.model)
         self._digest: str | None = None
 
     @property
@@ -41,6 +41,11 @@ class ComfyUNetSource:
         model = self._patcher.model
         return precision_of(model.manual_cast_dtype or model.get_dtype())
 
+    @property
+    def pixels_per_latent(self) -> int:
+        """Of a picture in each direction, to one value of its latent."""
+        return int(getattr(self._patcher.model.latent_format, "spacial_downscale_ratio", 8))
+
     def weights_digest(self) -> str:
         if self._digest is None:
             self._digest = unet_digest(self._patcher, self._memo)
@@ -48,16 +53,18 @@ class ComfyUNetSource:
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
         names = self.architecture.weight_names
-        found = current_weights(self.unet, names, dtype_of(precision), self.device)
+        token = weights_token(self._patcher)
+        found = current_weights(self.unet, names, dtype_of(precision), self.device, token)
         return {PREFIX + name: tensor for name, tensor in found.items()}
 
     def eager(self, inputs: Tensors) -> Tensors:
-        return {"out": self.unet(**cast_inputs(inputs, dtype_of(self.precision)), transformer_options={})}
+        args, kwargs = split_inputs(cast_inputs(inputs, dtype_of(self.precision)))
+        return {"out": self.unet(*args, **kwargs, transformer_options={})}
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         names = self.architecture.weight_names
         weights = current_weights(self.unet, names, dtype_of(self.precision), self.device)
-        wide = cast_inputs(inputs, torch.float32)
-        out = torch.func.functional_call(self.architecture.caster(), weights, (), {**wide, "transformer_options": {}})
-        return {"out": out}
+        args, rest = split_inputs(cast_inputs(inputs, torch.float32))
+        kwargs = {**rest, "transformer_options": {}}
+        return {"out": torch.func.functional_call(self.architecture.caster(), weights, args, kwargs)}

@@ -34,16 +34,23 @@ def _why_not_these_layers(unet: torch.nn.Module) -> str | None:
     return why_replaced(unet)
 
 
-def why_not_this_call(control: Any, options: Mapping[str, Any], extras: Mapping[str, Any]) -> str | None:
+def why_not_this_call(given: Mapping[str, Any]) -> str | None:
     """Reasons that hold for one call of the UNet.
 
     Args:
-        control: ControlNet residuals.
-        options: ComfyUI's `transformer_options`.
-        extras: further keyword arguments of the call.
+        given: all arguments of the call that are no tensors, by name.
     """
-    if control:
+    if given.get("control"):
         return "a ControlNet is active, which engines do not take yet"
+    if reason := _why_not_these_options(given.get("transformer_options") or {}):
+        return reason
+    for name, value in given.items():
+        if name != "transformer_options" and value not in (None, [], {}):
+            return f"the model is given {name!r}, which engines do not take"
+    return None
+
+
+def _why_not_these_options(options: Mapping[str, Any]) -> str | None:
     if any(options.get("patches", {}).values()):
         names = sorted(name for name, patches in options["patches"].items() if patches)
         return f"another node patches the model ({', '.join(names)})"
@@ -52,7 +59,6 @@ def why_not_this_call(control: Any, options: Mapping[str, Any], extras: Mapping[
         return f"another node replaces parts of the model ({', '.join(names)}), as IP-Adapter and PAG do"
     if "optimized_attention_override" in options:
         return "another node replaces the attention function"
-    for name, value in extras.items():
-        if torch.is_tensor(value) or value not in (None, [], {}):
-            return f"the model is given {name!r}, which engines do not take"
+    if options.get("rope_options"):
+        return "another node scales or shifts the model's positions (rope_options)"
     return None

@@ -6,6 +6,8 @@ from typing import Any
 
 from ...core.progress import Progress
 from ...runtime.provider import HostHooks
+from .room import make_room
+from .weights import copies
 
 _STEPS = 100
 
@@ -26,4 +28,6 @@ def waiting_hooks() -> HostHooks:
         progress,
         management.throw_exception_if_processing_interrupted,
         (management.InterruptProcessingException, KeyboardInterrupt),
+        make_room,
+        copies.free,
     )

@@ -2,39 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ...core.errors import UnsupportedModel
+from .room import room_beside_sampling
+
+Weights = dict[str, torch.Tensor]
 
 
 def current_weights(
-    unet: torch.nn.Module, names: Iterable[str], dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
+    unet: torch.nn.Module,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    token: Hashable | None = None,
+) -> Weights:
     """State-dict name -> tensor in `dtype` on `device`, LoRA included.
 
     A loaded model's own parameters are handed out as they are. Where ComfyUI casts a layer's weights at every call
     (stored in fp8, kept in RAM, patched on the fly), its own cast gives a copy, so that engine and plain model use the
     same numbers.
 
+    Args:
+        token: see `weights_token`. Copies are kept for the next call with an equal one; None keeps none.
+
     Raises:
         UnsupportedModel: weights are missing, or the copies would not fit into the device's memory.
     """
     wanted = set(names)
     layers = {name: layer for name, layer in unet.named_modules() if _casts(layer)}
-    _check_memory(unet, layers, dtype, device)
-    found: dict[str, torch.Tensor] = {}
+    kept = copies.of(device, dtype, token)
+    _check_memory(unet, layers, wanted - set(kept), dtype, device)
+    found: Weights = {}
     with torch.no_grad():
         for name, layer in layers.items():
-            found.update(_cast_layer(name, layer, dtype, device))
+            found.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
         for name, tensor in [*unet.named_parameters(), *unet.named_buffers()]:
             if name in wanted and name not in found:
-                found[name] = _as_needed(tensor.detach(), dtype, device)
+                found[name] = _as_needed(name, tensor.detach(), kept, dtype, device)
     if missing := sorted(wanted - set(found)):
         raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
-    return {name: found[name] for name in wanted}
+    found = {name: found[name] for name in wanted}
+    if token is not None:
+        copies.keep(device, dtype, token, dict(_without_own(unet, found)))
+    return found
+
+
+def weights_token(patcher: Any) -> Hashable | None:
+    """Equal for two calls between which a `ModelPatcher` computes with the same numbers; None where nobody knows.
+
+    Every patch (LoRA) gives a model a new `patches_uuid`; hooks change weights without one. It keeps no model alive.
+    """
+    hooked = getattr(patcher, "current_hooks", None) or getattr(patcher, "hook_patches", None)
+    uuid = getattr(patcher, "patches_uuid", None)
+    if hooked or uuid is None:
+        return None
+    return uuid, getattr(patcher.model, "current_weight_patches_uuid", None)
+
+
+class WeightCopies:
+    """Copies of the last model's weights on each device; `Residency` shows them to ComfyUI, which may drop them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[torch.device, tuple[Hashable, Weights]] = {}
+
+    def of(self, device: torch.device, dtype: torch.dtype, token: Hashable | None) -> Weights:
+        """What was kept under these; others are dropped, so that there is room for new copies."""
+        known, weights = self._kept.get(device, (None, {}))
+        if known == (dtype, token):
+            return weights
+        if token is not None:
+            self.free(device)
+        return {}
+
+    def keep(self, device: torch.device, dtype: torch.dtype, token: Hashable, weights: Weights) -> None:
+        self._kept[device] = ((dtype, token), weights)
+
+    def bytes(self, device: torch.device) -> int:
+        return sum(tensor.nbytes for tensor in self._kept.get(device, (None, {}))[1].values())
+
+    def free(self, device: torch.device) -> int:
+        """Returns the bytes freed."""
+        freed = self.bytes(device)
+        self._kept.pop(device, None)
+        return freed
+
+
+copies = WeightCopies()
 
 
 def _casts(layer: Any) -> bool:
@@ -44,34 +101,108 @@ def _casts(layer: Any) -> bool:
     return bool(layer.comfy_cast_weights or layer.weight_function or layer.bias_function or hasattr(layer, "_v"))
 
 
-def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    import comfy.ops
+def _kept_layer(name: str, layer: Any, kept: Weights, dtype: torch.dtype, device: torch.device) -> Weights | None:
+    """A layer's weights without a cast: copies from before, and what it holds in the right form; None where it must."""
+    found: Weights = {}
+    for part in ("weight", "bias"):
+        tensor = getattr(layer, part, None)
+        if tensor is None:
+            continue
+        if _is_as_it_should_be(layer, part, dtype, device):
+            found[f"{name}.{part}"] = tensor.detach()
+        elif f"{name}.{part}" in kept:
+            found[f"{name}.{part}"] = kept[f"{name}.{part}"]
+        else:
+            return None
+    return found
 
-    weight, bias = comfy.ops.cast_bias_weight(layer, dtype=dtype, device=device, bias_dtype=dtype)
-    cast = {f"{name}.weight": weight} | ({f"{name}.bias": bias} if bias is not None else {})
-    # The host may use the same staging buffer again for the next layer.
-    own = {id(layer.weight), id(getattr(layer, "bias", None))}
-    return {key: tensor.detach() if id(tensor) in own else tensor.detach().clone() for key, tensor in cast.items()}
+
+def _is_as_it_should_be(layer: Any, part: str, dtype: torch.dtype, device: torch.device) -> bool:
+    changes = (getattr(layer, f"{part}{kind}", None) for kind in ("_function", "_lowvram_function"))
+    tensor = getattr(layer, part)
+    return (tensor.dtype, tensor.device) == (dtype, device) and not _is_quantized(tensor) and not any(changes)
 
 
-def _as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return type(tensor).__name__ == "QuantizedTensor"
 
 
-def _check_memory(unet: torch.nn.Module, casting: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device) -> Weights:
+    with _Cast(layer, dtype, device) as (weight, bias):
+        cast = {f"{name}.weight": weight} | ({f"{name}.bias": bias} if bias is not None else {})
+        # The host may use the same staging buffer again for the next layer.
+        own = {id(layer.weight), id(getattr(layer, "bias", None))}
+        return {key: _plain(tensor) if id(tensor) in own else _plain(tensor).clone() for key, tensor in cast.items()}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if _is_quantized(tensor) else tensor.detach()
+
+
+class _Cast:
+    """ComfyUI's cast of one layer. A newer ComfyUI wants to be told when it is no longer needed: what streams from RAM
+    stays pinned in device memory otherwise."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self._layer, self._dtype, self._device = layer, dtype, device
+        self._done: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        import comfy.ops
+
+        options = {"dtype": self._dtype, "device": self._device, "bias_dtype": self._dtype}
+        if not hasattr(comfy.ops, "uncast_bias_weight"):
+            weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
+            return weight, bias
+        self._done = comfy.ops.cast_bias_weight(self._layer, **options, offloadable=True)
+        weight, bias, _ = self._done
+        return weight, bias
+
+    def __exit__(self, *_: object) -> None:
+        import comfy.ops
+
+        if self._done is not None:
+            comfy.ops.uncast_bias_weight(self._layer, *self._done)
+            self._done = None
+
+
+def _as_needed(
+    name: str, tensor: torch.Tensor, kept: Weights, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    if (tensor.dtype, tensor.device) == (wanted, device):
+        return tensor
+    return kept[name] if name in kept else tensor.to(device=device, dtype=wanted)
+
+
+def _without_own(unet: torch.nn.Module, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    own = {tensor.data_ptr() for tensor in [*unet.parameters(), *unet.buffers()]}
+    return ((name, tensor) for name, tensor in weights.items() if tensor.data_ptr() not in own)
+
+
+def _check_memory(
+    unet: torch.nn.Module, casting: dict[str, Any], wanted: set[str], dtype: torch.dtype, device: torch.device
+) -> None:
     if device.type == "cpu":
         return
-    import comfy.model_management as management
-
     copied = [
         tensor
         for name, tensor in unet.named_parameters()
-        if name.rpartition(".")[0] in casting or tensor.dtype != dtype or tensor.device != device
+        if name in wanted and not _is_at_hand(name, tensor, casting, dtype, device)
     ]
     needed = sum(tensor.numel() for tensor in copied) * dtype.itemsize
-    free = management.get_free_memory(device)
-    if needed > 0.8 * free:
+    if needed and needed > (free := room_beside_sampling(device, needed)):
         raise UnsupportedModel(
             f"The model's weights are not in the engine's form (low VRAM mode, or stored in another dtype), and a copy "
-            f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}"
+            f"needs {needed >> 20} MB of the {free >> 20} MB that are free on {device}; the plain model is "
+            "used. A smaller picture or batch, or fewer loaded models, may leave room"
         )
+
+
+def _is_at_hand(
+    name: str, tensor: torch.Tensor, casting: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> bool:
+    layer, _, part = name.rpartition(".")
+    if layer in casting and part in ("weight", "bias"):
+        return _is_as_it_should_be(casting[layer], part, dtype, device)
+    return (tensor.dtype, tensor.device) == (dtype, device)

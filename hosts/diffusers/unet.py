@@ -97,7 +97,8 @@ class DiffusersUNet:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        return ModelFingerprint(architecture_digest(self.plain, self.config), "UNet2DConditionModel")
+        digest = architecture_digest(self.plain, self.config)
+        return ModelFingerprint(digest, "UNet2DConditionModel", layers=len(self.plain.state_dict()))
 
     @functools.cached_property
     def plain(self) -> UNet2DConditionModel:

@@ -27,16 +27,17 @@ ARROWS: dict[str, set[str]] = {
     "cli": {*SERVICES, "demo", "hosts"},
     "ui": {*SERVICES, "hosts"},
     "scripts": {*SERVICES, "hosts", "ui"},
+    "benchmarks": {*SERVICES, "hosts"},
 }
 
 COMFYUI = {
-    "comfy", "comfy_api", "comfy_execution", "comfy_extras", "execution", "folder_paths", "latent_preview",
-    "node_helpers", "nodes", "server",
+    "comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfyui_version", "execution", "folder_paths",
+    "latent_preview", "node_helpers", "nodes", "server",
 }  # fmt: skip
 
 # foreign package -> rooms that may import it
 HOMES: dict[str, set[str]] = {
-    **dict.fromkeys(COMFYUI, {"hosts", "nodes"}),
+    **dict.fromkeys(COMFYUI, {"benchmarks", "hosts", "nodes"}),
     **dict.fromkeys(("tensorrt", "tensorrt_rtx", "onnx", "onnx_graphsurgeon"), {"trt_backend"}),
     "torchao": {"compile_backend"},
     "gradio": {"ui"},
@@ -169,6 +170,8 @@ PLANTED = {
     ("sampling/x.py", "from ..nodes import x"): "sampling may not import nodes",
     ("hosts/comfy/x.py", "from ...nodes import x"): "hosts may not import nodes",
     ("cli/x.py", "import slipstream.ui.page"): "cli may not import ui",
+    ("cli/x.py", "from ..benchmarks import rows"): "cli may not import benchmarks",
+    ("benchmarks/x.py", "from ..demo import report"): "benchmarks may not import demo",
     ("runtime/x.py", "import comfy.model_management"): "may import comfy",
     ("cli/x.py", "def f():\n    import folder_paths"): "may import folder_paths",
     ("runtime/x.py", "import nodes"): "may import nodes",

@@ -78,3 +78,94 @@ TINY_SDXL = Family(
     {"model_channels": 32, "use_linear_in_transformer": True, "adm_in_channels": 2816, **TINY_LEVELS},
     HEADS_OF_8,
 )
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A diffusion transformer (DiT) of one model family, in process only.
+
+    Attributes:
+        supported, base: classes of `comfy.supported_models` and `comfy.model_base`.
+        channels: of its latents.
+        video: whether latents have frames.
+    """
+
+    name: str
+    supported: str
+    base: str
+    context_dim: int
+    pooled: int
+    channels: int
+    video: bool
+    config: dict[str, Any]
+
+
+TINY_SD3 = Transformer(
+    "sd3", "SD3", "SD3", 32, 24, 16, False,
+    {
+        "in_channels": 16,
+        "pos_embed_scaling_factor": None,
+        "patch_size": 2,
+        "depth": 2,
+        "input_size": None,
+        "adm_in_channels": 24,
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 32, "out_features": 128}},
+        "pos_embed_max_size": 16,
+        "num_patches": 256,
+        "qk_norm": "rms",
+        "x_block_self_attn_layers": [0],
+    },
+)  # fmt: skip
+TINY_FLUX = Transformer(
+    "flux", "Flux", "Flux", 32, 24, 16, False,
+    {
+        "image_model": "flux",
+        "in_channels": 16,
+        "out_channels": 16,
+        "vec_in_dim": 24,
+        "context_in_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 4.0,
+        "num_heads": 2,
+        "depth": 1,
+        "depth_single_blocks": 1,
+        "axes_dim": [8, 12, 12],
+        "theta": 10000,
+        "patch_size": 2,
+        "qkv_bias": True,
+        "guidance_embed": True,
+    },
+)  # fmt: skip
+TINY_WAN = Transformer(
+    "wan", "WAN21_T2V", "WAN21", 32, 0, 16, True,
+    {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 48,
+        "out_dim": 16,
+        "num_heads": 2,
+        "ffn_dim": 96,
+        "num_layers": 1,
+        "patch_size": (1, 2, 2),
+        "freq_dim": 32,
+        "text_dim": 32,
+        "window_size": (-1, -1),
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+        "in_dim": 16,
+    },
+)  # fmt: skip
+TINY_QWEN = Transformer(
+    "qwen", "QwenImage", "QwenImage", 32, 0, 16, True,
+    {
+        "image_model": "qwen_image",
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 1,
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (8, 12, 12),
+    },
+)  # fmt: skip

@@ -16,8 +16,8 @@ import comfy.sd
 import comfy.supported_models
 import torch
 
-from .architectures import TINY_SD2, TINY_SD15, TINY_SDXL
-from .weights import randomise_controlnet, randomise_unet
+from .architectures import TINY_FLUX, TINY_QWEN, TINY_SD2, TINY_SD3, TINY_SD15, TINY_SDXL, TINY_WAN, Transformer
+from .weights import randomise, randomise_controlnet, randomise_unet
 
 FAMILIES = {family.name: family for family in (TINY_SD15, TINY_SD2, TINY_SDXL)}
 CONFIGS = {
@@ -25,6 +25,7 @@ CONFIGS = {
     "sd2": comfy.supported_models.SD20,
     "sdxl": comfy.supported_models.SDXL,
 }
+TRANSFORMERS = {family.name: family for family in (TINY_SD3, TINY_FLUX, TINY_WAN, TINY_QWEN)}
 
 
 def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> Any:
@@ -41,6 +42,29 @@ def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> An
     )
 
 
+def transformer(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a `ModelPatcher` over a tiny diffusion transformer: "sd3", "flux", "wan" or "qwen".
+
+    `changes` of its config make a rarer member of the family.
+    """
+    shape = TRANSFORMERS[family]
+    config = getattr(comfy.supported_models, shape.supported)({**_config(shape), **changes, "dtype": dtype})
+    made = getattr(comfy.model_base, shape.base)(config, device=torch.device("cpu"))
+    randomise(made.diffusion_model, seed)
+    for buffer in made.diffusion_model.buffers():
+        buffer.normal_(generator=torch.Generator().manual_seed(seed))
+    return comfy.model_patcher.ModelPatcher(
+        made, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
+    )
+
+
+def _config(family: Transformer) -> dict[str, Any]:
+    """Newer ComfyUIs detect one more thing about Flux."""
+    known = getattr(comfy.ldm.flux.model.FluxParams, "__dataclass_fields__", {})
+    newer = {"txt_ids_dims": []} if family.name == "flux" and "txt_ids_dims" in known else {}
+    return {**family.config, **newer}
+
+
 def controlnet(family: str = "sd15", seed: int = 1) -> Any:
     """Return a tiny ControlNet that fits `model(family)`."""
     shape = FAMILIES[family]
@@ -52,18 +76,42 @@ def controlnet(family: str = "sd15", seed: int = 1) -> Any:
     return comfy.controlnet.ControlNet(network, load_device=comfy.model_management.get_torch_device())
 
 
+def vae(seed: int = 1, quantised: bool = True) -> Any:
+    """Return a `comfy.sd.VAE` of the usual kind, a few channels wide; with or without convolutions around latents."""
+    config = {
+        "double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3,
+        "ch": 32, "ch_mult": [1, 1, 2, 2], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0,
+    }  # fmt: skip
+    made = comfy.sd.VAE(sd={}, config={"params": {"ddconfig": config, "embed_dim": 4}}, dtype=torch.float32)
+    if not quantised:
+        parts = {"params": config}
+        here = "comfy.ldm.modules.diffusionmodules.model."
+        made.first_stage_model = comfy.ldm.models.autoencoder.AutoencodingEngine(
+            encoder_config={"target": here + "Encoder", **parts},
+            decoder_config={"target": here + "Decoder", **parts},
+            regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        ).eval()
+        made.patcher = comfy.model_patcher.ModelPatcher(
+            made.first_stage_model, made.device, made.patcher.offload_device
+        )
+    randomise(made.first_stage_model, seed)
+    return made
+
+
 def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras: Any) -> list[Any]:
     """Return a random prompt in ComfyUI's form; `extras` go into its options (control, area, strength, …)."""
-    shape = FAMILIES[family]
+    shape = {**FAMILIES, **TRANSFORMERS}[family]
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randn(1, tokens, shape.context_dim, generator=generator)
     pooled = torch.randn(1, shape.pooled, generator=generator) if shape.pooled else None
     return [[prompt, {"pooled_output": pooled, **extras}]]
 
 
-def latent(size: int = 64, batch: int = 1) -> dict[str, torch.Tensor]:
-    """Return an empty latent for pictures of `size` pixels."""
-    return {"samples": torch.zeros(batch, 4, size // 8, size // 8)}
+def latent(size: int = 64, batch: int = 1, family: str = "sd15") -> dict[str, torch.Tensor]:
+    """Return an empty latent for pictures of `size` pixels, or of one frame of them."""
+    shape = TRANSFORMERS.get(family)
+    frames = (1,) if shape and shape.video else ()
+    return {"samples": torch.zeros(batch, shape.channels if shape else 4, *frames, size // 8, size // 8)}
 
 
 def sample(
@@ -82,7 +130,7 @@ def sample(
     **options: Any,
 ) -> torch.Tensor:
     """Sample as the KSampler node does and return the latent; `options` go to `comfy.sample.sample`."""
-    empty = latent(size, batch)["samples"]
+    empty = latent(size, batch, family)["samples"]
     noise = comfy.sample.prepare_noise(empty, seed)
     return comfy.sample.sample(
         patcher, noise, steps, cfg, sampler, scheduler,

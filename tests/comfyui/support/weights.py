@@ -16,9 +16,10 @@ RANDOM_SHARE = 0.15
 
 def randomise(module: nn.Module, seed: int) -> None:
     """Set every parameter at random: matrices keep the variance of what passes, biases are small."""
-    generator = torch.Generator().manual_seed(seed)
+    device = next(module.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
         if parameter.ndim > 1:
             value = noise / parameter[0].numel() ** 0.5
         elif name.endswith("weight"):

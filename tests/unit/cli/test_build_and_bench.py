@@ -35,8 +35,10 @@ def test_builds_once_a_resolution(cli, backend, store) -> None:
     assert [row["label"] for row in done.json["engines"]] == ["Fake 512×512 batch 2", "Fake 768×512 batch 2"]
     assert [row["error"] for row in done.json["engines"]] == [0.0, 0.0]
     assert backend.builds == 2
+    assert [row["estimate_s"] for row in done.json["engines"]] == [None, 0.3], "the second by the first"
     again = cli("build", *MODEL, "--json")
     assert [row["built"] for row in again.json["engines"]] == [False, False]
+    assert [row["estimate_s"] for row in again.json["engines"]] == [None, None], "nothing was to be built"
     assert backend.builds == 2
     listed = cli("list", "--json").json["engines"]
     assert {row["digest"] for row in listed} == {row["digest"] for row in done.json["engines"]}
@@ -47,6 +49,8 @@ def test_tells_people_what_it_does(cli, backend) -> None:
     assert done.status == 0, done.err
     for step in (
         "x.safetensors: load: loading the model",
+        "Fake 512×512 batch 2: start: building the engine (",
+        "Fake 768×512 batch 2: start: building the engine, about 1 s by earlier builds on this machine",
         "Fake 512×512 batch 2: compile: compiling 3 operations",
         "Fake 768×512 batch 2: verify: comparing the engine with the model",
     ):

@@ -192,7 +192,7 @@ def test_options_are_plain_data_that_enter_the_key(backend: AOTInductorBackend) 
 def test_more_build_time_means_other_options(backend: AOTInductorBackend) -> None:
     device = torch.device("cuda", 0)
     found = [dict(backend.options(device, Precision.FP16, optimize)) for optimize in Optimize]
-    assert found[0] != found[1] != found[2] and found[2]["max_autotune"] is True
+    assert found[0] != found[1] != found[2] and found[2]["coordinate_descent_tuning"] is True
 
 
 def test_options_are_known_to_this_torch(backend: AOTInductorBackend) -> None:

@@ -338,7 +338,26 @@ def test_copies_are_counted(engine: Engine) -> None:
     engine.update_weights(weights)
     assert engine.device_bytes == own + weights["conv.weight"].nbytes
     engine.release_weights()
+    assert engine.device_bytes == own + weights["conv.weight"].nbytes, (
+        "the copy is kept, where it lies, for the next run"
+    )
+    engine.update_weights(make_weights())
     assert engine.device_bytes == own
+
+
+def test_generation_tells_whether_weights_moved(engine: Engine) -> None:
+    weights = make_weights()
+    weights["conv.weight"] = weights["conv.weight"].to(memory_format=torch.channels_last)
+    engine.update_weights(weights)
+    generation = engine.generation
+    engine.release_weights()
+    weights["linear.weight"].mul_(2)  # in place, as some LoRA come in
+    weights["conv.weight"].mul_(2)
+    engine.update_weights(weights)
+    assert engine.generation == generation
+    assert_right(engine(**INPUTS), weights, INPUTS)
+    engine.update_weights({**weights, "linear.weight": weights["linear.weight"].clone()})
+    assert engine.generation > generation
 
 
 def test_a_pointwise_convolution_in_channels_last_is_no_copy(engine: Engine) -> None:

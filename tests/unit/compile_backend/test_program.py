@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.layouts import TensorLayout
 from slipstream.compile_backend.program import (
     CONSTANTS,
     PROGRAM,
     SIGNATURE,
     ProgramSignature,
-    TensorLayout,
     export_program,
     load_constants,
     save_program,

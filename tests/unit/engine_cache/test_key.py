@@ -29,6 +29,7 @@ from slipstream.tests.unit.engine_cache.support import make_environment, make_ke
 
 OUT_OF_KEY = {
     "spec.fingerprint.architecture_name",
+    "spec.fingerprint.layers",
     "spec.fingerprint.weights",
     "environment.driver",
 }

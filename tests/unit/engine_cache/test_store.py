@@ -365,7 +365,7 @@ def test_an_entry_in_use_is_not_deleted(store: EngineStore, put: Put) -> None:
     entry = put()
     with entry.hold() as hold:
         assert hold.protects
-        with pytest.raises(StoreError, match=r"in use.*close the ComfyUI"):
+        with pytest.raises(StoreError, match=r"in use.*wait until the run"):
             store.delete(entry.digest)
     assert store.delete(entry.digest) is True
     assert store.delete(entry.digest) is False

@@ -19,8 +19,8 @@ from slipstream.core.errors import (
 )
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import EngineStore, Entry
-from slipstream.runtime.build import build_engine, pace_of
+from slipstream.engine_cache import BuildHistory, EngineStore, Entry
+from slipstream.runtime.build import build_engine
 from slipstream.runtime.plan import Plan
 from slipstream.tests.fakes import FakeWorker, NullBackend, make_plan
 
@@ -152,10 +152,19 @@ def test_a_cancelled_build_does_not_begin(plan: Plan, store: EngineStore, worker
     assert worker.builds == 0 and left_over(store) == []
 
 
-def test_earlier_builds_tell_how_long_one_takes(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
-    assert pace_of(store, plan) is None
+def test_a_build_is_timed_and_remembered(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
     worker.seconds = 12.0
-    (record,) = [build(plan, store).manifest.build]
+    record = build(plan, store).manifest.build
     assert record.phases == {"export": 4.0, "compile": 8.0} and record.seconds == 12.0
-    assert pace_of(store, make_plan(16, plan.backend)) == 4.0  # of 3 operations
-    assert pace_of(store, make_plan(16, NullBackend("another"))) is None
+    (past,) = BuildHistory(store.root).builds()
+    assert (past.seconds, past.operations, past.backend) == (12.0, 3, plan.backend.name)
+    build(plan, store)  # found, not built
+    assert len(BuildHistory(store.root).builds()) == 1
+
+
+def test_earlier_builds_pace_the_progress(plan: Plan, store: EngineStore, worker: FakeWorker) -> None:
+    worker.seconds = 12.0
+    build(plan, store)
+    assert worker.expected(3) is None
+    build(make_plan(16, plan.backend), store)
+    assert worker.expected(3) == 12.0

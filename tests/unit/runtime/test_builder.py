@@ -194,7 +194,8 @@ def test_a_worker_that_cannot_be_started(job: BuildJob, monkeypatch: pytest.Monk
 
 def test_progress_moves_and_never_arrives(program: Program) -> None:
     shown: list[Progress] = []
-    run_build(program(SPEAK, "time.sleep(1.5)", "done()"), shown.append, CancelToken(), pace=1 / 3)
+    job = program(SPEAK, "time.sleep(1.5)", "done()")
+    run_build(job, shown.append, CancelToken(), expected=lambda operations: operations / 3)
     fractions = [update.fraction for update in shown if update.fraction is not None]
     assert fractions == sorted(fractions) and 0.5 < fractions[-1] < 1
     assert shown[-1].message == "compiling 3 operations" and shown[-1].phase == "compile"

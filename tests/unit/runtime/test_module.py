@@ -12,11 +12,13 @@ import torch
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
+from slipstream.runtime import memory
 from slipstream.runtime.module import AcceleratedModule, Run
-from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings import BuildPolicy, Settings
 from slipstream.tests.fakes import (
     BACKGROUND,
+    CPU,
     FIRST_USE,
     MANUAL,
     FakeSource,
@@ -182,7 +184,6 @@ def test_a_reason_is_logged_once(
     [
         ShapeOutsideProfile("x is on cuda:1"),
         IncompatibleEngine("no weights"),
-        torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("run_func_ failed"),
     ],
     ids=lambda error: type(error).__name__,
@@ -232,6 +233,165 @@ def test_an_interrupt_in_an_engine_reaches_the_host(
         backend.call_error = KeyboardInterrupt()
         call(run, source)
     assert backend.engines[0].weights == {} and module.provider._is_idle()
+
+
+class Interrupted(Exception):
+    """An older ComfyUI's is an ordinary exception."""
+
+
+def test_a_hosts_own_interrupt_in_an_engine_reaches_it(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    hooks = HostHooks(interruptions=(Interrupted,))
+    with pytest.raises(Interrupted), module.run(source, hooks) as run:
+        call(run, source)
+        backend.call_error = Interrupted()
+        call(run, source)
+    assert counts(module) == (1, 0) and not backend.engines[0].closed
+
+
+# ------------------------------------------------------------------------------------------ out of memory
+
+
+@pytest.fixture
+def ooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Torch's count of failed allocations on the device; the last number is the present one."""
+    numbers = [0]
+    monkeypatch.setattr(memory, "_times_out_of_memory", lambda _: numbers[-1])
+    return numbers
+
+
+def test_an_engine_that_runs_out_of_memory_makes_room_for_the_plain_model(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    dropped: list[torch.device] = []
+    with module.run(source, HostHooks(drop_copies=dropped.append)) as run:
+        call(run, source)
+        (engine,) = backend.engines
+        engine.device_bytes = 1288490189
+        backend.call_error = torch.OutOfMemoryError("CUDA out of memory")
+        assert_right(call(run, source), source)
+        assert engine.closed and module.provider.pool.device_bytes(CPU) == 0 and dropped == [CPU]
+        backend.call_error = None
+        assert_right(call(run, source), source)
+    assert counts(module) == (1, 2)
+    (reason,) = reasons(module)
+    assert "ran out of GPU memory (it needs about 1.2 GB beside the model)" in reason and "Make smaller" in reason
+    with module.run(source) as run:
+        assert_right(call(run, source), source)
+    assert counts(module) == (2, 2), "the next run tries again"
+
+
+def test_a_package_that_runs_out_of_memory_says_so_in_torchs_count_only(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend, ooms: list[int]
+) -> None:
+    ooms.append(3)  # somebody else's, earlier
+    with module.run(source) as run:
+        call(run, source)
+        (engine,) = backend.engines
+
+        def fail(tensors: Tensors) -> Tensors:
+            ooms.append(4)
+            raise RuntimeError("run_func_ failed")
+
+        engine._run = fail
+        assert_right(call(run, source), source)
+    (reason,) = reasons(module)
+    assert "ran out of GPU memory" in reason and engine.closed
+
+
+@pytest.mark.parametrize(("free", "is_short"), [(2**29, True), (2**33, False)])
+def test_where_nobody_counts_little_free_memory_tells(
+    module: AcceleratedModule,
+    source: FakeSource,
+    backend: NullBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    is_short: bool,
+) -> None:
+    with module.run(source) as run:
+        call(run, source)
+        monkeypatch.setattr(memory, "_counts_failures", lambda _: False)
+        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        backend.call_error = RuntimeError("run_func_ failed")
+        call(run, source)
+    (reason,) = reasons(module)
+    assert ("ran out of GPU memory" in reason) is backend.engines[0].closed is is_short
+
+
+def test_other_failures_do_not_close_the_engine(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend, ooms: list[int]
+) -> None:
+    ooms.append(3)
+    with module.run(source) as run:
+        call(run, source)
+        backend.call_error = RuntimeError("run_func_ failed")
+        call(run, source)
+    (reason,) = reasons(module)
+    assert "run_func_ failed" in reason and not backend.engines[0].closed
+
+
+def fail_twice(module: AcceleratedModule, source: FakeSource, backend: NullBackend) -> None:
+    for _ in range(2):
+        with module.run(source) as run:
+            call(run, source)
+            backend.call_error = torch.OutOfMemoryError("CUDA out of memory")
+            call(run, source)
+        backend.call_error = None
+
+
+def test_after_two_attempts_the_engine_is_left_alone(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    fail_twice(module, source, backend)
+    loaded = len(backend.engines)
+    with module.run(source) as run:
+        assert_right(call(run, source), source)
+    assert counts(module) == (2, 3) and len(backend.engines) == loaded
+    assert "After 2 attempts it is left alone" in reasons(module)[-1]
+    assert "Build Engine" in reasons(module)[-1]
+
+
+def test_more_free_memory_is_worth_another_attempt(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [2**30]
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free[-1])
+    fail_twice(module, source, backend)
+    free.append(2**30 + 2**27)
+    with module.run(source) as run:
+        call(run, source)
+    assert counts(module) == (2, 3)
+    free.append(2**31)
+    with module.run(source) as run:
+        call(run, source)
+    assert counts(module) == (3, 3)
+
+
+def test_build_engine_is_another_attempt(module: AcceleratedModule, source: FakeSource, backend: NullBackend) -> None:
+    fail_twice(module, source, backend)
+    module.provider.prepare(source, _shape(), FIRST_USE, HostHooks())
+    with module.run(source) as run:
+        call(run, source)
+    assert counts(module) == (3, 2)
+
+
+def test_memory_taken_by_the_first_call_is_told(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    with module.run(source) as run:
+        call(run, source)
+    told: list[int] = []
+    module.provider.pool.on_change = lambda device: told.append(module.provider.pool.device_bytes(device))
+    (engine,) = backend.engines
+    with module.run(source) as run:
+        run._offer(_shape())
+        engine.device_bytes = 9  # a graph is captured
+        call(run, source)
+        assert told[-1] == 9
+        seen = len(told)
+        call(run, source)
+        assert len(told) == seen
 
 
 def test_what_eager_raises_reaches_the_host(module: AcceleratedModule, source: FakeSource) -> None:

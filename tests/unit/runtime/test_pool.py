@@ -84,25 +84,126 @@ def test_the_least_recently_used_is_closed(pool: EnginePool, take: Take) -> None
     assert [loaded.engine.closed for loaded in (first, second, third)] == [False, True, False]
 
 
-def test_a_loaded_engine_cannot_be_deleted(pool: EnginePool, take: Take, store: EngineStore) -> None:
+def test_an_engine_in_use_cannot_be_deleted(take: Take, store: EngineStore) -> None:
     loaded = take(8)
-    digest = loaded.entry.digest
     with pytest.raises(StoreError, match="in use"):
-        store.delete(digest)
+        store.delete(loaded.entry.digest)
+
+
+def test_an_idle_engine_can_be_deleted_and_is_closed_then(pool: EnginePool, take: Take, store: EngineStore) -> None:
+    first, second = take(8), take(16)
+    pool.give_back(first)
+    assert store.delete(first.entry.digest)
+    pool.give_back(second)
+    assert first.engine.closed and not second.engine.closed
+
+
+def test_an_engine_that_is_used_again_is_held_again(pool: EnginePool, take: Take, store: EngineStore) -> None:
+    pool.give_back(take(8))
+    loaded = take(8)
+    with pytest.raises(StoreError, match="in use"):
+        store.delete(loaded.entry.digest)
     pool.give_back(loaded)
-    with pytest.raises(StoreError, match="in use"):
-        store.delete(digest)
-    pool.clear()
-    assert loaded.engine.closed and store.delete(digest)
+    assert store.delete(loaded.entry.digest)
 
 
-def test_a_closed_engine_can_be_deleted(pool: EnginePool, take: Take, store: EngineStore) -> None:
-    engines = [take(size) for size in (8, 16, 24)]
-    for loaded in engines:
+def test_an_idle_engine_without_files_is_not_used(
+    pool: EnginePool, build: Callable[[int], tuple[Plan, Entry]], store: EngineStore
+) -> None:
+    plan, entry = build(8)
+    loaded = pool.take(plan, entry, CPU)
+    pool.give_back(loaded)
+    store.delete(entry.digest)
+    with pytest.raises(StoreError):
+        pool.take(plan, entry, CPU)
+    assert loaded.engine.closed and not pool.in_use(CPU)
+
+
+def test_an_engine_that_cannot_let_go_is_closed(
+    pool: EnginePool, take: Take, monkeypatch: pytest.MonkeyPatch, store: EngineStore
+) -> None:
+    loaded = take(8)
+    loaded.engine.device_bytes = 5
+
+    def fail() -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(loaded.engine, "release_weights", fail)
+    with pytest.raises(RuntimeError, match="driver"):
         pool.give_back(loaded)
-    assert store.delete(engines[0].entry.digest)
-    with pytest.raises(StoreError, match="in use"):
-        store.delete(engines[1].entry.digest)
+    assert loaded.engine.closed and pool.device_bytes(CPU) == 0 and store.delete(loaded.entry.digest)
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.fixture
+def three(pool: EnginePool, take: Take) -> list[LoadedEngine]:
+    """Engines of 1, 10 and 100 bytes, in use."""
+    pool._keep = 8
+    engines = [take(size) for size in (8, 16, 24)]
+    for power, loaded in enumerate(engines):
+        loaded.engine.device_bytes = 10**power
+    return engines
+
+
+def closed(engines: list[LoadedEngine]) -> list[bool]:
+    return [loaded.engine.closed for loaded in engines]
+
+
+def test_it_knows_what_engines_hold(pool: EnginePool, three: list[LoadedEngine]) -> None:
+    pool.give_back(three[0])
+    assert pool.device_bytes(CPU) == 111 and pool.device_bytes(torch.device("cuda", 0)) == 0
+    pool.discard(three[2])
+    assert pool.device_bytes(CPU) == 11 and three[2].engine.closed
+
+
+def test_what_is_in_use_is_not_freed(pool: EnginePool, three: list[LoadedEngine]) -> None:
+    pool.give_back(three[1])
+    assert pool.free(CPU, float("inf")) == 10
+    assert closed(three) == [False, True, False] and pool.device_bytes(CPU) == 101 and pool.in_use(CPU)
+
+
+def test_no_more_is_freed_than_asked_for(pool: EnginePool, three: list[LoadedEngine]) -> None:
+    for loaded in (three[1], three[0], three[2]):
+        pool.give_back(loaded)
+    assert pool.free(CPU, 0) == 0 and pool.free(CPU, 10) == 10
+    assert closed(three) == [False, True, False]
+    assert pool.free(CPU, 2) == 101, "the small one was used longer ago than the large one"
+
+
+def test_engines_without_memory_stay(pool: EnginePool, three: list[LoadedEngine]) -> None:
+    three[0].engine.device_bytes = 0
+    for loaded in three:
+        pool.give_back(loaded)
+    assert pool.free(CPU, float("inf")) == 110 and closed(three) == [False, True, True]
+
+
+def test_another_devices_engines_stay(pool: EnginePool, three: list[LoadedEngine]) -> None:
+    pool.give_back(three[0])
+    assert pool.free(torch.device("cuda", 0), float("inf")) == 0 and not three[0].engine.closed
+
+
+def test_a_freed_engine_is_loaded_again(pool: EnginePool, three: list[LoadedEngine], take: Take) -> None:
+    pool.give_back(three[0])
+    pool.free(CPU, 1)
+    again = take(8)
+    assert again is not three[0] and not again.engine.closed
+
+
+def test_changes_of_size_are_told(pool: EnginePool, take: Take) -> None:
+    told: list[int] = []
+    pool.on_change = lambda device: told.append(pool.device_bytes(device))
+    loaded = take(8)
+    loaded.engine.device_bytes = 7
+    pool.give_back(loaded)
+    pool.free(CPU, 1)
+    assert told == [0, 7, 0]
+    told.clear()
+    pool.discard(take(8))
+    pool.give_back(take(8))
+    pool.clear()
+    assert len(told) == 5
 
 
 def test_what_cannot_be_loaded_is_not_held(take: Take, store: EngineStore, backend: NullBackend) -> None:

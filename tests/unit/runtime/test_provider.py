@@ -371,7 +371,7 @@ def test_an_engine_that_cannot_be_loaded_is_a_reason(
 
 @pytest.mark.parametrize(
     "error",
-    [UnsupportedModel("the weights are offloaded"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("?")],
+    [UnsupportedModel("the weights are offloaded"), RuntimeError("?")],
     ids=lambda error: type(error).__name__,
 )
 def test_weights_that_cannot_be_had_are_a_reason(
@@ -385,18 +385,60 @@ def test_weights_that_cannot_be_had_are_a_reason(
     assert len(backend.engines) == 1, "the engine went back to the pool"
 
 
-def test_running_out_of_memory_in_the_check_is_a_reason(
-    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["weights", "reference"])
+def test_running_out_of_memory_before_the_first_call_is_a_reason(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    def reference(_: object) -> None:
+    def fail(_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as small:
-        small.setattr(source, "reference", reference)
+        small.setattr(source, when, fail)
         offer = ask(provider, source)
-    assert offer.engine is None and "CUDA out of memory" in offer.reason
+    assert offer.engine is None and "ran out of GPU memory" in offer.reason
     assert "report" not in offer.reason, "no bug of ours"
+    assert backend.engines[0].closed, "so that the plain model has room"
     assert_serves(ask(provider, source), source)
+
+
+def test_build_engine_says_that_memory_ran_out(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source.unavailable = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(UnsupportedModel, match="^The engine ran out of GPU memory"):
+        provider.prepare(source, CALL, FIRST_USE, HostHooks())
+
+
+def test_room_is_made_for_what_the_engine_held_when_it_was_verified(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    hooks = HostHooks(make_room=lambda device, wanted: asked.append(wanted))
+    monkeypatch.setattr(backend, "device_bytes", 1000)
+    provider.prepare(source, CALL, FIRST_USE, hooks)
+    assert asked == [], "nobody knew"
+    (entry,) = provider.store.list()
+    assert [known.device_bytes for known in entry.manifest.verifications.values()] == [1000]
+    return_it(provider, provider.offer(source, CALL, MANUAL, hooks))
+    assert asked == [], "it is loaded"
+    later = restarted(provider)
+    return_it(later, later.offer(source, CALL, MANUAL, hooks))
+    assert asked == [1000]
+
+
+def test_a_pending_build_says_how_long_it_will_take(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    worker.seconds = 120.0
+    provider.prepare(source, CALL, FIRST_USE, HostHooks())
+    larger = CallShape.of(make_inputs(16))
+    worker.gate.clear()
+    first = provider.offer(source, larger, BACKGROUND, HostHooks()).reason
+    assert first.endswith("is being built in the background, about 2 min by earlier builds on this machine")
+    (ticket,) = provider.queue.pending()
+    assert ticket.estimate == 120.0
+    ticket.seconds = 80.0
+    assert provider.offer(source, larger, BACKGROUND, HostHooks()).reason.endswith("on this machine, 40 s left")
 
 
 def test_a_verified_engine_is_compared_with_the_model_once_a_process(

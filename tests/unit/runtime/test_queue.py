@@ -18,6 +18,7 @@ from slipstream.core.errors import (
 )
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.engine_cache import Entry
+from slipstream.runtime import queue as queue_module
 from slipstream.runtime.plan import Plan
 from slipstream.runtime.queue import BuildQueue, Ticket, TicketState
 from slipstream.tests.fakes import make_plan, wait_until
@@ -380,3 +381,13 @@ def test_success_forgets_earlier_failures(queue: BuildQueue, builder: Builder) -
     fail(queue, builder, BuildDied("killed"))
     ticket = queue.submit(FIRST)
     assert ticket.wait(SECONDS) and ticket.state is TicketState.DONE
+
+
+def test_pauses_do_not_count_as_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(queue_module.time, "monotonic", lambda: clock[-1])
+    ticket = Ticket(FIRST, urgent=False)
+    for now, running in ((100, True), (103, True), (104, False), (200, False), (201, True), (206, True)):
+        clock.append(float(now))
+        ticket.tick(running)
+    assert ticket.seconds == 3 + 5

@@ -1,0 +1,223 @@
+"""The command: one process a case, rows kept whatever becomes of the others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import uuid
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TypeVar
+
+from ..core.errors import SlipstreamError
+from ..core.spec import Optimize, Precision
+from ..runtime.measure import commit
+from .cases import CASES, enter
+from .rows import RESULTS, Row, append, read, result_file
+from .variants import MAX, USUAL, Variant
+
+_SCRIPT = Path(__file__).resolve().with_name("run.py")
+OK, FAILED, INTERRUPTED = 0, 1, 130
+
+_Parsed = TypeVar("_Parsed")
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure; 0: every row may be trusted, 1: some failed or are missing, 2: wrong usage, 130: interrupted."""
+    options = make_parser().parse_args(words)
+    try:
+        if options.case_in_this_process:
+            return _measure_here(options)
+        return _measure_all(options, words)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (SlipstreamError, OSError, ValueError) as error:
+        _say(str(error))
+        return FAILED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Times single calls of models at real size.")
+    add = parser.add_argument
+    usual = ",".join(case.name for case in CASES.values() if case.usual)
+    add(
+        "--cases",
+        type=_list_of(_case_name),
+        default=usual,
+        metavar="A,B",
+        help=f"of {', '.join(CASES)}; default: {usual}",
+    )
+    add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help="default: %(default)s")
+    add("--repeats", type=_count, default=30, metavar="N", help="timed calls; default: %(default)s")
+    add("--warmup", type=_count, default=5, metavar="N", help="calls before; default: %(default)s")
+    add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
+    add("--optimize", choices=["balanced", MAX], default="balanced", help="build time to spend on our engines")
+    add("--precision", choices=[each.value for each in Precision], help="of our engines; default: the model's own")
+    add("--store", type=Path, metavar="FOLDER", help="of engines; default: none, they are built anew")
+    add("--limit", type=_count, metavar="SECONDS", help="for one case; what was measured by then is kept")
+    add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
+    add("--commit", help="of the code that is measured, where its folder is no git clone")
+    add("--case-in-this-process", help=argparse.SUPPRESS)
+    add("--part", type=Path, help=argparse.SUPPRESS)
+    add("--run", help=argparse.SUPPRESS)
+    return parser
+
+
+def _list_of(parse: Callable[[str], _Parsed]) -> Callable[[str], tuple[_Parsed, ...]]:
+    def parse_all(text: str) -> tuple[_Parsed, ...]:
+        try:
+            found = tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part.strip()))
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+        if not found:
+            raise ArgumentTypeError("name at least one")
+        return found
+
+    return parse_all
+
+
+def _case_name(text: str) -> str:
+    if text not in CASES:
+        raise ValueError(f"{text!r} is no case; there are {', '.join(CASES)}")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+# The command's own process
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case: its last row of each variant, and what went wrong in plain words."""
+
+    rows: tuple[Row, ...]
+    trouble: tuple[str, ...]
+
+
+def _measure_all(options: Namespace, words: Sequence[str]) -> int:
+    failures: list[str] = []
+    for name in options.cases:
+        _say(f"{name}: {CASES[name].title}")
+        outcome = measure_apart(name, options, words)
+        for row in outcome.rows:
+            _say(_line(row))
+        if outcome.rows:
+            file = result_file(options.out, outcome.rows[0], date.today())
+            append(file, outcome.rows)
+            _say(f"{name}: {len(outcome.rows)} rows added to {file}")
+        failures += outcome.trouble
+    for failure in failures:
+        _say(f"FAILED {failure}")
+    return FAILED if failures else OK
+
+
+def measure_apart(
+    name: str, options: Namespace, words: Sequence[str], program: Sequence[str] = (sys.executable, str(_SCRIPT))
+) -> Outcome:
+    """One case in a process of its own.
+
+    The process writes its rows to a file beside the results, which is removed when they have been read: where the
+    command itself is ended from outside, that file is what is left.
+    """
+    run = uuid.uuid4().hex
+    part = options.out.resolve() / f"{name}-{run[:8]}.part"
+    hidden = ("--case-in-this-process", name, "--part", str(part), "--run", run)
+    trouble = _follow([*program, *words, *hidden], options.limit)
+    lines = read(part, unfinished=True) if part.exists() else []
+    part.unlink(missing_ok=True)
+    rows = {line["variant"]: line for line in lines if "left_out" not in line}
+    left_out = {line["variant"] for line in lines if "left_out" in line}
+    missing = [each.name for each in wanted(options) if each.name not in {*rows, *left_out}]
+    found = [f"{name}, {variant}: {row['failed']}" for variant, row in rows.items() if "failed" in row]
+    if trouble or missing:
+        reached = f"; not reached: {', '.join(missing)}" if missing else ""
+        found.append(f"{name}: {trouble or 'the process left variants out'}{reached}")
+    return Outcome(tuple(rows.values()), tuple(found))
+
+
+def _follow(command: list[str], limit: int | None) -> str | None:
+    """Run a case's process to its end; why it did not end well."""
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()  # a build that it started notices and ends
+            return f"was not done after {limit} s, and ended"
+        except BaseException:
+            process.kill()
+            raise
+    return f"its process ended with status {status}" if status else None
+
+
+def wanted(options: Namespace) -> list[Variant]:
+    """The variants to measure, with the levers that options put on our engines."""
+    levers = (MAX if options.optimize == Optimize.MAX.value else None, options.precision)
+    found = []
+    for variant in options.variants:
+        for lever in levers:
+            variant = variant.with_lever(lever)
+        found.append(variant)
+    return list(dict.fromkeys(found))
+
+
+def _line(row: Row) -> str:
+    """A row for people."""
+    if row["ms"] is None:
+        return f"{row['case']}  {row['variant']}  failed: {row['failed']}"
+    figures = f"{row['ms']:.2f} ms ({row['ms_min']:.2f} … {row['ms_max']:.2f})"
+    error = "not finite" if row["error"] is None else f"{row['error']:.1e}"
+    return f"{row['case']}  {row['variant']}  {figures}  error {error}"
+
+
+def _say(text: str) -> None:
+    print(f"benchmarks: {text}", file=sys.stderr, flush=True)
+
+
+# The process of one case
+
+
+def _measure_here(options: Namespace) -> int:
+    from ..engine_cache import EngineStore
+    from ..hosts.comfy import standalone
+    from .measure import Schedule, measure
+    from .variants import Workshop
+
+    checkout = standalone.find_checkout(options.comfyui)
+    if checkout is None:
+        raise ValueError("No ComfyUI was found; name the folder of yours with --comfyui FOLDER or COMFYUI_DIR")
+    enter(checkout)
+    case = CASES[options.case_in_this_process]
+    if case.needs_gpu and not _has_gpu():
+        raise ValueError(f"{case.name} needs a CUDA GPU, and there is none; tiny-sd15-64-b2 runs on any machine")
+    common = {"commit": options.commit or commit(), "run": options.run}
+    with tempfile.TemporaryDirectory(prefix="slipstream-benchmarks-", ignore_cleanup_errors=True) as scratch:
+        store = EngineStore(options.store or Path(scratch) / "engines")
+        workshop = Workshop(store, Path(scratch), lambda text: _say(f"{case.name}: {text}"))
+        schedule = Schedule(options.repeats, options.warmup, common)
+        measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
+    return OK
+
+
+def _write(part: Path, row: Row) -> None:
+    if "left_out" in row:
+        _say(f"{row['case']}: {row['variant']} is left out: {row['left_out']}")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with open(part, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,219 @@
+"""docs/benchmarks.md: what was measured, how, and how to do it oneself.
+
+The same rows give the same bytes, so that a test can tell whether the page is up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cases import CASES
+from .chart import chart
+from .rows import RESULTS, Row, gpu_of, read
+from .variants import COMPILE, EAGER, describe
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one case from one run on one GPU."""
+
+    gpu: str
+    case: str
+    rows: tuple[Row, ...]
+
+    @property
+    def eager_ms(self) -> float | None:
+        return next((row["ms"] for row in self.sound if row["variant"] == EAGER), None)
+
+    @property
+    def best_compile_ms(self) -> float | None:
+        """The fastest mode of torch.compile that computes the right thing."""
+        return min((row["ms"] for row in self.sound if row["variant"].startswith(COMPILE)), default=None)
+
+    @property
+    def sound(self) -> list[Row]:
+        """Rows that may be trusted."""
+        return [row for row in self.rows if "failed" not in row]
+
+
+def main() -> int:
+    """Write page and chart; 1 where a row cannot be read."""
+    try:
+        page, picture = report(newest(read_all(RESULTS)))
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    DOCS.mkdir(exist_ok=True)
+    write(DOCS / "benchmarks.md", page)
+    write(DOCS / "benchmarks.svg", picture)
+    return 0
+
+
+def write(file: Path, text: str) -> None:
+    """With the same line ends on every system."""
+    file.write_bytes(text.encode())
+    print(file)
+
+
+def read_all(folder: Path) -> list[Row]:
+    """The rows of all files, the oldest first: file names end in their day.
+
+    Raises:
+        ValueError: a line is no row.
+    """
+    files = sorted(folder.glob("*.jsonl"), key=lambda file: (file.stem[-len("2026-01-31") :], file.name))
+    return [row for file in files for row in read(file)]
+
+
+def newest(rows: Iterable[Row]) -> list[Group]:
+    """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered."""
+    runs: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        runs.setdefault((gpu_of(row), row["case"]), {}).setdefault(row["run"], []).append(row)
+    order = {name: number for number, name in enumerate(CASES)}
+    found = [Group(gpu, case, tuple(list(by_run.values())[-1])) for (gpu, case), by_run in runs.items()]
+    return sorted(found, key=lambda group: (group.gpu, order.get(group.case, len(order)), group.case))
+
+
+def report(groups: Sequence[Group]) -> tuple[str, str]:
+    """The page in Markdown, and the chart in SVG."""
+    body = [_HEAD, *_measured(groups), _HOW, _variants(groups), _YOURSELF]
+    return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
+
+
+# Tables
+
+
+def _measured(groups: Sequence[Group]) -> list[str]:
+    if not groups:
+        return ["Nothing has been measured yet.\n"]
+    gpus = dict.fromkeys(group.gpu for group in groups)
+    return [_CHART, *(_section(gpu, [group for group in groups if group.gpu == gpu]) for gpu in gpus)]
+
+
+def _section(gpu: str, groups: Sequence[Group]) -> str:
+    lines = [f"## {gpu}\n", _table(groups)]
+    failed = [row for group in groups for row in group.rows if "failed" in row]
+    if failed:
+        lines.append("\nNot to be trusted:\n")
+        lines += [f"- {row['case']}, `{row['variant']}`: {_escaped(row['failed'])}" for row in failed]
+    lines.append(f"\n{_circumstances(groups)}\n")
+    return "\n".join(lines)
+
+
+_COLUMNS = ("case", "variant", "ms", "over eager", "over torch.compile", "error", "build s", "load s", "VRAM MB")
+
+
+def _table(groups: Sequence[Group]) -> str:
+    lines = [_line(_COLUMNS), _line(["---", "---", *["---:"] * (len(_COLUMNS) - 2)])]
+    for group in groups:
+        lines += [_line(_cells(group, row)) for row in group.rows]
+    return "\n".join(lines)
+
+
+def _cells(group: Group, row: Row) -> list[str]:
+    head = [row["case"], f"`{row['variant']}`"]
+    if "failed" in row:
+        return [*head, "failed", *[""] * (len(_COLUMNS) - 3)]
+    return [
+        *head,
+        f"{row['ms']:.2f}",
+        _ratio(group.eager_ms, row["ms"]),
+        _ratio(group.best_compile_ms, row["ms"]),
+        f"{row['error']:.1e}",
+        "" if row["build_s"] is None else f"{row['build_s']:.0f}",
+        "" if row["load_s"] is None else f"{row['load_s']:.2f}",
+        "" if row["vram_mb"] is None else f"{row['vram_mb']:.0f}",
+    ]
+
+
+def _ratio(other: float | None, own: float) -> str:
+    return "" if other is None else f"{other / own:.2f}×"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _circumstances(groups: Sequence[Group]) -> str:
+    """One sentence for all that was alike; where runs differ, each of them is named."""
+    found = dict.fromkeys(_circumstances_of(group.rows[0]) for group in groups)
+    return "  \n".join(found)
+
+
+def _circumstances_of(row: Row) -> str:
+    names = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "cudnn": "cuDNN", "comfyui": "ComfyUI"}
+    parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
+    driver = f", driver {row['driver']}" if row["driver"] else ""
+    commit = f", commit {row['commit'][:12]}" if row["commit"] else ""
+    calls = f"median of {row['repeats']} calls after {row['warmup']}"
+    return f"{', '.join(parts)}{driver}; Slipstream {row['versions']['slipstream']}{commit}; {calls}."
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _title(case: str) -> str:
+    return CASES[case].title if case in CASES else case
+
+
+# Words
+
+
+def _variants(groups: Sequence[Group]) -> str:
+    cases = dict.fromkeys(group.case for group in groups)
+    variants = dict.fromkeys(row["variant"] for group in groups for row in group.rows)
+    lines = [f"- `{case}`: {_title(case)}" for case in cases] + [f"- `{name}`: {_words(name)}" for name in variants]
+    return "\n".join(["## Cases and variants\n", *lines, ""]) if lines else ""
+
+
+def _words(variant: str) -> str:
+    try:
+        return describe(variant)
+    except ValueError:
+        return "no longer offered"
+
+
+_HEAD = """# Benchmarks
+
+How long one call of a model takes: plain, compiled by torch in each of its ways, and on Slipstream's engines. This
+page is made by `python benchmarks/report.py` from the rows in `benchmarks/results`; do not edit it by hand.
+"""
+
+_CHART = """![Milliseconds of one call, the less the better](benchmarks.svg)
+"""
+
+_HOW = """## How it was measured
+
+Each case is a model at its real size, made by ComfyUI's own classes, with random weights, in a process of its own. One
+call is timed, between two CUDA events, its inputs already on the GPU; a picture of 20 steps makes 20 such calls. All
+variants of a case are set up and warmed up first, then take turns call by call, so that a busy moment hits every one
+of them. "ms" is the median.
+
+"error" is ‖variant − fp32‖ / ‖fp32‖, where fp32 is the plain model in full fp32 (no TF32). Inputs change from call to
+call, and the error is the largest over all of them, before and after the timed calls, and on inputs never seen before.
+What is not finite is given no time; nor is an engine that is off by more than it may be, or did not serve every call.
+
+"over eager" and "over torch.compile" say how many times as fast a variant is as the plain model, and as the best of
+torch's own modes in the same run. "build s" is a first time with empty caches: for torch it comes back with every start
+of the host (or a part of it, where torch finds its own cache), for an engine it is paid once, and later starts take
+"load s". "VRAM MB" is what the process reserves at most for the model and this variant alone.
+"""
+
+_YOURSELF = """## Measure it yourself
+
+```
+python benchmarks/run.py                                          # the usual cases, all variants
+python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compiled
+python benchmarks/report.py                                       # this page
+```
+
+Use the Python that starts ComfyUI; `COMFYUI_DIR` names its folder. `--help` lists cases and options. Rows are added to
+`benchmarks/results`, or to the folder that `--out` names.
+"""

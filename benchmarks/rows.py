@@ -1,0 +1,74 @@
+"""One JSON object a line: what was measured, of which case, by which variant."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CPU = "CPU"
+
+FIELDS = (
+    "case", "variant", "ms", "ms_min", "ms_max", "repeats", "warmup", "samples", "error", "gpu", "driver", "versions",
+    "shapes", "precision", "build_s", "load_s", "size_mb", "vram_mb", "engine_calls", "seed", "commit", "run",
+)  # fmt: skip
+"""Of every row. A row that may not be trusted has one more, `failed`: the reason."""
+
+
+def complete(row: Row) -> Row:
+    """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
+    unknown = set(row) - {*FIELDS, "failed"}
+    assert not unknown, unknown
+    known = {name: _plain(row.get(name)) for name in FIELDS}
+    return known if row.get("failed") is None else {**known, "failed": row["failed"]}
+
+
+def append(file: Path, rows: Iterable[Row]) -> None:
+    """Add rows at the end of a file, which is made where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a", encoding="utf-8") as stream:
+        for row in rows:
+            stream.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read(file: Path, unfinished: bool = False) -> list[Row]:
+    """The rows of one file.
+
+    Args:
+        unfinished: whoever wrote it may have been killed in the middle of a line, which is left out then.
+
+    Raises:
+        ValueError: a line is no row; the message says which.
+    """
+    rows = []
+    text = file.read_text(encoding="utf-8")
+    if unfinished:
+        text = text[: text.rfind("\n") + 1]
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is no row of a measurement: {error}") from error
+    return rows
+
+
+def result_file(folder: Path, row: Row, day: date) -> Path:
+    """E.g. "nvidia-h200-2026-01-31.jsonl"."""
+    name = re.sub(r"[^a-z0-9]+", "-", gpu_of(row).lower()).strip("-")
+    return folder / f"{name}-{day.isoformat()}.jsonl"
+
+
+def gpu_of(row: Row) -> str:
+    """The GPU's name, or "CPU"."""
+    return row["gpu"] or CPU
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

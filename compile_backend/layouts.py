@@ -1,0 +1,104 @@
+"""How tensors lie in memory: what compiled kernels take for granted, and weights laid out as they want them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..core.dtypes import dtype_name, dtype_named
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """What a compiled kernel takes for granted about one tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorLayout:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {dtype_name(self.dtype)}, strides {list(self.stride)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": self.shape, "stride": self.stride, "dtype": dtype_name(self.dtype)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorLayout:
+        return cls(tuple(data["shape"]), tuple(data["stride"]), dtype_named(data["dtype"]))
+
+
+def use_channels_last(module: torch.nn.Module) -> None:
+    """Lay the weights of a module without numbers out as [N, H, W, C] in memory, in place.
+
+    Tensor cores want convolutions so; weights that come in another layout would be rearranged in every call.
+    """
+    for parameter in module.parameters():
+        if parameter.ndim == 4:
+            _, channels, height, width = parameter.shape
+            strides = (channels * height * width, 1, width * channels, channels)
+            parameter.data = parameter.as_strided(parameter.shape, strides, parameter.storage_offset())
+
+
+def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
+    """`tensor` in the strides that compiled code takes for granted, copied only where that moves a number."""
+    if (view := _as_it_lies(tensor, wanted)) is not None:
+        return view
+    return _empty(tensor, wanted).copy_(tensor)
+
+
+class LaidOutWeights:
+    """Copies of weights in another layout than the host's.
+
+    They are kept between runs, so that they stay where they are; engines of several resolutions share one copy of a
+    weight.
+    """
+
+    _shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self._copies: dict[str, torch.Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._copies.values())
+
+    def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
+        """`tensor` as it is now, in the layout `wanted`."""
+        if (view := _as_it_lies(tensor, wanted)) is not None:
+            self._copies.pop(name, None)
+            return view
+        storage = StorageWeakRef(tensor.untyped_storage())  # no other storage equals it, even at the same address
+        place = (storage, tensor.storage_offset(), tensor.dtype, wanted.shape, wanted.stride)
+        copy = self._shared.get(place)
+        if self._copies.get(name) is not copy:
+            self._copies.pop(name, None)  # before its successor needs room
+        if copy is None:
+            with torch.inference_mode(False):  # copies outlive a host's inference mode
+                copy = self._shared[place] = _empty(tensor, wanted)
+        self._copies[name] = copy
+        return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+
+def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | None:
+    if tensor.stride() == wanted.stride:
+        return tensor
+    if all(size == 1 or a == b for size, a, b in zip(wanted.shape, tensor.stride(), wanted.stride, strict=True)):
+        # Strides of axes of size 1 mean nothing, but torch.compile would compile again for others.
+        return tensor.as_strided(wanted.shape, wanted.stride)
+    return None
+
+
+def _empty(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
+    return torch.empty_strided(wanted.shape, wanted.stride, dtype=tensor.dtype, device=tensor.device)

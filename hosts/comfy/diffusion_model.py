@@ -1,0 +1,180 @@
+"""ComfyUI's diffusion models (UNets and transformers, see `model_classes`) as an `Architecture`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.dtypes import dtype_of
+from ...core.errors import UnsupportedModel
+from ...core.protocols import Tensors
+from ...core.shapes import Shape
+from ...core.skeleton import hollow
+from ...core.spec import ModelFingerprint, Precision, Role
+from ..architecture import architecture_digest, random_inputs
+from .checkout import use_checkout
+from .model_classes import ModelClass, class_named, class_of
+
+PREFIX = "model."
+"""Of every weight's name in the exported program."""
+
+
+def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+    """Positional and keyword arguments of a model: each class has names of its own for latent and timesteps."""
+    rest = {name: tensor for name, tensor in inputs.items() if name not in ("x", "timesteps")}
+    return (inputs["x"], inputs["timesteps"]), rest
+
+
+class DiffusionModelGraph(torch.nn.Module):
+    """The model as exported: plain inputs, plain attention, no patches."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
+        """
+        Args:
+            inputs: x [N, C, H, W] or [N, C, frames, H, W], timesteps [N], and what else the class takes by name, such
+                as context [N, tokens, dim], y [N, dim], guidance [N].
+
+        Raises:
+            UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
+        """
+        versions = {name: tensor._version for name, tensor in inputs.items()}
+        args, kwargs = split_inputs(inputs)
+        options = {"optimized_attention_override": _scaled_dot_product_attention}
+        with _plain_operators():
+            out = self.model(*args, **kwargs, transformer_options=options)
+        if written := [name for name, tensor in inputs.items() if tensor._version != versions[name]]:
+            raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
+        return (out,)
+
+
+def _scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """ComfyUI picks its attention by machine; an engine always gets the one operator that compilers know."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch(*args, **kwargs)
+
+
+@contextmanager
+def _plain_operators() -> Iterator[None]:
+    """Newer ComfyUIs rotate by kernels of their own, which compilers cannot look into, except while they train."""
+    import comfy.model_management as management
+
+    before = getattr(management, "in_training", False)
+    management.in_training = True
+    try:
+        yield
+    finally:
+        management.in_training = before
+
+
+class ComfyDiffusionModel:
+    """What a ComfyUI diffusion model computes, apart from the model that was loaded."""
+
+    role: Role = Role.UNET
+    outputs: tuple[str, ...] = ("out",)
+
+    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str) -> None:
+        self.kind = kind
+        self.config = config
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self._name)
+
+    @classmethod
+    def of(cls, model: Any) -> ComfyDiffusionModel:
+        """The architecture of a `comfy.model_base.BaseModel`.
+
+        Raises:
+            UnsupportedModel: engines cannot stand for its class.
+        """
+        live = getattr(model, "diffusion_model", None)
+        name = type(model.model_config).__name__
+        kind = class_of(live)
+        if kind is None:
+            raise UnsupportedModel(
+                f"{name} models ({type(live).__name__}) have no engines yet; the plain model is used"
+            )
+        # Where and in which dtype the host holds its weights is no part of what the model computes.
+        outside = ("dtype", "device", "disable_unet_model_creation")
+        config = {key: value for key, value in model.model_config.unet_config.items() if key not in outside}
+        return cls(kind, config, name)
+
+    @functools.cached_property
+    def fingerprint(self) -> ModelFingerprint:
+        built = self._build()
+        digest = architecture_digest(built, self.config)
+        return ModelFingerprint(digest, self._name, layers=len(built.state_dict()))
+
+    @functools.cached_property
+    def weight_names(self) -> frozenset[str]:
+        """Without `PREFIX`."""
+        return frozenset(self._build().state_dict())
+
+    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return hollow(lambda: DiffusionModelGraph(self._build(_layers())), dtype_of(precision), device)
+
+    def caster(self) -> torch.nn.Module:
+        """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""
+        import comfy.ops
+
+        return self._build(comfy.ops.manual_cast)
+
+    def random_inputs(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
+    ) -> Tensors:
+        return random_inputs(shapes, dtypes, device, seed, {"timesteps": self.kind.timesteps})
+
+    def _build(self, operations: Any = None) -> torch.nn.Module:
+        import comfy.ops
+
+        layers = operations or comfy.ops.disable_weight_init
+        module: torch.nn.Module = self.kind.load()(**self.config, dtype=torch.float32, device="meta", operations=layers)
+        return module.requires_grad_(False).eval()
+
+
+@functools.cache
+def _layers() -> Any:
+    """ComfyUI's plain layers, for models that compute in one dtype throughout."""
+    import comfy.ops
+
+    class Conv3d(comfy.ops.disable_weight_init.Conv3d):
+        """Wan's first layer computes in fp32, whatever the model does."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            result: torch.Tensor = self._conv_forward(x, self.weight.to(x.dtype), bias)
+            return result
+
+    return type("Layers", (comfy.ops.disable_weight_init,), {"Conv3d": Conv3d})
+
+
+def checkout_in_use() -> str:
+    """The folder of the ComfyUI that this process runs."""
+    import comfy.ops
+
+    return str(Path(comfy.ops.__file__).resolve().parents[1])
+
+
+def enter_for_layers(checkout: str) -> None:
+    """In the build process: make ComfyUI's code importable, which itself leaves the GPU alone."""
+    if "comfy" not in sys.modules:
+        use_checkout(checkout)
+        from comfy.cli_args import args
+
+        args.cpu = True
+
+
+def _in_another_process(checkout: str, kind: str, config: dict[str, Any], name: str) -> ComfyDiffusionModel:
+    enter_for_layers(checkout)
+    return ComfyDiffusionModel(class_named(kind), config, name)

@@ -1,0 +1,43 @@
+"""Room on a device, by ComfyUI's own accounts."""
+
+from __future__ import annotations
+
+import torch
+
+
+def make_room(device: torch.device, wanted: int) -> None:
+    """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free."""
+    import comfy.model_management as management
+
+    if device.type == "cpu":
+        return
+    used = [loaded for loaded in management.current_loaded_models if loaded.currently_used]
+    management.free_memory(wanted + management.extra_reserved_memory(), device, keep_loaded=used)
+
+
+def room_beside_sampling(device: torch.device, wanted: int) -> int:
+    """Bytes that are free and not needed for sampling, after ComfyUI made room for `wanted` as far as it can."""
+    import comfy.model_management as management
+
+    reserve = int(management.minimum_inference_memory())
+    if _available(device) - reserve < wanted:
+        make_room(device, wanted + reserve)
+    return max(0, _available(device) - reserve)
+
+
+def _available(device: torch.device) -> int:
+    import comfy.model_management as management
+
+    return int(management.get_free_memory(device)) + _yielding(device)
+
+
+def _yielding(device: torch.device) -> int:
+    """What weights that stream from RAM (DynamicVRAM) hold on the device: they give way by themselves."""
+    try:
+        import comfy.memory_management
+        import comfy_aimdo.model_vbar
+    except ImportError:
+        return 0
+    if not comfy.memory_management.aimdo_enabled or device.type != "cuda":
+        return 0
+    return int(comfy_aimdo.model_vbar.vbars_analyze(device.index))

@@ -1,0 +1,137 @@
+"""The command's own process: arguments, children that die, files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from slipstream.benchmarks import command
+from slipstream.benchmarks.command import main, make_parser, measure_apart, wanted
+from slipstream.tests.unit.benchmarks.support import row
+
+ROWS = [row("eager", 20.0), row("eager", 10.0), row("torch.compile", 5.0), row("torch.compile", failed="off")]
+WORDS = ("--cases", "sd15-512-b2", "--variants", "eager,torch.compile")
+
+
+def options(out: Path, *words: str) -> Namespace:
+    return make_parser().parse_args([*WORDS, "--out", str(out), *words])
+
+
+def child(tmp_path: Path, *steps: str) -> list[str]:
+    """A program that is given what a case's process is; `steps` are lines in which `put` writes a row."""
+    lines = textwrap.dedent(
+        f"""
+        import json, os, sys, time
+        part = sys.argv[sys.argv.index("--part") + 1]
+        rows = {ROWS!r}
+        def put(*lines):
+            os.makedirs(os.path.dirname(part), exist_ok=True)
+            with open(part, "a") as stream:
+                stream.writelines(json.dumps(line) + "\\n" for line in lines)
+        """
+    )
+    script = tmp_path / "child.py"
+    script.write_text(lines + "\n".join(steps))
+    return [sys.executable, str(script)]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--cases", "sd15"), "'sd15' is no case; there are sd15-512-b2, "),
+        (("--cases", ","), "name at least one"),
+        (("--variants", "eager,fast"), "'fast' is no variant; there are eager"),
+        (("--repeats", "0"), "'0' is no whole number from 1"),
+        (("--limit", "soon"), "'soon' is no whole number from 1"),
+        (("--precision", "fp12"), "invalid choice: 'fp12'"),
+    ],
+)
+def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and why in said and "Traceback" not in said
+
+
+def test_options_become_levers_of_our_engines() -> None:
+    words = ("--variants", "eager,slipstream:compiled,slipstream:compiled+max", "--optimize", "max")
+    assert [each.name for each in wanted(make_parser().parse_args(words))] == ["eager", "slipstream:compiled+max"]
+    precise = make_parser().parse_args([*words[:2], "--precision", "bf16"])
+    assert [each.name for each in wanted(precise)] == [
+        "eager",
+        "slipstream:compiled+bf16",
+        "slipstream:compiled+max+bf16",
+    ]
+
+
+def test_the_last_row_of_a_variant_counts(tmp_path: Path) -> None:
+    program = child(tmp_path, "put(rows[0], rows[2], rows[1])")
+    outcome = measure_apart("sd15-512-b2", options(tmp_path / "out"), WORDS, program)
+    assert [(found["variant"], found["ms"]) for found in outcome.rows] == [("eager", 10.0), ("torch.compile", 5.0)]
+    assert not outcome.trouble and not list((tmp_path / "out").iterdir())
+
+
+def test_a_child_that_dies_keeps_what_it_had(tmp_path: Path) -> None:
+    program = child(tmp_path, "put(rows[0])", "open(part, 'a').write('{\"case\": ')", "sys.exit(7)")
+    outcome = measure_apart("sd15-512-b2", options(tmp_path), WORDS, program)
+    assert [found["ms"] for found in outcome.rows] == [20.0]
+    assert outcome.trouble == ("sd15-512-b2: its process ended with status 7; not reached: torch.compile",)
+
+
+def test_a_child_that_takes_too_long_keeps_what_it_had(tmp_path: Path) -> None:
+    program = child(tmp_path, "put(rows[0])", "time.sleep(100)")
+    started = time.monotonic()
+    outcome = measure_apart("sd15-512-b2", options(tmp_path, "--limit", "2"), WORDS, program)
+    assert time.monotonic() - started < 30
+    assert [found["ms"] for found in outcome.rows] == [20.0]
+    assert outcome.trouble == ("sd15-512-b2: was not done after 2 s, and ended; not reached: torch.compile",)
+
+
+def test_a_child_that_forgets_a_variant_is_told_on(tmp_path: Path) -> None:
+    outcome = measure_apart("sd15-512-b2", options(tmp_path), WORDS, child(tmp_path, "put(rows[1])"))
+    assert outcome.trouble == ("sd15-512-b2: the process left variants out; not reached: torch.compile",)
+
+
+def test_a_variant_that_was_left_out_for_a_reason_is_not_missed(tmp_path: Path) -> None:
+    left_out = 'put(rows[1], {"case": "a", "variant": "torch.compile", "left_out": "why"})'
+    outcome = measure_apart("sd15-512-b2", options(tmp_path), WORDS, child(tmp_path, left_out))
+    assert len(outcome.rows) == 1 and not outcome.trouble
+
+
+def test_a_row_that_failed_fails_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
+    program = child(tmp_path, "put(rows[1], rows[3])")
+    monkeypatch.setattr(measure_apart, "__defaults__", (program,))
+    out = tmp_path / "out"
+    words = ("--cases", "sd15-512-b2,sdxl-1024-b2", "--variants", "eager,torch.compile", "--out", str(out))
+    assert main(words) == 1
+    (file,) = out.iterdir()
+    assert [json.loads(line).get("failed") for line in file.read_text().splitlines()] == [None, "off"] * 2
+    said = capsys.readouterr().err
+    assert "FAILED sd15-512-b2, torch.compile: off" in said and "FAILED sdxl-1024-b2, torch.compile: off" in said
+    assert f"2 rows added to {file}" in said
+
+
+def test_all_good_is_status_0(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(measure_apart, "__defaults__", (child(tmp_path, "put(rows[1], rows[2])"),))
+    assert main([*WORDS, "--out", str(tmp_path / "out")]) == 0
+
+
+def test_no_comfyui_is_said_in_words(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr("slipstream.hosts.comfy.standalone.find_checkout", lambda named: None)
+    words = [*WORDS, "--case-in-this-process", "sd15-512-b2", "--part", str(tmp_path / "part")]
+    assert main(words) == command.FAILED
+    assert "No ComfyUI was found; name the folder of yours" in capsys.readouterr().err
+
+
+def test_a_gpu_is_missed_in_words(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr("slipstream.hosts.comfy.standalone.find_checkout", lambda named: tmp_path)
+    monkeypatch.setattr(command, "enter", lambda checkout: None)
+    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    assert main([*WORDS, "--case-in-this-process", "sd15-512-b2", "--part", str(tmp_path / "part")]) == 1
+    assert "sd15-512-b2 needs a CUDA GPU, and there is none; tiny-sd15-64-b2" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""One case in this process, on a model that needs no compiler."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.benchmarks import measure as measuring
+from slipstream.benchmarks import variants
+from slipstream.benchmarks.cases import Case, Subject, randomise
+from slipstream.benchmarks.measure import SETS, Schedule, measure
+from slipstream.benchmarks.rows import FIELDS, Row
+from slipstream.benchmarks.variants import Variant, Workshop
+from slipstream.core.errors import ShapeOutsideProfile
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.provider import EngineProvider
+from slipstream.tests.fakes import FakeSource, FakeWorker, NullBackend
+
+REPEATS, WARMUP = 4, 2
+CALLS = 1 + WARMUP + SETS + 2 * REPEATS + SETS + 1
+"""Of each variant: the first one, warm-up, check, alone, in turns, check with one more set of inputs."""
+
+Measure = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> NullBackend:
+    backend = NullBackend("compiled")
+    monkeypatch.setattr(variants, "EngineProvider", functools.partial(EngineProvider, backends=[backend]))
+    monkeypatch.setattr("slipstream.runtime.build.run_build", FakeWorker([backend]))
+    monkeypatch.setitem(sys.modules, "comfyui_version", types.SimpleNamespace(__version__="0.99"))
+    return backend
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource()
+
+
+@pytest.fixture
+def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
+    """Measure variants; all rows in the order in which they were written."""
+
+    def call(module: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"out": module(**inputs)[0]}
+
+    def run(*names: str) -> list[Row]:
+        shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 3, 5)}
+        subject = Subject(source, source.model, call, shapes)
+        case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
+        rows: list[Row] = []
+        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"})
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
+        measure(case, [Variant.of(name) for name in names], schedule, workshop, rows.append)
+        return rows
+
+    return run
+
+
+def test_every_variant_is_written_alone_and_again_after_the_turns(run: Measure) -> None:
+    rows = run("eager", "slipstream:compiled")
+    assert [row["variant"] for row in rows] == ["eager", "slipstream:compiled"] * 2
+    for row in rows:
+        assert tuple(row) == FIELDS, row.get("failed")
+        assert len(row["samples"]) == row["repeats"] == REPEATS and row["warmup"] == WARMUP
+        assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        assert row["case"] == "fake" and row["commit"] == "abc" and row["run"] == "r" and row["gpu"] is None
+        assert row["shapes"]["context"] == [2, 3, 5] and row["precision"] == "fp32" and row["error"] < 1e-6
+        assert row["versions"]["comfyui"] == "0.99" and row["versions"]["torch"] == torch.__version__
+    eager, ours = rows[2:]
+    assert eager["engine_calls"] == 0 and eager["build_s"] is None and eager["load_s"] is None
+    assert ours["engine_calls"] == CALLS
+    assert ours["build_s"] == pytest.approx(6.0) and ours["load_s"] >= 0 and ours["size_mb"] >= 0
+
+
+def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBackend, monkeypatch) -> None:
+    checked = EngineProvider.prepare
+
+    def prepare_and_spoil(self: EngineProvider, *given: Any) -> Any:
+        result = checked(self, *given)
+        monkeypatch.setattr(EngineProvider, "_verify_once", lambda *_: None)
+        backend.error = 1e-2
+        return result
+
+    monkeypatch.setattr(EngineProvider, "prepare", prepare_and_spoil)
+    eager, ours = run("eager", "slipstream:compiled")[-2:]
+    assert "failed" not in eager
+    assert ours["failed"] == "differs from fp32 by 1.0e-02, allowed is 1e-04 in fp32"
+    assert ours["engine_calls"] == CALLS
+
+
+def test_a_stale_result_is_found(run: Measure, monkeypatch) -> None:
+    """An engine that answers with what it computed first is right on that input alone."""
+    plain = variants._ours
+    first: list[Any] = []
+
+    def stale(variant: Variant, subject: Subject, *given: Any) -> Any:
+        ready = plain(variant, subject, *given)
+        compute = ready.compute
+
+        def again(inputs: Any) -> Any:
+            first[:] = first or [compute(inputs)]
+            return first[0]
+
+        ready.compute = again
+        return ready
+
+    monkeypatch.setattr(variants, "_ours", stale)
+    monkeypatch.setattr(measuring.Contender, "calls", property(lambda self: 1, lambda self, value: None), raising=False)
+    row = run("slipstream:compiled")[-1]
+    assert "differs from fp32" in row.get("failed", ""), row
+
+
+def test_calls_that_went_elsewhere_fail_the_row(run: Measure, backend: NullBackend, monkeypatch) -> None:
+    plain = variants._ours
+
+    def breaks_later(*given: Any) -> Any:
+        ready = plain(*given)
+        compute = ready.compute
+
+        def once(inputs: Any) -> Any:
+            result = compute(inputs)
+            backend.call_error = ShapeOutsideProfile("x is too large")
+            return result
+
+        ready.compute = once
+        return ready
+
+    monkeypatch.setattr(variants, "_ours", breaks_later)
+    row = run("slipstream:compiled")[-1]
+    assert row["engine_calls"] == 1 and row["error"] < 1e-6
+    assert row["failed"].startswith(f"the engine served 1 of {CALLS} calls: the engine failed")
+    assert "x is too large" in row["failed"]
+
+
+def test_a_variant_that_cannot_be_set_up_leaves_the_others_alone(run: Measure, monkeypatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler here\nand a long trace")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    failed, *others = run("torch.compile", "eager")
+    assert failed["failed"] == "RuntimeError: no compiler here" and failed["ms"] is None and failed["samples"] == []
+    assert [row["variant"] for row in others] == ["eager", "eager"] and all("failed" not in row for row in others)
+
+
+def test_an_engine_that_cannot_be_built_is_a_failed_row(run: Measure, backend: NullBackend) -> None:
+    backend.cannot_build = "no C++ compiler"
+    (row,) = run("slipstream:compiled")
+    assert "no C++ compiler" in row["failed"] and row["engine_calls"] is None
+
+
+def test_what_means_nothing_here_is_left_out_with_a_reason(run: Measure) -> None:
+    rows = run("eager+graph", "torch.compile:max-autotune", "TorchCompileModel", "torch.compile+channels_last")
+    assert {row["variant"]: row["left_out"] for row in rows} == {
+        "eager+graph": "CUDA graphs need a CUDA GPU",
+        "torch.compile:max-autotune": "CUDA graphs need a CUDA GPU",
+        "TorchCompileModel": "ComfyUI's node compiles diffusion models only",
+        "torch.compile+channels_last": "the memory format of pictures means nothing to a transformer",
+    }
+
+
+def test_a_model_that_computes_nothing_is_no_measure(run: Measure, source: FakeSource) -> None:
+    source.model.shift.fill_(float("nan"))
+    with pytest.raises(ValueError, match="nothing can be judged"):
+        run("eager")
+
+
+def test_random_weights_set_every_number() -> None:
+    layers = torch.nn.Sequential(torch.nn.Conv2d(64, 64, 3), torch.nn.GroupNorm(8, 64), torch.nn.Linear(400, 8))
+    layers.register_buffer("table", torch.empty(1, 50, 64))
+    layers.register_buffer("steps", torch.arange(4))
+    for tensor in [*layers.parameters(), layers.table]:
+        tensor.data.fill_(float("nan"))
+    randomise(layers, seed=1)
+    assert all(tensor.isfinite().all() for tensor in layers.state_dict().values())
+    assert layers[0].weight.std().item() == pytest.approx(0.8 / (64 * 9) ** 0.5, rel=0.05)
+    assert layers[1].weight.mean().item() == pytest.approx(1, abs=0.1) and layers[1].bias.abs().max() < 0.2
+    assert layers.table.std().item() == pytest.approx(0.5, rel=0.1) and layers.steps.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,85 @@
+"""Weights in the layout that kernels want: one copy for all engines, right whatever happens to the host's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout, use_channels_last
+from slipstream.core.skeleton import hollow
+
+CPU = torch.device("cpu")
+
+
+def weight(value: float = 0.0) -> torch.Tensor:
+    return torch.arange(2 * 3 * 3 * 3).float().view(2, 3, 3, 3) + value
+
+
+WANTED = TensorLayout.of(weight().to(memory_format=torch.channels_last))
+
+
+def test_a_skeleton_in_channels_last_takes_no_memory_and_keeps_its_shapes() -> None:
+    module = hollow(lambda: nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(16, 4)), torch.float16, CPU)
+    before = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    storage = module[0].weight.untyped_storage().data_ptr()
+    use_channels_last(module)
+    assert module[0].weight.is_contiguous(memory_format=torch.channels_last) and module[1].weight.is_contiguous()
+    assert {name: tensor.shape for name, tensor in module.state_dict().items()} == before
+    assert module[0].weight.untyped_storage().data_ptr() == storage
+
+
+def test_a_copy_stays_where_it_is_and_follows_the_host() -> None:
+    weights, host = LaidOutWeights(), weight()
+    first = weights.of("w", host, WANTED)
+    address = first.data_ptr()
+    host.mul_(2)
+    second = weights.of("w", host, WANTED)
+    assert second.data_ptr() == address and torch.equal(second, host) and second.stride() == WANTED.stride
+    assert weights.bytes == host.nbytes
+
+
+def test_engines_share_a_copy() -> None:
+    one, other, host = LaidOutWeights(), LaidOutWeights(), weight()
+    assert one.of("w", host, WANTED).data_ptr() == other.of("w", host.detach(), WANTED).data_ptr()
+    one.clear()
+    assert torch.equal(other.of("w", host, WANTED), host)
+
+
+def test_models_do_not_share_even_at_the_same_address() -> None:
+    """A host's temporary copy is freed, and another model's comes to lie in its place, while an engine still runs."""
+    one, other = LaidOutWeights(), LaidOutWeights()
+    memory = torch.empty(weight().numel())
+
+    def host(value: float) -> torch.Tensor:
+        return torch.frombuffer(memory.numpy(), dtype=torch.float32).view(2, 3, 3, 3).copy_(weight(value))
+
+    first = host(0.0)
+    running = one.of("w", first, WANTED)
+    address = first.data_ptr()
+    del first
+    second = host(100.0)
+    assert second.data_ptr() == address
+    assert torch.equal(other.of("w", second, WANTED), weight(100.0))
+    assert torch.equal(running, weight(0.0))
+
+
+def test_a_copy_goes_when_the_last_engine_lets_go() -> None:
+    one, other, host = LaidOutWeights(), LaidOutWeights(), weight()
+    one.of("w", host, WANTED)
+    other.of("w", host, WANTED)
+    for weights in (one, other):
+        weights.clear()
+        assert weights.bytes == 0
+    assert not LaidOutWeights._shared
+
+
+def test_a_weight_that_lies_right_is_no_copy() -> None:
+    weights, host = LaidOutWeights(), weight().to(memory_format=torch.channels_last)
+    assert weights.of("w", host, WANTED) is host and weights.bytes == 0
+
+
+def test_copies_made_in_inference_mode_serve_outside_of_it() -> None:
+    weights, host = LaidOutWeights(), weight()
+    with torch.inference_mode():
+        weights.of("w", host, WANTED)
+    assert torch.equal(weights.of("w", host, WANTED), host)
