@@ -13,6 +13,7 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .attention import fastest_attention
 from .cpp_runtime import shared_cpp_runtime
 from .engine import CompiledEngine
 from .options import package_options
@@ -50,7 +51,7 @@ class AOTInductorBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with shared_cpp_runtime(job.directory):
+        with shared_cpp_runtime(job.directory), fastest_attention(job.device):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
                 program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
             )

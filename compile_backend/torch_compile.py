@@ -19,6 +19,7 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .attention import fastest_attention
 from .engine import CompiledEngine
 from .layouts import TensorLayout
 from .options import fusion_options
@@ -61,7 +62,7 @@ class TorchCompileBackend:
         # Compiled from the file, as `load` will do it: what `load` looks for in the cache is then there.
         module = _load_module(job.directory)
         compiled = _compiled(module, job.spec.backend.options)
-        with torch.no_grad():
+        with torch.no_grad(), fastest_attention(job.device):
             compiled(**_zeros_like(signature.inputs, job.device))
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
@@ -84,7 +85,8 @@ class TorchCompileBackend:
                 _assign(module, name, tensor)
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
-            return tuple(compiled(**inputs))
+            with fastest_attention(device):  # as when it was built: what was compiled then is found in the cache
+                return tuple(compiled(**inputs))
 
         # Constants are part of the program itself here.
         return CompiledEngine(

@@ -16,7 +16,7 @@ from ..core.protocols import Tensors
 from ..core.shapes import Shape
 from .source_code import source_digest
 
-RECIPE = 1
+RECIPE = 2
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
 
 

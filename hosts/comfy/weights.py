@@ -194,7 +194,7 @@ def _check_memory(
     if needed and needed > (free := room_beside_sampling(device, needed)):
         raise UnsupportedModel(
             f"The model's weights are not in the engine's form (low VRAM mode, or stored in another dtype), and a copy "
-            f"needs {needed >> 20} MB of the {free >> 20} MB that are free on {device}; the plain model is "
+            f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}; the plain model is "
             "used. A smaller picture or batch, or fewer loaded models, may leave room"
         )
 

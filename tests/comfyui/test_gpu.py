@@ -1,7 +1,7 @@
 """Engines on a CUDA GPU, at SD1.5's and SDXL's real sizes with random weights. Run with SLIPSTREAM_TEST_DEVICE=cuda.
 
-Building takes a minute or two for each engine. `-k sd15` and `-k sdxl` pick one family: several GPUs can share the
-work.
+Building takes a minute or two for each engine. `-k sd15`, `-k sdxl` and `-k small` (SDXL's class at less width) pick
+one: several GPUs can share the work.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ SDXL = {
     "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "use_linear_in_transformer": True,
     "adm_in_channels": 2816, "num_classes": "sequential", "num_heads": -1, "num_head_channels": 64,
 }  # fmt: skip
+SMALL_SDXL = {
+    **SDXL, "model_channels": 128, "num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 2],
+    "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 1, 1, 2, 2],
+}  # fmt: skip
 FAMILIES = {
     "sd15": (comfy.supported_models.SD15, comfy.model_base.BaseModel, SD15, 512, 640),
     "sdxl": (comfy.supported_models.SDXL, comfy.model_base.SDXL, SDXL, 1024, 832),
+    "small": (comfy.supported_models.SDXL, comfy.model_base.SDXL, SMALL_SDXL, 512, 640),
 }
 STEPS = 8
 
@@ -79,7 +84,7 @@ class Bench:
     def picture(self, patcher: Any, size: int | None = None) -> torch.Tensor:
         """A latent through ComfyUI's own sampling code."""
         prompts = {name: self._prompt(seed) for name, seed in (("positive", 1), ("negative", 2))}
-        latent = tiny.sample(patcher, self.family, steps=STEPS, size=size or self.size, **prompts)
+        latent = tiny.sample(patcher, steps=STEPS, size=size or self.size, **prompts)
         return latent.float().cpu()
 
     def timed(self, patcher: Any, size: int | None = None) -> float:
@@ -102,9 +107,9 @@ class Bench:
             if name.endswith(("to_q.weight", "to_out.0.weight", "in_layers.2.weight")):
                 up = torch.randn(weight.shape[0], 8, generator=generator)
                 down = torch.randn(8, weight[0].numel(), generator=generator)
-                patches[name] = ("diff", ((up @ down).view(weight.shape).mul(0.1 / weight[0].numel() ** 0.5),))
+                patches[name] = ("diff", ((up @ down).view(weight.shape).mul(0.05 / weight[0].numel() ** 0.5),))
         added = clone.add_patches(patches, 1.0)
-        assert len(added) == len(patches) > 20
+        assert len(added) == len(patches) > 10
         return clone
 
 
@@ -222,7 +227,7 @@ def test_two_resolutions_alternate_at_no_cost(bench: Bench, say: Any) -> None:
     alternating = [min(found) for found in zip(*turns, strict=True)]
     say("seconds a picture, alone and alternating:", [round(x, 3) for x in alone], [round(x, 3) for x in alternating])
     assert module.status.eager_calls == 0, module.status.to_json()["reasons"]
-    assert all(b < 1.1 * a + 0.02 for a, b in zip(alone, alternating, strict=True))
+    assert all(b < 1.1 * a + 0.05 for a, b in zip(alone, alternating, strict=True))
 
 
 COLD = """

@@ -83,6 +83,14 @@ def free() -> int:
     return int(management.get_free_memory(gpu()))
 
 
+def left_on_device() -> int:
+    """What no process holds. (ComfyUI's own count takes a graph's memory in torch's allocator for free.)"""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(gpu())[0]
+
+
 def listed() -> list[Any]:
     return [loaded for loaded in management.current_loaded_models if isinstance(loaded, LoadedEngines)]
 
@@ -129,11 +137,11 @@ def test_comfyui_counts_the_engine_and_can_unload_it(accelerate: Any, store: Eng
     size = pool.device_bytes(gpu())
     (entry,) = listed()
     assert entry.model_memory() == size > MB, "a captured graph holds memory"
-    before = free()
+    before, left = free(), left_on_device()
     others = [loaded for loaded in management.current_loaded_models if loaded is not entry]
     management.free_memory(before + size // 2, gpu(), keep_loaded=others)
     assert pool.device_bytes(gpu()) == 0 and listed() == []
-    assert free() - before > 0.8 * size, "what was told is what came back"
+    assert left_on_device() - left > 0.8 * size, "what was told is what came back"
     assert difference(picture(fast), first) < 1e-3
     assert_by_engine(module, 2)
     assert len(module.provider.history.builds()) == 1 and len(listed()) == 1
@@ -181,7 +189,7 @@ def test_a_real_shortage_inside_the_engine_is_recognised(accelerate: Any, monkey
 
     with monkeypatch.context() as short:
         short.setattr(type(loaded.engine), "__call__", fail)
-        assert difference(picture(fast), plain) < 1e-3
+        assert difference(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "ran out of GPU memory (it needs about" in reason
     assert pool.device_bytes(gpu()) == 0, "the plain model had room"
@@ -261,7 +269,7 @@ def test_a_copy_that_does_not_fit_is_a_reason(accelerate: Any, monkeypatch: pyte
     plain = picture(model)
     fast, module = accelerate(model)
     monkeypatch.setattr("slipstream.hosts.comfy.room._available", lambda _: management.minimum_inference_memory() + MB)
-    assert difference(picture(fast), plain) < 1e-3
+    assert difference(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "low VRAM mode" in reason and module.status.engine_calls == 0 and module.status.eager_calls == STEPS
 

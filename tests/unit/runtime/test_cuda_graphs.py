@@ -139,6 +139,10 @@ def test_it_may_be_captured_in_inference_mode_and_used_outside(engine: Engine, f
     assert right(fast(x=x), x, engine)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_allocator_backend() != "native",
+    reason="with CUDA's asynchronous allocator, torch ends the process at a capture that fails",
+)
 def test_an_engine_that_waits_on_the_host_runs_without_a_graph(engine: Engine, fast: GraphedEngine) -> None:
     engine.waits = True
     x = draw(4)
