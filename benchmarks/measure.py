@@ -19,7 +19,7 @@ import torch
 from ..core.environment import Environment
 from ..core.protocols import Tensors
 from ..runtime.measure import milliseconds, statistics_of, versions
-from ..runtime.verify import LIMITS, relative_error
+from ..runtime.verify import LIMITS, exact_fp32, relative_error
 from .cases import SEED, Case, Subject
 from .rows import Row, complete
 from .variants import EAGER, Ready, Variant, Workshop, set_up
@@ -220,7 +220,7 @@ def _examples(subject: Subject) -> list[Example]:
     made = []
     for number in range(SETS + 1):
         inputs = subject.inputs(SEED + number)
-        with _exact_fp32():
+        with exact_fp32():
             reference = subject.source.reference(inputs)
         size = max(float(tensor.abs().max()) for tensor in reference.values())
         if not 1e-3 < size < 1e4:
@@ -229,18 +229,6 @@ def _examples(subject: Subject) -> list[Example]:
             )
         made.append(Example(inputs, reference))
     return made
-
-
-@contextmanager
-def _exact_fp32() -> Iterator[None]:
-    """fp32 that is not rounded to TF32."""
-    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = convolutions.allow_tf32, products.allow_tf32
-    convolutions.allow_tf32 = products.allow_tf32 = False
-    try:
-        yield
-    finally:
-        convolutions.allow_tf32, products.allow_tf32 = before
 
 
 def _synchronize(device: torch.device) -> None:

@@ -103,7 +103,13 @@ def _section(gpu: str, groups: Sequence[Group]) -> str:
         lines.append("\nNot to be trusted:\n")
         lines += [f"- {row['case']}, `{row['variant']}`: {_escaped(row['failed'])}" for row in failed]
     lines.append(f"\n{_circumstances(groups)}\n")
+    lines += [note.read_text(encoding="utf-8") for note in _notes(gpu)]
     return "\n".join(lines)
+
+
+def _notes(gpu: str) -> list[Path]:
+    """What is to be known of the rows of this GPU: written by hand, beside them."""
+    return sorted(RESULTS.glob(f"{gpu.lower().replace(' ', '-')}-*.md"))
 
 
 _COLUMNS = ("case", "variant", "ms", "over eager", "over torch.compile", "error", "build s", "load s", "VRAM MB")

@@ -64,7 +64,7 @@ class AOTInductorBackend:
         slots = _Slots(package)
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
-            return tuple(package(**inputs))
+            return tuple(package.boxed_run(list(inputs.values())))
 
         constants = load_constants(artifact.directory, device)
         own = sum(tensor.nbytes for tensor in constants.values())
@@ -94,7 +94,7 @@ class _Slots:
         addresses = [tensor.data_ptr() for tensor in self._slots.values()]
         if addresses != self._addresses:  # each hand-over costs a few bytes that are never freed
             self._addresses = []
-            self._package.load_constants(self._slots, check_full_update=True, user_managed=True)
+            self._package.load_constants(self._slots, False, True, True)  # no standby, all of them, ours to keep alive
             self._addresses = addresses
 
     def empty(self) -> None:
@@ -104,14 +104,12 @@ class _Slots:
 
 
 def _load_package(path: Path, device: torch.device) -> Any:
-    from torch._inductor.package.package import AOTICompiledModel  # type: ignore[attr-defined,unused-ignore]
-
     index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
-        # What `torch._inductor.aoti_load_package` ends with; but that first runs the C++ compiler to look at the CPU.
-        # Single-threaded, since the events by which it waits for other threads cannot be captured in a CUDA graph.
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
-        return AOTICompiledModel(loader)  # type: ignore[no-untyped-call,unused-ignore]
+        # What `torch._inductor.aoti_load_package` ends with; but that first imports the compiler, seconds at each
+        # start, and runs the C++ compiler to look at the CPU. Single-threaded, since the events by which it waits for
+        # other threads cannot be captured in a CUDA graph.
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
     except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
         raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.export.graph_signature import InputKind
 
 from ..core.dtypes import input_dtypes
 from ..core.errors import UnsupportedModel
@@ -100,6 +99,8 @@ def _trace(spec: EngineSpec, module: torch.nn.Module, example: Tensors) -> torch
 
 def _name_constants(program: torch.export.ExportedProgram) -> None:
     """Turn constants into buffers, whose names reach the package, in memory of their own: aliases would be merged."""
+    from torch.export.graph_signature import InputKind
+
     for spec in program.graph_signature.input_specs:
         if spec.kind is InputKind.CONSTANT_TENSOR and spec.target is not None:
             spec.kind, spec.persistent = InputKind.BUFFER, False

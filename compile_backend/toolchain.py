@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 import os
 import shutil
 import sys
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 
 OLDEST_TORCH = "2.8"
 """The first torch whose AOTInductor packages take the host's own tensors as weights."""
@@ -18,12 +17,7 @@ OLDEST_TORCH = "2.8"
 
 def why_no_packages() -> str | None:
     """Why this torch cannot load a package with the host's own weights; None when it can."""
-    try:
-        package = importlib.import_module("torch._inductor.package.package")
-        supported = "user_managed" in inspect.signature(package.AOTICompiledModel.load_constants).parameters
-    except (ImportError, AttributeError):
-        supported = False
-    if supported:
+    if TorchVersion(str(torch.__version__)) >= OLDEST_TORCH and hasattr(torch._C, "_aoti"):
         return None
     return f"torch {torch.__version__} cannot give compiled packages live weights; torch {OLDEST_TORCH} or newer can"
 

@@ -33,7 +33,7 @@ def optimize_input() -> io.Combo.Input:
         "optimize",
         options=[level.value for level in Optimize],
         default=Optimize.BALANCED.value,
-        tooltip="How much build time to spend. fast build: soonest ready. max: on a GPU, tries many kernels.",
+        tooltip="How much build time to spend. fast build: soonest ready. max: on a GPU, tunes each fused kernel.",
     )
 
 

@@ -37,6 +37,7 @@ class GraphedEngine:
         self._engine = engine
         self._device = device
         self._graph: _Graph | None = None
+        self._has_weights = False
         self._is_hopeless = False
 
     @property
@@ -52,22 +53,25 @@ class GraphedEngine:
         return self._engine.generation
 
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
-        if self._is_hopeless or (self._graph is not None and not self._graph.fits(tensors)):
-            return self._engine(**tensors)  # which also says what does not fit
+        if self._is_hopeless or not self._has_weights or (self._graph is not None and not self._graph.fits(tensors)):
+            return self._engine(**tensors)  # which also says what is wrong
         if self._graph is None or self._graph.generation != self._engine.generation:
             self._capture(tensors)
         return self._graph.replay(tensors) if self._graph is not None else self._engine(**tensors)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._has_weights = False
         self._engine.update_weights(weights)
+        self._has_weights = True
 
     def release_weights(self) -> None:
         """The graph is kept: it is right again as soon as weights lie where they were."""
+        self._has_weights = False
         self._engine.release_weights()
 
     def close(self) -> None:
         self._drop()
-        self._is_hopeless = True
+        self._has_weights = False
         self._engine.close()
 
     def _drop(self) -> None:

@@ -92,7 +92,7 @@ def _one_case(
 ) -> tuple[float, float]:
     inputs = _inputs(source, spec, shapes, seed)
     with torch.no_grad():
-        with _exact_fp32():
+        with exact_fp32():
             reference = source.reference(inputs)
         eager = relative_error(source.eager(inputs), reference)
         return relative_error(engine(**inputs), reference), eager
@@ -105,7 +105,7 @@ def _limit(precision: Precision, eager_error: float) -> float:
 
 
 @contextmanager
-def _exact_fp32() -> Iterator[None]:
+def exact_fp32() -> Iterator[None]:
     """fp32 that is not rounded to TF32 on its way through a GPU's matrix units."""
     convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
     before = convolutions.allow_tf32, products.allow_tf32

@@ -19,6 +19,7 @@ from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, random_inputs
 from .checkout import use_checkout
+from .layers import layers_with_weights, plain_layers
 from .model_classes import ModelClass, class_named, class_of
 
 PREFIX = "model."
@@ -122,7 +123,7 @@ class ComfyDiffusionModel:
         return frozenset(self._build().state_dict())
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: DiffusionModelGraph(self._build(_layers())), dtype_of(precision), device)
+        return hollow(lambda: DiffusionModelGraph(self._build(plain_layers())), dtype_of(precision), device)
 
     def caster(self) -> torch.nn.Module:
         """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""
@@ -139,24 +140,10 @@ class ComfyDiffusionModel:
         import comfy.ops
 
         layers = operations or comfy.ops.disable_weight_init
-        module: torch.nn.Module = self.kind.load()(**self.config, dtype=torch.float32, device="meta", operations=layers)
+        options = {"dtype": torch.float32, "device": "meta", "operations": layers}
+        with layers_with_weights():
+            module: torch.nn.Module = self.kind.load()(**self.config, **options)
         return module.requires_grad_(False).eval()
-
-
-@functools.cache
-def _layers() -> Any:
-    """ComfyUI's plain layers, for models that compute in one dtype throughout."""
-    import comfy.ops
-
-    class Conv3d(comfy.ops.disable_weight_init.Conv3d):
-        """Wan's first layer computes in fp32, whatever the model does."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            bias = None if self.bias is None else self.bias.to(x.dtype)
-            result: torch.Tensor = self._conv_forward(x, self.weight.to(x.dtype), bias)
-            return result
-
-    return type("Layers", (comfy.ops.disable_weight_init,), {"Conv3d": Conv3d})
 
 
 def checkout_in_use() -> str:

@@ -19,6 +19,7 @@ from ...runtime.settings import Resolution
 from ..architecture import architecture_digest, cast_inputs, random_inputs
 from ..source_code import why_replaced
 from .diffusion_model import checkout_in_use, enter_for_layers
+from .layers import layers_with_weights
 from .weights import current_weights
 
 PREFIX = "model."
@@ -115,7 +116,7 @@ class ComfyVaeDecoder:
         """The VAE without encoder and without numbers."""
         from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 
-        with torch.device("meta"):
+        with torch.device("meta"), layers_with_weights():
             if self.embed_dim is None:
                 parts = {
                     "encoder_config": {"target": "torch.nn.Identity"},

@@ -22,6 +22,7 @@ from comfy.cli_args import args
 
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.layers import layers_with_weights
 from slipstream.hosts.comfy.residency import LoadedEngines, Residency
 from slipstream.hosts.comfy.weights import copies
 from slipstream.runtime.module import AcceleratedModule
@@ -48,7 +49,8 @@ LORA_LAYER = "diffusion_model.middle_block.0.in_layers.2.weight"
 def make_model(kind: Any = comfy.model_patcher.ModelPatcher) -> Any:
     config = comfy.supported_models.SD15({**REDUCED, "dtype": torch.float16})
     config.unet_config.update(REDUCED)
-    model = comfy.model_base.BaseModel(config, device=torch.device("cpu"))
+    with layers_with_weights():
+        model = comfy.model_base.BaseModel(config, device=torch.device("cpu"))
     randomise_unet(model.diffusion_model, seed=1)
     return kind(model, management.get_torch_device(), management.unet_offload_device())
 

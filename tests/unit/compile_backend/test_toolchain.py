@@ -95,14 +95,12 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None and "pip install triton" in reason
 
 
-def test_a_torch_too_old_for_live_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.package.package as package
-
-    def load_constants(self: object, constants: object, check_full_update: bool) -> None: ...
-
-    monkeypatch.setattr(package.AOTICompiledModel, "load_constants", load_constants)
+@pytest.mark.parametrize(("version", "serves"), [("2.7.1+cu126", False), ("2.8.0", True), ("2.13.0+cpu", True)])
+def test_a_torch_too_old_for_live_weights(version: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
     reason = AOTInductorBackend().why_unavailable(CPU)
-    assert reason is not None and torch.__version__ in reason and "2.8 or newer" in reason
+    assert (reason is None) is serves
+    assert serves or (reason is not None and version in reason and "2.8 or newer" in reason)
 
 
 def test_without_a_compiler_packages_still_load(programs: Path) -> None:
