@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,32 +64,45 @@ class LaidOutWeights:
     """
 
     _shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
+    _holders: Counter[int] = Counter()
+    """Of each copy, by its address."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._copies.values())
+        """This engine's share: the shares of all engines are what there is."""
+        return sum(tensor.nbytes // max(1, self._holders[tensor.data_ptr()]) for tensor in self._copies.values())
 
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
         """`tensor` as it is now, in the layout `wanted`."""
         if (view := _as_it_lies(tensor, wanted)) is not None:
-            self._copies.pop(name, None)
+            self._let_go(name)
             return view
         storage = StorageWeakRef(tensor.untyped_storage())  # no other storage equals it, even at the same address
         place = (storage, tensor.storage_offset(), tensor.dtype, wanted.shape, wanted.stride)
         copy = self._shared.get(place)
         if self._copies.get(name) is not copy:
-            self._copies.pop(name, None)  # before its successor needs room
+            self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
                 copy = self._shared[place] = _empty(tensor, wanted)
-        self._copies[name] = copy
+        if name not in self._copies:
+            self._copies[name] = copy
+            self._holders[copy.data_ptr()] += 1
         return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
 
     def clear(self) -> None:
-        self._copies.clear()
+        for name in list(self._copies):
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        if (copy := self._copies.pop(name, None)) is not None:
+            address = copy.data_ptr()
+            self._holders[address] -= 1
+            if not self._holders[address]:
+                del self._holders[address]
 
 
 def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from ..core.protocols import Engine, Tensors
 from ..core.shapes import ShapeProfile
 from .graph_memory import GraphMemory
+from .memory import MemoryWatch
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class GraphedEngine:
         self._graph = None
 
     def _capture(self, tensors: Tensors) -> None:
+        watch = MemoryWatch(self._device)
         # What is kept here outlives a host's inference mode.
         with _side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
             try:
@@ -88,7 +90,7 @@ class GraphedEngine:
                 self._graph.capture(self._engine)
             except BaseException as error:
                 self._drop()
-                if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+                if watch.ran_out(error) or not isinstance(error, RuntimeError):
                     raise
                 self._is_hopeless = True  # something that a graph cannot hold, such as a wait on the host
                 log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", error)
@@ -140,7 +142,7 @@ class _Graph:
 
     def replay(self, tensors: Tensors) -> Tensors:
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        with _side_stream(self._device):
+        with _side_stream(self._device), torch.no_grad():
             for name, tensor in tensors.items():
                 self._inputs[name].copy_(tensor)
             self._graph.replay()

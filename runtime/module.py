@@ -86,6 +86,7 @@ class Run:
         del self._offers[call]
         provider = self._module.provider
         if ran_out:
+            log.warning("Slipstream: %s", reason)  # with what may tell more than that memory was short
             reason = provider.out_of_memory(offer, self._hooks)
         elif offer.engine is not None:
             provider.pool.give_back(offer.engine)

@@ -6,6 +6,7 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from ...runtime.settings import BackendChoice
 from .hook import Compute, Plain, lead_calls
 from .model_classes import ModelClass
 from .source import ComfyUNetSource
-from .vetoes import why_not_this_call, why_not_this_run
+from .vetoes import why_not_these_layers, why_not_this_call, why_not_this_run
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
@@ -80,11 +81,16 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
 def _computing(run: Run, source: ComfyUNetSource, run_veto: str | None) -> Compute:
     kind = source.architecture.kind
 
+    @functools.cache
+    def veto_of_run() -> str | None:
+        # Not before the first call: in between ComfyUI loads the model, and other packs change it then.
+        return run_veto or why_not_these_layers(source.unet)
+
     def compute(module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         inputs, veto = _read(kind, args, kwargs)
         if module is not source.unet:
             veto = "this part of the batch runs on another GPU's copy of the model"
-        return run(inputs, lambda: {"out": plain(*args, **kwargs)}, run_veto or veto)["out"]
+        return run(inputs, lambda: {"out": plain(*args, **kwargs)}, veto_of_run() or veto)["out"]
 
     return compute
 
@@ -96,4 +102,6 @@ def _read(kind: ModelClass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
         return {}, f"{kind.name} is called in an unknown way ({error})"
     inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
+    if any(tensor.requires_grad for tensor in inputs.values()):
+        return inputs, "gradients are asked for, which engines do not give"
     return inputs, why_not_this_call({name: value for name, value in given.items() if name not in inputs})

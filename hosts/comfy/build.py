@@ -15,7 +15,7 @@ from ...runtime.provider import EngineProvider
 from ...runtime.settings import Resolution, Settings
 from .model_classes import CallSize
 from .source import ComfyUNetSource
-from .vetoes import why_not_this_run
+from .vetoes import why_not_this_model
 from .waiting import waiting_hooks
 
 _PIXELS = 8
@@ -54,7 +54,7 @@ def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
 
     comfy.model_management.load_models_gpu([patcher])
     source = ComfyUNetSource(patcher, memo)
-    if reason := why_not_this_run(patcher, patcher.model_options):
+    if reason := why_not_this_model(patcher, patcher.model_options):
         raise UnsupportedModel(f"An engine would not be used: {reason}")
     return source
 

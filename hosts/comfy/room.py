@@ -20,9 +20,18 @@ def room_beside_sampling(device: torch.device, wanted: int) -> int:
     import comfy.model_management as management
 
     reserve = int(management.minimum_inference_memory())
-    if _available(device) - reserve < wanted:
+    short = wanted + reserve - _available(device)
+    if 0 < short <= _unloadable(device):  # else all would be unloaded in vain
         make_room(device, wanted + reserve)
     return max(0, _available(device) - reserve)
+
+
+def _unloadable(device: torch.device) -> int:
+    """What ComfyUI could unload, as nothing uses it at this moment."""
+    import comfy.model_management as management
+
+    unused = (it for it in management.current_loaded_models if it.device == device and not it.currently_used)
+    return sum(int(loaded.model_loaded_memory()) for loaded in unused)
 
 
 def _available(device: torch.device) -> int:

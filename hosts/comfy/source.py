@@ -14,7 +14,7 @@ from ...engine_cache import WeightsMemo
 from ..architecture import cast_inputs
 from .checkpoint import unet_digest
 from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
-from .weights import current_weights, weights_token
+from .weights import copies, current_weights, weights_token
 
 
 class ComfyUNetSource:
@@ -64,7 +64,11 @@ class ComfyUNetSource:
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         names = self.architecture.weight_names
-        weights = current_weights(self.unet, names, dtype_of(self.precision), self.device)
+        token = weights_token(self._patcher)
+        dtype = dtype_of(self.precision)
+        if not copies.has(self.device, dtype, token):
+            token = None  # another dtype's copies, which an engine is about to use, must stay
+        weights = current_weights(self.unet, names, dtype, self.device, token)
         args, rest = split_inputs(cast_inputs(inputs, torch.float32))
         kwargs = {**rest, "transformer_options": {}}
         return {"out": torch.func.functional_call(self.architecture.caster(), weights, args, kwargs)}

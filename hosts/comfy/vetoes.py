@@ -12,10 +12,20 @@ from ..source_code import why_replaced
 _COMPILE_KEY = "torch.compile"
 
 
+def why_not_this_model(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
+    """Why engines would not be used for a model that is loaded."""
+    return why_not_this_run(patcher, model_options) or why_not_these_layers(patcher.model.diffusion_model)
+
+
 def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
-    """Reasons that hold for a whole sampling run."""
+    """Reasons that hold for a whole sampling run and are known at its beginning."""
+    import comfy.model_management as management
     import comfy.patcher_extension as extension
 
+    if getattr(management, "in_training", False):
+        return "the model is being trained"
+    if any(getattr(patcher, "injections", {}).values()):
+        return "another node injects layers of its own into the model"
     if getattr(patcher, "hook_patches", None):
         return "weight hooks change the model between steps"
     if any(name.startswith("diffusion_model") for name in patcher.object_patches):
@@ -24,10 +34,11 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
     options = model_options.get("transformer_options", {})
     if extension.get_wrappers_with_key(extension.WrappersMP.APPLY_MODEL, _COMPILE_KEY, options):
         return "TorchCompileModel compiles the same model; remove one of the two nodes"
-    return _why_not_these_layers(patcher.model.diffusion_model)
+    return None
 
 
-def _why_not_these_layers(unet: torch.nn.Module) -> str | None:
+def why_not_these_layers(unet: torch.nn.Module) -> str | None:
+    """Reasons that lie in the layers of a loaded model: what others did to them, perhaps while it was loaded."""
     for name, layer in unet.named_modules():
         if "forward" in vars(layer):
             return f"another extension changed how {name or 'the model'} computes"

@@ -78,6 +78,9 @@ class WeightCopies:
             self.free(device)
         return {}
 
+    def has(self, device: torch.device, dtype: torch.dtype, token: Hashable | None) -> bool:
+        return token is not None and self._kept.get(device, (None, {}))[0] == (dtype, token)
+
     def keep(self, device: torch.device, dtype: torch.dtype, token: Hashable, weights: Weights) -> None:
         self._kept[device] = ((dtype, token), weights)
 

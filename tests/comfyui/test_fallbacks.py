@@ -15,6 +15,7 @@ import pytest
 import torch
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
+from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
@@ -189,6 +190,59 @@ def test_an_extension_that_changes_comfyuis_own_code(
     fast, module = accelerated(engine_store, model, FIRST_USE)
     tiny.sample(fast)
     assert (module.status.engine_calls, module.status.eager_calls) == (3, 0)
+
+
+def injected(patcher: Patcher) -> Patcher:
+    """As bypass LoRA and motion modules: layers change when ComfyUI loads the model, and are put back afterwards."""
+
+    def inject(owner: Any) -> None:
+        layer = owner.model.diffusion_model.input_blocks[0][0]
+        vars(layer)["forward"] = lambda x, plain=layer.forward: plain(x) * 1.2
+
+    def eject(owner: Any) -> None:
+        vars(owner.model.diffusion_model.input_blocks[0][0]).pop("forward", None)
+
+    clone = patcher.clone()
+    clone.set_injections("another pack", [PatcherInjection(inject=inject, eject=eject)])
+    return clone
+
+
+def changed_at_load(patcher: Patcher) -> Patcher:
+    """The same by other means, which nobody but the layer itself tells of."""
+
+    def change(owner: Any, *_: Any) -> None:
+        layer = owner.model.diffusion_model.input_blocks[0][0]
+        if "forward" not in vars(layer):
+            vars(layer)["forward"] = lambda x, plain=layer.forward: plain(x) * 1.2
+
+    clone = patcher.clone()
+    clone.add_callback_with_key(CallbacksMP.ON_LOAD, "another pack", change)
+    return clone
+
+
+@pytest.mark.parametrize(("change", "reason"), [(injected, "injects layers"), (changed_at_load, "changed how")])
+def test_layers_that_change_while_the_model_is_loaded(
+    change: Callable[[Patcher], Patcher], reason: str, engine_store: EngineStore
+) -> None:
+    """The engine is known and was checked in this process; the first picture after the change must be right."""
+    model = tiny.model(seed=31)
+    fast, module = accelerated(engine_store, model, FIRST_USE)
+    before = tiny.sample(fast)
+    assert module.status.engine_calls == 3, module.status.to_json()["reasons"]
+    comfy.model_management.unload_all_models()
+    for _ in range(2):
+        found = tiny.sample(change(fast))
+        wanted = tiny.sample(change(model))
+        assert torch.equal(found, wanted) and not torch.equal(found, before)
+    assert module.status.engine_calls == 3
+    assert any(reason in why for why in module.status.to_json()["reasons"])
+
+
+def test_training_runs_plain(engine_store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comfy.model_management, "in_training", True, raising=False)
+    fast, module = accelerated(engine_store, tiny.model(), FIRST_USE)
+    tiny.sample(fast)
+    assert module.status.engine_calls == 0 and "trained" in "".join(module.status.to_json()["reasons"])
 
 
 def test_off_leaves_everything_alone(tmp_path: Any) -> None:

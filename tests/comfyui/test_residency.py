@@ -15,6 +15,7 @@ import torch
 
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy import room
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.residency import LoadedEngines, Residency
 from slipstream.hosts.comfy.room import make_room, room_beside_sampling
@@ -251,7 +252,9 @@ def test_weights_leave_what_sampling_needs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(management, "get_free_memory", lambda _: free[-1])
     monkeypatch.setattr(management, "free_memory", lambda *_, **__: free.append(free[-1] + 3 * MB))
     gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(room, "_unloadable", lambda _: 3 * MB)
     assert room_beside_sampling(gpu, 10 * MB) == 10 * MB and len(free) == 1
+    assert room_beside_sampling(gpu, 14 * MB) == 10 * MB and len(free) == 1, "nothing is unloaded in vain"
     assert room_beside_sampling(gpu, 11 * MB) == 13 * MB
     free.append(0)
     assert room_beside_sampling(gpu, 11 * MB) == 0

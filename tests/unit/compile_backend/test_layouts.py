@@ -41,8 +41,9 @@ def test_a_copy_stays_where_it_is_and_follows_the_host() -> None:
 def test_engines_share_a_copy() -> None:
     one, other, host = LaidOutWeights(), LaidOutWeights(), weight()
     assert one.of("w", host, WANTED).data_ptr() == other.of("w", host.detach(), WANTED).data_ptr()
+    assert one.bytes + other.bytes == host.nbytes, "counted once"
     one.clear()
-    assert torch.equal(other.of("w", host, WANTED), host)
+    assert torch.equal(other.of("w", host, WANTED), host) and other.bytes == host.nbytes
 
 
 def test_models_do_not_share_even_at_the_same_address() -> None:
