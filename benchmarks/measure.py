@@ -19,6 +19,7 @@ import torch
 from ..core.environment import Environment
 from ..core.protocols import Tensors
 from ..runtime.measure import milliseconds, statistics_of, versions
+from ..runtime.memory import give_back_unused
 from ..runtime.verify import LIMITS, exact_fp32, relative_error
 from .cases import SEED, Case, Subject
 from .rows import Row, complete
@@ -185,8 +186,7 @@ class Measurement:
         if self._device.type != "cuda":
             return 0
         gc.collect()
-        _synchronize(self._device)
-        torch.cuda.empty_cache()
+        give_back_unused(self._device)
         return torch.cuda.memory_reserved(self._device)
 
     @contextmanager

@@ -113,14 +113,17 @@ class ComfyDiffusionModel:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        built = self._build()
-        digest = architecture_digest(built, self.config)
-        return ModelFingerprint(digest, self._name, layers=len(built.state_dict()))
+        digest = architecture_digest(self._without_numbers, self.config)
+        return ModelFingerprint(digest, self._name, layers=len(self.weight_names))
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
         """Without `PREFIX`."""
-        return frozenset(self._build().state_dict())
+        return frozenset(self._without_numbers.state_dict())
+
+    @functools.cached_property
+    def _without_numbers(self) -> torch.nn.Module:
+        return self._build()
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: DiffusionModelGraph(self._build(plain_layers())), dtype_of(precision), device)

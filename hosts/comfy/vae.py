@@ -99,13 +99,17 @@ class ComfyVaeDecoder:
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         config = {**self.config, "embed_dim": self.embed_dim}
-        digest = architecture_digest(self.build(), config)
+        digest = architecture_digest(self._without_numbers, config)
         return ModelFingerprint(digest, "VAE decoder", layers=len(self.weight_shapes))
 
     @functools.cached_property
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """By name, without `PREFIX`."""
-        return {name: tensor.shape for name, tensor in self.build().state_dict().items()}
+        return {name: tensor.shape for name, tensor in self._without_numbers.state_dict().items()}
+
+    @functools.cached_property
+    def _without_numbers(self) -> torch.nn.Module:
+        return self.build()
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: DecoderGraph(self.build()), dtype_of(precision), device)

@@ -25,6 +25,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
 from slipstream.runtime.verify import relative_error
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 
 TOLERANCE = 1e-4
 ALL = sorted(tiny.TRANSFORMERS)
@@ -164,22 +165,6 @@ def test_sd3_is_whole_after_an_interrupt_inside_a_call(provider: EngineProvider,
     comfy.model_management.unload_all_models()
     names = set(fast.model.state_dict())
     assert names and names == set(tiny.transformer("sd3").model.state_dict())
-
-
-def compiled_elsewhere(patcher: Patcher) -> Patcher:
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    clone = patcher.clone()
-    set_torch_compile_wrapper(clone, backend="eager")
-    return clone
-
-
-def attention_override(patcher: Patcher) -> Patcher:
-    clone = patcher.clone()
-    clone.model_options["transformer_options"]["optimized_attention_override"] = lambda chosen, *args, **kwargs: (
-        chosen(*args, **kwargs) * 0.5
-    )
-    return clone
 
 
 def scaled_positions(patcher: Patcher) -> Patcher:

@@ -24,6 +24,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 
 Patcher = Any
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
@@ -46,14 +47,6 @@ def attention_replacement(patcher: Patcher) -> Patcher:
     return clone
 
 
-def attention_override(patcher: Patcher) -> Patcher:
-    clone = patcher.clone()
-    clone.model_options["transformer_options"]["optimized_attention_override"] = lambda chosen, *args, **kwargs: (
-        chosen(*args, **kwargs) * 0.5
-    )
-    return clone
-
-
 def free_u(patcher: Patcher) -> Patcher:
     clone = patcher.clone()
     clone.set_model_output_block_patch(lambda hidden, skip, options: (hidden * 1.1, skip))
@@ -64,14 +57,6 @@ def replaced_layer(patcher: Patcher) -> Patcher:
     clone = patcher.clone()
     layer = clone.get_model_object("diffusion_model.out.0")
     clone.add_object_patch("diffusion_model.out.0", torch.nn.Sequential(layer, torch.nn.Hardtanh(-0.5, 0.5)))
-    return clone
-
-
-def compiled_elsewhere(patcher: Patcher) -> Patcher:
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    clone = patcher.clone()
-    set_torch_compile_wrapper(clone, backend="eager")
     return clone
 
 
