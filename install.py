@@ -23,6 +23,8 @@ COMPILERS = {
     "darwin": (("clang++",), "run `xcode-select --install`"),
     "linux": (("g++", "c++", "clang++"), "install g++ (`sudo apt install g++` on Debian and Ubuntu)"),
 }
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
+TENSORRT = ("tensorrt_rtx_bindings", "tensorrt_rtx", "tensorrt")
 
 
 def missing() -> Iterator[str]:
@@ -76,17 +78,30 @@ def _compiler() -> Iterator[str]:
         )
 
 
+def hints() -> Iterator[str]:
+    """Yield what could be there besides, though nothing needs it."""
+    # The driver's own program would take a second to ask.
+    nvidia = NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
+    if nvidia and not any(map(importlib.util.find_spec, TENSORRT)):
+        yield (
+            "Optional: TensorRT engines. Which TensorRT fits this GPU and the command that installs it is said by: "
+            f'"{sys.executable}" "{HERE}" build --model demo --resolution 256x256 --backend tensorrt'
+        )
+
+
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 
 def main() -> None:
-    """Print what is missing, or that all is there."""
+    """Print what is missing, or that all is there; then what else could be."""
     found = list(missing())
     for sentence in found:
         print(f"[Slipstream] {sentence}")
     if not found:
         print("[Slipstream] Ready: Python, PyTorch and a C++ compiler are there.")
+    for sentence in hints():
+        print(f"[Slipstream] {sentence}")
 
 
 if __name__ == "__main__":

@@ -175,7 +175,8 @@ class Measurement:
                 self._put_failure(contender.name, error)
 
     def _put(self, name: str, row: Row) -> None:
-        self._write(complete({**self._common, "variant": name, **row}))
+        versions_of_all = {**self._common["versions"], **row.get("versions", {})}
+        self._write(complete({**self._common, "variant": name, **row, "versions": versions_of_all}))
 
     def _put_failure(self, name: str, error: Exception) -> None:
         lines = str(error).strip().splitlines() or [""]

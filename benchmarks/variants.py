@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,16 @@ from ..core.progress import Progress
 from ..core.protocols import Tensors
 from ..core.spec import Optimize, Precision
 from ..engine_cache import EngineStore
-from ..runtime.measure import load_seconds
+from ..runtime.measure import load_seconds, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.provider import EngineProvider, HostHooks
 from ..runtime.settings import BackendChoice, BuildPolicy, Settings
+from ..trt_backend import TensorRTBackend
+from ..trt_backend.backend import NEEDED
 from .cases import Case, Subject
 
 EAGER, EAGER_GRAPH, NODE, COMPILE, OURS = "eager", "eager+graph", "TorchCompileModel", "torch.compile", "slipstream"
-CHANNELS_LAST, MAX = "channels_last", "max"
+CHANNELS_LAST, MAX, BAKE, AS_EXPORTED = "channels_last", "max", "bake", "as-exported"
 _MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
 _PRECISIONS = {each.value for each in Precision}
@@ -47,6 +49,8 @@ _WORDS = {
 _LEVER_WORDS = {
     CHANNELS_LAST: "weights and pictures with their channels last in memory",
     MAX: "built with `optimize: max`",
+    BAKE: "the weights inside the engine, which cannot take others then",
+    AS_EXPORTED: "without the graph surgery that TensorRT can do without",
     **{each: f"computed in {each}" for each in _PRECISIONS},
 }
 
@@ -111,6 +115,8 @@ def _levers_of(kind: str, mode: str) -> set[str] | None:
         return set()
     if kind == COMPILE and mode in _MODES:
         return {CHANNELS_LAST}
+    if kind == OURS and mode == BackendChoice.TENSORRT.value:
+        return {MAX, BAKE, AS_EXPORTED, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
         return {MAX, *_PRECISIONS}
     return None
@@ -280,12 +286,14 @@ def _compiler_cache(workshop: Workshop) -> Iterator[None]:
 
 def _ours(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Ready:
     source = subject.source
-    provider = EngineProvider(workshop.store)
+    store = workshop.store
+    provider = EngineProvider(store, [_AsExported()]) if AS_EXPORTED in variant.levers else EngineProvider(store)
     settings = Settings(
         backend=BackendChoice(variant.mode),
         precision=next((Precision(lever) for lever in variant.levers if lever in _PRECISIONS), None),
         optimize=Optimize.MAX if MAX in variant.levers else Optimize.BALANCED,
         policy=BuildPolicy.MANUAL,
+        bake=BAKE in variant.levers,
     )
     plan, entry = provider.prepare(source, subject.call_shape, settings, HostHooks(_teller(workshop, variant)))
     loading = load_seconds(provider, source, plan, entry)
@@ -300,6 +308,7 @@ def _ours(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitSt
         "build_s": entry.manifest.build.seconds,
         "load_s": loading,
         "size_mb": round(entry.bytes / 2**20, 2),
+        "versions": versions(plan.key.environment),
     }
     return Ready(
         compute,
@@ -308,6 +317,13 @@ def _ours(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitSt
         engine_calls=lambda: module.status.engine_calls,
         reasons=lambda: "; ".join(module.status.to_json()["reasons"]),
     )
+
+
+class _AsExported(TensorRTBackend):
+    """What the build process does follows from the options that it is given."""
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        return {**super().options(device, precision, optimize), "surgery": NEEDED}
 
 
 def _teller(workshop: Workshop, variant: Variant) -> Callable[[Progress], None]:

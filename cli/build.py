@@ -40,17 +40,17 @@ class Obtained:
 
 
 def build(store: EngineStore, output: Output, options: Namespace) -> int:
-    """Build, load and check one engine a resolution; those that exist are only checked."""
+    """Build, load and check the engines of all resolutions; those that exist are only checked."""
     started = time.monotonic()
     settings = settings_from(options)
     provider = EngineProvider(store)
     with prompt_interrupts(provider):
         model = load(options, provider)
-        engines = [
-            obtain(provider, model, model.call(resolution, options.batch, options.tokens), settings)
-            for resolution in settings.resolutions
-        ]
-    rows = [_facts(engine) for engine in engines]
+        engines: dict[str, Obtained] = {}
+        for resolution in settings.resolutions:
+            found = obtain(provider, model, model.call(resolution, options.batch, options.tokens), settings)
+            engines.setdefault(found.entry.digest, found)  # one may be for several resolutions
+    rows = [_facts(engine) for engine in engines.values()]
     data = {
         "store": str(store.root),
         "host": model.host,
@@ -69,7 +69,15 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
 
 def settings_from(options: Namespace) -> Settings:
     """What the user chose."""
-    chosen = Settings.of_text(backend=options.backend, precision=options.precision, optimize=options.optimize)
+    chosen = Settings.of_text(
+        backend=options.backend,
+        precision=options.precision,
+        optimize=options.optimize,
+        engines=options.engines,
+        max_batch=options.max_batch,
+        max_tokens=options.max_tokens,
+        bake=options.bake,
+    )
     return replace(chosen, resolutions=options.resolution)
 
 

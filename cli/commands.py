@@ -16,10 +16,10 @@ from typing import TextIO
 from .. import __version__
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize, Precision
-from ..runtime.settings import BackendChoice
+from ..runtime.settings import MAX_BATCH, MAX_TOKENS, BackendChoice, ShapeChoice
 from .errors import FAILED, INTERRUPTED, OK, USAGE
 from .output import Output, set_up_logging
-from .words import count, one_line, prefix, resolutions, size_in_bytes, span
+from .words import count, one_line, prefix, resolutions, size_in_bytes, span, text_length
 
 Handler = Callable[[Namespace, Output], int]
 
@@ -212,6 +212,37 @@ def _add_model(parser: ArgumentParser) -> None:
     )
     backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
     add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the fastest that works here")
+    _add_shapes(parser)
+    add(
+        "--bake",
+        action="store_true",
+        help="TensorRT only: put the weights into the engine instead of refitting it; LoRA runs on the plain model",
+    )
+
+
+def _add_shapes(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--engines",
+        type=_with_spaces,
+        default=ShapeChoice.EACH.value,
+        choices=[each.value for each in ShapeChoice],
+        help="whether one TensorRT engine is for all resolutions; default: %(default)s",
+    )
+    add(
+        "--max-batch",
+        type=count,
+        default=MAX_BATCH,
+        metavar="N",
+        help="the most samples that an engine for several resolutions takes at once; default: %(default)s",
+    )
+    add(
+        "--max-tokens",
+        type=text_length,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="the longest text that such an engine takes, a multiple of 77; default: %(default)s",
+    )
 
 
 def _with_spaces(text: str) -> str:

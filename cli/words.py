@@ -8,7 +8,7 @@ import time
 from argparse import ArgumentTypeError
 from datetime import timedelta
 
-from ..runtime.settings import Resolution, parse_resolutions
+from ..runtime.settings import Resolution, check_tokens, parse_resolutions
 
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -46,6 +46,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is no whole number from 1")
     return int(text)
+
+
+def text_length(text: str) -> int:
+    """Read a number of tokens to which texts are padded."""
+    try:
+        return check_tokens(count(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def prefix(text: str) -> str:

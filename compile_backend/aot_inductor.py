@@ -27,6 +27,7 @@ class AOTInductorBackend:
     """Builds packages without weights: one serves every checkpoint of an architecture, and a LoRA needs no rebuild."""
 
     name = "aotinductor"
+    can_bake = False
 
     def environment(self, device: torch.device) -> Environment:
         return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
@@ -47,7 +48,10 @@ class AOTInductorBackend:
         return reason
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
-        return None if spec.profile.is_static else "compiled engines are made for one exact shape"
+        return None if spec.is_static else "compiled engines are made for one exact shape"
+
+    def build_bytes(self, spec: EngineSpec) -> int:
+        return 0
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)

@@ -65,6 +65,10 @@ class CompiledEngine:
     def generation(self) -> int:
         return self._generation
 
+    @property
+    def copies_weights(self) -> bool:
+        return False
+
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         if self._run is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")

@@ -65,7 +65,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
         UnsupportedModel: torch.export cannot trace it, or the profile is not static.
     """
     spec = job.spec
-    if not spec.profile.is_static:
+    if not spec.is_static:
         raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
     progress(Progress("export", None, "tracing the model"))
     example = job.architecture.random_inputs(spec.profile.opt, input_dtypes(spec), job.device, seed=0)

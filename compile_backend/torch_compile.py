@@ -36,6 +36,7 @@ class TorchCompileBackend:
     """Compiles in the worker process and carries the compiler's cache to the next start."""
 
     name = "torch.compile"
+    can_bake = False
 
     def environment(self, device: torch.device) -> Environment:
         return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
@@ -54,7 +55,10 @@ class TorchCompileBackend:
         return self.why_unavailable(device)
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
-        return None if spec.profile.is_static else "compiled engines are made for one exact shape"
+        return None if spec.is_static else "compiled engines are made for one exact shape"
+
+    def build_bytes(self, spec: EngineSpec) -> int:
+        return 0
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)

@@ -8,6 +8,7 @@
     │   └── BuildDied        ... because its process was killed or ran out of time; the next try may work
     ├── ShapeOutsideProfile  inputs that an engine was not built for
     ├── IncompatibleEngine   an artifact made for another machine, version or set of weights
+    │   └── NotFinite        ... that computes NaN or Inf where the model in fp32 does not
     ├── CorruptEngine        files that differ from what their manifest says
     └── StoreError           the engine store cannot be read or written
 
@@ -47,6 +48,10 @@ class ShapeOutsideProfile(SlipstreamError):
 
 class IncompatibleEngine(SlipstreamError):
     """An artifact was made for another machine, another version or other weights."""
+
+
+class NotFinite(IncompatibleEngine):
+    """An engine computes NaN or Inf where the model in fp32 does not: numbers outgrew its precision."""
 
 
 class CorruptEngine(SlipstreamError):

@@ -43,6 +43,11 @@ class Engine(Protocol):
         """Grows whenever the weights lie elsewhere than before: what was captured of earlier calls is void then."""
         ...
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether it computes with copies of its own: after they changed, its answer is compared with the model's."""
+        ...
+
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         """Run once. The outputs are fresh tensors.
 
@@ -54,6 +59,8 @@ class Engine(Protocol):
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Compute with `weights` (state-dict names) from now on; they are kept alive, and not copied where possible.
+
+        An engine that contains its weights is given none.
 
         Raises:
             IncompatibleEngine: a name is missing, or a shape, stride or dtype differs.
@@ -68,9 +75,14 @@ class Engine(Protocol):
 
 
 class Backend(Protocol):
-    """A way to make engines. It never sees the cache."""
+    """A way to make engines. It never sees the cache.
+
+    Attributes:
+        can_bake: whether it can put the model's numbers into an artifact for good (`BackendConfig.contains_weights`).
+    """
 
     name: str
+    can_bake: bool
 
     def environment(self, device: torch.device) -> Environment: ...
 
@@ -88,6 +100,10 @@ class Backend(Protocol):
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         """Why this backend cannot build `spec`; None when it can."""
+        ...
+
+    def build_bytes(self, spec: EngineSpec) -> int:
+        """Device memory that building `spec` takes, roughly; 0 where it builds with next to none."""
         ...
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
@@ -151,6 +167,8 @@ class BuildJob:
 
     Attributes:
         environment: the host's, which the worker's must equal.
+        weights: a safetensors file of the model's numbers, for an artifact that contains them; None for others.
+        keep: a folder that outlives builds, for what they learn about this machine; None where there is none.
     """
 
     directory: Path
@@ -158,6 +176,8 @@ class BuildJob:
     architecture: Architecture
     device: torch.device
     environment: Environment
+    weights: Path | None = None
+    keep: Path | None = None
 
 
 class ModelSource(Protocol):
@@ -172,6 +192,11 @@ class ModelSource(Protocol):
     @property
     def precision(self) -> Precision:
         """What the host itself computes in."""
+        ...
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether it computes with other weights than those of `weights_digest`, as with a LoRA."""
         ...
 
     def weights_digest(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -109,6 +110,13 @@ class ShapeProfile:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {_times(axes)}" for name, axes in self.inputs.items())
+
+
+def profile_for(profiles: Sequence[ShapeProfile], shapes: Shapes) -> int | None:
+    """The number of the profile that is tuned nearest to `shapes`; None where no profile accepts them."""
+    distances = [profile.distance(shapes) for profile in profiles]
+    nearest = min(distances, default=math.inf)
+    return distances.index(nearest) if math.isfinite(nearest) else None
 
 
 def _times(sizes: tuple[Any, ...]) -> str:

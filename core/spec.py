@@ -51,6 +51,7 @@ class ModelFingerprint:
             the artifact contains the weights.
         lora: how LoRA reaches the engine: "live" (weights are supplied at load).
         layers: weight tensors, by which build times of different models compare; 0 where not counted.
+        parameters: numbers in all weight tensors together; 0 where not counted.
     """
 
     architecture: str
@@ -58,6 +59,7 @@ class ModelFingerprint:
     weights: str | None = field(default=None, metadata=NOT_IN_KEY)
     lora: str = "live"
     layers: int = field(default=0, metadata=NOT_IN_KEY)
+    parameters: int = field(default=0, metadata=NOT_IN_KEY)
 
 
 class HoldsMappings:
@@ -87,6 +89,7 @@ class EngineSpec(HoldsMappings):
     Attributes:
         dtypes: input name -> dtype name such as "float16".
         output_dtype: dtype name of every output.
+        more_profiles: further shapes that the same engine takes, each with kernels of its own.
     """
 
     role: Role
@@ -97,11 +100,21 @@ class EngineSpec(HoldsMappings):
     precision: Precision
     optimize: Optimize
     backend: BackendConfig
+    more_profiles: tuple[ShapeProfile, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))
 
+    @property
+    def profiles(self) -> tuple[ShapeProfile, ...]:
+        return self.profile, *self.more_profiles
+
+    @property
+    def is_static(self) -> bool:
+        """Whether it is for one exact shape."""
+        return self.profile.is_static and not self.more_profiles
+
     def describe(self) -> str:
         """One line for people: model, role, precision and shapes."""
         name = self.fingerprint.architecture_name or self.fingerprint.architecture[:8]
-        return f"{name} {self.role.value} {self.precision.value} ({self.profile})"
+        return f"{name} {self.role.value} {self.precision.value} ({' or '.join(map(str, self.profiles))})"

@@ -7,6 +7,7 @@ from .key import EngineKey, canonical, canonical_json, digest_of
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Verification
 from .memo import WeightsMemo
+from .overflows import OverflowMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
 from .weights import digest_module_file, digest_tensors
 from .wording import describe_differences
@@ -21,6 +22,7 @@ __all__ = [
     "FileRecord",
     "Hold",
     "Manifest",
+    "OverflowMemo",
     "PastBuild",
     "Verification",
     "WaitCallback",

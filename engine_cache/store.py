@@ -5,7 +5,8 @@
     <root>/in_use/              lock files of living processes: entries in use, folders in the making
     <root>/tmp/                 folders in the making and folders on their way out
     <root>/quarantine/          corrupt entries, each with a file that says why
-    <root>/memo/                remembered digests of checkpoint files
+    <root>/memo/                remembered: digests of checkpoint files, past builds, models that overflow in fp16
+    <root>/keep/                what builds learn about this machine, such as timings of kernels
 
 An entry appears and disappears by one rename of its folder under the store's lock. Reading takes no lock.
 """

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from .inputs import (
     backend_input,
     build_input,
+    engine_inputs,
     optimize_input,
     precision_input,
     resolutions_input,
@@ -32,6 +33,7 @@ class AccelerateModel(io.ComfyNode):
                 optimize_input(),
                 build_input(),
                 resolutions_input(),
+                *engine_inputs(),
             ],
             outputs=[io.Model.Output()],
             hidden=[io.Hidden.unique_id],
@@ -39,7 +41,14 @@ class AccelerateModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model: Any, backend: str, precision: str, optimize: str, build: str, resolutions: str
+        cls,
+        model: Any,
+        backend: str,
+        precision: str,
+        optimize: str,
+        build: str,
+        resolutions: str,
+        **engines: Any,
     ) -> io.NodeOutput:
         from ..hosts.comfy.accelerate import accelerate_model
         from ..hosts.comfy.host import provider
@@ -48,7 +57,7 @@ class AccelerateModel(io.ComfyNode):
         from ..runtime.settings import Settings
 
         settings = Settings.of_text(
-            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions
+            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions, **engines
         )
         module = AcceleratedModule(provider(), settings)
         node_id = str(cls.hidden.unique_id)

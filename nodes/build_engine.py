@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from .inputs import backend_input, optimize_input, precision_input
+from .inputs import backend_input, engine_inputs, optimize_input, precision_input
 
 
 class BuildEngine(io.ComfyNode):
@@ -39,6 +39,7 @@ class BuildEngine(io.ComfyNode):
                 backend_input(with_off=False),
                 precision_input(),
                 optimize_input(),
+                *engine_inputs(),
             ],
             outputs=[io.Model.Output(), io.String.Output(display_name="report")],
             is_output_node=True,
@@ -54,13 +55,19 @@ class BuildEngine(io.ComfyNode):
         backend: str,
         precision: str,
         optimize: str,
+        **engines: Any,
     ) -> io.NodeOutput:
         from ..hosts.comfy.build import build_engines
         from ..hosts.comfy.host import provider
         from ..runtime.settings import Settings
 
         settings = Settings.of_text(
-            backend=backend, precision=precision, optimize=optimize, build="first use", resolutions=resolutions
+            backend=backend,
+            precision=precision,
+            optimize=optimize,
+            build="first use",
+            resolutions=resolutions,
+            **engines,
         )
         report = "\n".join(build_engines(provider(), model, settings, batch, tokens))
         return io.NodeOutput(model, report, ui=ui.PreviewText(report))

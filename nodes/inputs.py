@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..core.spec import Optimize, Precision
-from ..runtime.settings import AUTO, BackendChoice, BuildPolicy
+from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, TOKENS, BackendChoice, BuildPolicy, ShapeChoice
 
 
 def backend_input(with_off: bool = True) -> io.Combo.Input:
@@ -52,4 +52,62 @@ def resolutions_input() -> io.String.Input:
         "resolutions",
         default=AUTO,
         tooltip="auto: every size that comes up gets an engine. Or a list such as 512x512, 768x512: only these do.",
+    )
+
+
+def engine_inputs() -> list[io.Input]:
+    """What one engine is for. Workflows that were saved before these inputs were there go without them."""
+    return [_advanced(each) for each in (_engines_input(), _max_batch_input(), _max_tokens_input(), _bake_input())]
+
+
+def _advanced(widget: io.Input) -> io.Input:
+    """Folded away by pages that can; older ComfyUIs have no argument for it."""
+    widget.extra_dict = {**widget.extra_dict, "advanced": True}
+    return widget
+
+
+def _engines_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "engines",
+        options=[choice.value for choice in ShapeChoice],
+        default=ShapeChoice.EACH.value,
+        optional=True,
+        tooltip="one engine per size: the fastest. one for a range: a single engine from the smallest to the largest "
+        "of the listed resolutions, fastest at the first. one with a profile per size: a single engine for exactly the "
+        "listed resolutions. Both need a list of resolutions and TensorRT; other backends make one engine per size.",
+    )
+
+
+def _max_batch_input() -> io.Int.Input:
+    return io.Int.Input(
+        "max_batch",
+        default=MAX_BATCH,
+        min=1,
+        max=64,
+        optional=True,
+        tooltip="Not for one engine per size: the most samples that the engine takes at once, 2 per picture with CFG. "
+        "Larger batches run in parts.",
+    )
+
+
+def _max_tokens_input() -> io.Int.Input:
+    return io.Int.Input(
+        "max_tokens",
+        default=MAX_TOKENS,
+        min=TOKENS,
+        max=TOKENS * 16,
+        step=TOKENS,
+        optional=True,
+        tooltip="Not for one engine per size: the longest text that the engine takes, 77 for each 75 words or so. A "
+        "longer one gets an engine of its own.",
+    )
+
+
+def _bake_input() -> io.Boolean.Input:
+    return io.Boolean.Input(
+        "bake",
+        default=False,
+        optional=True,
+        tooltip="TensorRT only: put the weights into the engine instead of refitting it; LoRA then runs on the plain "
+        "model.",
     )

@@ -9,7 +9,7 @@ import torch
 from ..compile_backend import AOTInductorBackend, TorchCompileBackend
 from ..core.errors import BackendUnavailable
 from ..core.protocols import Backend
-from ..trt_backend import why_unavailable as why_no_tensorrt
+from ..trt_backend import TensorRTBackend
 from .settings import BackendChoice
 
 
@@ -22,8 +22,8 @@ class BackendPick:
 
 
 def default_backends() -> list[Backend]:
-    """Compiled backends, the best first."""
-    return [AOTInductorBackend(), TorchCompileBackend()]
+    """The best first, as measured: TensorRT where no package can be compiled ahead of time."""
+    return [AOTInductorBackend(), TensorRTBackend(), TorchCompileBackend()]
 
 
 def backend_named(name: str) -> Backend:
@@ -43,17 +43,24 @@ def candidates(choice: BackendChoice, device: torch.device, backends: list[Backe
     Raises:
         BackendUnavailable: none can; the message lists every reason.
     """
-    passed: list[str] = []
-    if choice in (BackendChoice.AUTO, BackendChoice.TENSORRT):
-        passed.append(f"tensorrt: {why_no_tensorrt()}")
-        if choice is BackendChoice.TENSORRT:
-            raise BackendUnavailable(f"{passed[0]}. Choose backend auto or compiled")
+    chosen = [backend for backend in backends if _is_chosen(backend, choice)]
+    passed = [] if chosen else [f"{choice.value}: there is no such backend here"]
     picks = []
-    for backend in backends:
+    for backend in chosen:
         if reason := backend.why_unavailable(device):
             passed.append(f"{backend.name}: {reason}")
         else:
             picks.append(BackendPick(backend, tuple(passed)))
     if not picks:
-        raise BackendUnavailable("No backend works on this machine. " + "; ".join(passed))
+        raise BackendUnavailable("No backend works on this machine. " + "; ".join(passed) + _instead(choice))
     return picks
+
+
+def _is_chosen(backend: Backend, choice: BackendChoice) -> bool:
+    if choice is BackendChoice.TENSORRT:
+        return backend.name == TensorRTBackend.name
+    return choice is BackendChoice.AUTO or backend.name != TensorRTBackend.name
+
+
+def _instead(choice: BackendChoice) -> str:
+    return ". Choose backend auto or compiled" if choice is BackendChoice.TENSORRT else ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from ..core.dtypes import dtype_of
 from ..core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import BuildJob
 from ..engine_cache import BuildHistory, BuildRecord, EngineStore, Entry
+from ..engine_cache.files import store_errors
 from .builder import run_build
 from .estimate import estimator, past_build
 from .plan import Plan
@@ -18,6 +21,8 @@ from .plan import Plan
 log = logging.getLogger(__name__)
 
 _NEEDED_BYTES = 512 * 1024**2
+_KEEP = "keep"
+_WEIGHTS = "weights.safetensors"
 
 
 def build_engine(
@@ -56,7 +61,8 @@ def _build(
     with store.scratch("build-" + plan.key.short) as directory:
         _check_space(directory, plan)
         cancel.raise_if_cancelled(f"The build of {plan}")
-        job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment)
+        job = _job(plan, store, directory, progress)
+        cancel.raise_if_cancelled(f"The build of {plan}")  # writing numbers may have taken a while
         history = BuildHistory(store.root)
         try:
             built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
@@ -74,10 +80,30 @@ def _build(
         return entry
 
 
+def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCallback) -> BuildJob:
+    keep = store.root / _KEEP
+    with store_errors("Preparing a build", store.root):
+        keep.mkdir(exist_ok=True)
+    job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment, keep=keep)
+    if plan.save_weights is None:
+        return job
+    progress(Progress("weights", None, "writing the model's weights for the engine"))
+    weights = directory / _WEIGHTS
+    plan.save_weights(weights)
+    return replace(job, weights=weights)
+
+
+def _needed_bytes(plan: Plan) -> int:
+    """On disk; baked weights lie there as a file of their own, in the artifact, and in its copy in the store."""
+    if not plan.spec.backend.contains_weights:
+        return _NEEDED_BYTES
+    return _NEEDED_BYTES + 3 * plan.spec.fingerprint.parameters * dtype_of(plan.spec.precision).itemsize
+
+
 def _check_space(directory: Path, plan: Plan) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < _NEEDED_BYTES:
+    free, needed = shutil.disk_usage(directory).free, _needed_bytes(plan)
+    if free < needed:
         raise StoreError(
-            f"Building {plan} needs about {_NEEDED_BYTES >> 20} MB in {directory.parent}, {free >> 20} MB are free; "
+            f"Building {plan} needs about {needed >> 20} MB in {directory.parent}, {free >> 20} MB are free; "
             "free some space, prune the engines, or set SLIPSTREAM_HOME to a larger disk"
         )

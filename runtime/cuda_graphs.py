@@ -6,9 +6,9 @@ copied to fresh memory, and when the weights lie elsewhere the graph is captured
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -16,10 +16,17 @@ import torch
 
 from ..core.protocols import Engine, Tensors
 from ..core.shapes import ShapeProfile
+from ..core.streams import side_stream
 from .graph_memory import GraphMemory
 from .memory import MemoryWatch
 
 log = logging.getLogger(__name__)
+
+_GRAPHS_KEPT = 4
+"""Sets of shapes of one engine between which one may change without another capture."""
+
+_Call = tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+"""Names, shapes, dtypes and devices of a call's inputs."""
 
 
 def graphed(engine: Engine, device: torch.device) -> Engine:
@@ -28,16 +35,17 @@ def graphed(engine: Engine, device: torch.device) -> Engine:
 
 
 class GraphedEngine:
-    """An engine of one exact shape whose calls are one CUDA graph.
+    """An engine whose calls are CUDA graphs, one for each set of shapes, of those that were used last.
 
     Work is done on a stream of its own, joined with the caller's by events: never on the default stream, and without
-    waiting on the host.
+    waiting on the host. The graphs run one after the other there, so they compute in the same memory.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine = engine
         self._device = device
-        self._graph: _Graph | None = None
+        self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
+        self._memory: GraphMemory | None = None
         self._has_weights = False
         self._is_hopeless = False
 
@@ -47,18 +55,28 @@ class GraphedEngine:
 
     @property
     def device_bytes(self) -> int:
-        return self._engine.device_bytes + (self._graph.bytes if self._graph else 0)
+        computed_in = self._memory.bytes if self._memory else 0
+        return self._engine.device_bytes + computed_in + sum(graph.bytes for graph in self._graphs.values())
 
     @property
     def generation(self) -> int:
         return self._engine.generation
 
+    @property
+    def copies_weights(self) -> bool:
+        return self._engine.copies_weights
+
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
-        if self._is_hopeless or not self._has_weights or (self._graph is not None and not self._graph.fits(tensors)):
+        if self._is_hopeless or not self._has_weights:
             return self._engine(**tensors)  # which also says what is wrong
-        if self._graph is None or self._graph.generation != self._engine.generation:
-            self._capture(tensors)
-        return self._graph.replay(tensors) if self._graph is not None else self._engine(**tensors)
+        call = _call_of(tensors)
+        known = self._graphs.get(call)
+        if known is None or known.generation != self._engine.generation:
+            self._capture(call, tensors)
+        if (graph := self._graphs.get(call)) is None:
+            return self._engine(**tensors)
+        self._graphs.move_to_end(call)
+        return graph.replay(tensors)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._has_weights = False
@@ -66,7 +84,7 @@ class GraphedEngine:
         self._has_weights = True
 
     def release_weights(self) -> None:
-        """The graph is kept: it is right again as soon as weights lie where they were."""
+        """The graphs are kept: they are right again as soon as weights lie where they were."""
         self._has_weights = False
         self._engine.release_weights()
 
@@ -76,18 +94,20 @@ class GraphedEngine:
         self._engine.close()
 
     def _drop(self) -> None:
-        if self._graph is not None:
-            self._graph.close()
-        self._graph = None
+        while self._graphs:
+            self._graphs.popitem()[1].close()
+        if self._memory is not None:
+            self._memory.release()
+        self._memory = None
 
-    def _capture(self, tensors: Tensors) -> None:
-        watch = MemoryWatch(self._device)
+    def _capture(self, call: _Call, tensors: Tensors) -> None:
         # What is kept here outlives a host's inference mode.
-        with _side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
+        with side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
+            if call not in self._graphs:
+                self._add(call, tensors)
+            watch = MemoryWatch(self._device)
             try:
-                if self._graph is None:
-                    self._graph = _Graph(tensors, self._engine(**tensors), self._device)
-                self._graph.capture(self._engine)
+                self._graphs[call].capture(self._engine)
             except BaseException as error:
                 self._drop()
                 if watch.ran_out(error) or not isinstance(error, RuntimeError):
@@ -95,23 +115,39 @@ class GraphedEngine:
                 self._is_hopeless = True  # something that a graph cannot hold, such as a wait on the host
                 log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", error)
 
+    def _add(self, call: _Call, tensors: Tensors) -> None:
+        outputs = self._engine(**tensors)  # raises where the call itself is wrong: then the other graphs stay
+        if len(self._graphs) >= _GRAPHS_KEPT:
+            self._graphs.popitem(last=False)[1].close()
+        if self._memory is None:
+            self._memory = GraphMemory(self._device)
+        self._graphs[call] = _Graph(tensors, outputs, self._device, self._memory)
+
+
+def _call_of(tensors: Tensors) -> _Call:
+    return tuple((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in sorted(tensors.items()))
+
 
 class _Graph:
-    """One captured call and the places that it reads and writes. Made and used on the stream of `_side_stream`."""
+    """One captured call and the places that it reads and writes. Made and used on the stream of `side_stream`.
 
-    def __init__(self, inputs: Tensors, outputs: Tensors, device: torch.device) -> None:
+    Args:
+        memory: in which it computes; shared with graphs that never run at the same time.
+    """
+
+    def __init__(self, inputs: Tensors, outputs: Tensors, device: torch.device, memory: GraphMemory) -> None:
         self._device = device
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         # Results leave the graph for ordinary memory, so that all that it allocates is free at its end.
         self._outputs = {name: torch.empty_like(tensor) for name, tensor in outputs.items()}
-        self._memory = GraphMemory(device)
+        self._memory = memory
         self._graph = torch.cuda.CUDAGraph()
         self.generation = -1
 
     @property
     def bytes(self) -> int:
-        fixed = (*self._inputs.values(), *self._outputs.values())
-        return self._memory.bytes + sum(tensor.nbytes for tensor in fixed)
+        """Without the memory that it computes in."""
+        return sum(tensor.nbytes for tensor in (*self._inputs.values(), *self._outputs.values()))
 
     def capture(self, engine: Engine) -> None:
         """Record the call as it is now. The graph before this one lends it its memory."""
@@ -132,17 +168,9 @@ class _Graph:
         for name, tensor in engine(**self._inputs).items():
             self._outputs[name].copy_(tensor)
 
-    def fits(self, tensors: Tensors) -> bool:
-        return tensors.keys() == self._inputs.keys() and all(
-            tensor.shape == self._inputs[name].shape
-            and tensor.dtype == self._inputs[name].dtype
-            and tensor.device == self._inputs[name].device
-            for name, tensor in tensors.items()
-        )
-
     def replay(self, tensors: Tensors) -> Tensors:
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        with _side_stream(self._device), torch.no_grad():
+        with side_stream(self._device), torch.no_grad():
             for name, tensor in tensors.items():
                 self._inputs[name].copy_(tensor)
             self._graph.replay()
@@ -154,24 +182,6 @@ class _Graph:
         torch.cuda.synchronize(self._device)  # a graph that still runs must keep its memory
         self._graph.reset()
         self._inputs, self._outputs = {}, {}
-        self._memory.release()
-
-
-@functools.lru_cache(maxsize=16)
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
-    """After all that the current stream was given, and before all that it is given next."""
-    caller, side = torch.cuda.current_stream(device), _stream(device)
-    side.wait_stream(caller)
-    try:
-        with torch.cuda.stream(side):
-            yield
-    finally:
-        caller.wait_stream(side)
 
 
 @contextmanager

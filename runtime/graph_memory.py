@@ -1,4 +1,4 @@
-"""The memory of a CUDA graph: how much there is, and that it is given back."""
+"""The memory of CUDA graphs: how much there is, and that it is given back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESERVED_NOW = 2
 
 
 class GraphMemory:
-    """What one graph allocates, through every capture of it.
+    """What the graphs of one engine allocate, through every capture. They never run at the same time.
 
     It lies in a pool of torch's own allocator, or, with CUDA's asynchronous allocator, which ComfyUI prefers, in one
     that the driver keeps for all graphs of the process.
@@ -45,7 +45,7 @@ class GraphMemory:
             torch._C._cuda_endAllocateToPool(_index(self._device), self.handle)
 
     def release(self) -> None:
-        """Give back what the graph, which is gone, took."""
+        """Give back what the graphs, which are gone, took."""
         self.bytes = 0
         torch.cuda.empty_cache()
         if not self._is_native and (driver := _driver()) is not None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
+
 from ..core.dtypes import dtype_of
 from ..core.protocols import ModelSource, Tensors
+from ..core.spec import EngineSpec
 from .memory import MemoryWatch
 from .plan import CallShape
 from .provider import EngineProvider, HostHooks, Offer
 from .settings import Settings
+from .shapes_wanted import batch_of, largest_batch
 from .status import EngineUse, Status
 
 log = logging.getLogger(__name__)
@@ -73,7 +78,7 @@ class Run:
         return eager()
 
     def _try(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors | str:
-        """The engine's answer, or why there is none; then it is not asked again in this run."""
+        """The engine's answer, or why there is none; then the engine is not asked again in this run."""
         watch = MemoryWatch(self._source.device)
         try:
             return self._compute(offer, call, inputs)
@@ -83,44 +88,79 @@ class Run:
             reason = f"the engine failed ({type(error).__name__}: {error})"
             ran_out = watch.ran_out(error)
         # Out here the error is gone, and with it the frames that kept tensors alive.
-        del self._offers[call]
+        calls = [each for each, answer in self._offers.items() if answer is offer]
+        for each in calls:
+            del self._offers[each]
         provider = self._module.provider
         if ran_out:
             log.warning("Slipstream: %s", reason)  # with what may tell more than that memory was short
             reason = provider.out_of_memory(offer, self._hooks)
         elif offer.engine is not None:
             provider.pool.give_back(offer.engine)
-        self._offers[call] = Offer(reason=reason)
+        self._offers |= dict.fromkeys(calls, Offer(reason=reason))
         return reason
 
     def close(self) -> None:
         """Give the engines back."""
+        offers = {id(offer): offer for offer in self._offers.values()}  # calls may share one
         with ExitStack() as giving_back:  # all of them, also where one fails
-            for offer in self._offers.values():
+            for offer in offers.values():
                 if offer.engine is not None:
                     giving_back.callback(self._module.provider.pool.give_back, offer.engine)
             self._offers.clear()
 
     def _offer(self, call: CallShape) -> Offer:
         if call not in self._offers:
-            module = self._module
-            offer = module.provider.offer(self._source, call, module.settings, self._hooks)
-            self._offers[call] = offer
-            if offer.engine is not None and offer.plan is not None:
-                module.status.use_engine(_use_of(offer, self._source))
+            self._offers[call] = self._shared_offer(call) or self._new_offer(call)
         return self._offers[call]
 
+    def _shared_offer(self, call: CallShape) -> Offer | None:
+        """The engine of another call of this run, where it takes this one too."""
+        settings, host = self._module.settings, self._source.precision
+        for offer in self._offers.values():
+            if offer.engine is not None and offer.plan is not None and offer.plan.serves(call, host, settings):
+                return offer
+        return None
+
+    def _new_offer(self, call: CallShape) -> Offer:
+        module = self._module
+        offer = module.provider.offer(self._source, call, module.settings, self._hooks)
+        if offer.engine is not None and offer.plan is not None:
+            module.status.use_engine(_use_of(offer, self._source))
+        return offer
+
     def _compute(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors:
+        """A batch above the engine's largest is computed in parts, each of which counts as an engine call."""
         assert offer.engine is not None and offer.plan is not None
         spec = offer.plan.spec
         host_dtype = dtype_of(self._source.precision)
         wanted = call.dtypes(self._source.precision, spec.precision)
-        outputs = offer.engine.engine(**{name: tensor.to(wanted[name]) for name, tensor in inputs.items()})
-        self._module.status.count_engine(offer.plan.key.digest)
+        results = []
+        for part in _parts({name: tensor.to(wanted[name]) for name, tensor in inputs.items()}, spec):
+            results.append(offer.engine.engine(**part))
+            self._module.status.count_engine(offer.plan.key.digest)
         if call not in self._computed:  # the first call may have taken memory for the next ones
             self._computed.add(call)
             self._module.provider.pool.on_change(offer.engine.device)
-        return {name: tensor.to(host_dtype) for name, tensor in outputs.items()}
+        return {name: tensor.to(host_dtype) for name, tensor in _joined(results).items()}
+
+
+def _parts(inputs: Tensors, spec: EngineSpec) -> list[Tensors]:
+    """A call as its engine takes it: whole, or in the fewest parts of samples, as even as can be."""
+    if spec.is_static:
+        return [inputs]
+    batch = batch_of({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+    count = 1 if batch is None else math.ceil(batch / largest_batch(spec.profiles))
+    if count <= 1:
+        return [inputs]
+    split = {name: tensor.tensor_split(count) for name, tensor in inputs.items()}
+    return [{name: parts[index] for name, parts in split.items()} for index in range(count)]
+
+
+def _joined(results: list[Tensors]) -> Tensors:
+    if len(results) == 1:
+        return results[0]
+    return {name: torch.cat([part[name] for part in results]) for name in results[0]}
 
 
 def _use_of(offer: Offer, source: ModelSource) -> EngineUse:

@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
 from ..core.dtypes import WHOLE_NUMBERS, dtype_name, dtype_of
 from ..core.protocols import Architecture, Backend, Tensors
-from ..core.shapes import Shape, ShapeProfile
+from ..core.shapes import Shape, ShapeProfile, ShapeRange
 from ..core.spec import BackendConfig, EngineSpec, Precision
 from ..engine_cache import EngineKey
 from .backends import candidates
 from .settings import Resolution, Settings, latent_of
+from .shapes_wanted import profiles_wanted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine that would do, by one backend."""
+    """One engine that would do, by one backend.
+
+    Attributes:
+        save_weights: writes the model's numbers into a safetensors file, for an engine that is to contain them. It
+            needs the live model: only while a run, or a person, waits.
+    """
 
     architecture: Architecture
     spec: EngineSpec
     key: EngineKey
     backend: Backend
     device: torch.device
+    save_weights: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        latent = latent_of(self.spec.profile.opt)
-        frames = f" {latent[2]} latent frames" if len(latent) == 5 and latent[2] > 1 else ""
-        name = self.spec.fingerprint.architecture_name
-        return f"{name} {Resolution.of_latent(latent)}{frames} batch {latent[0]}"
+        latents = [latent_of(profile.inputs) for profile in self.spec.profiles]
+        sizes = ", ".join(dict.fromkeys(map(_say_size, latents)))
+        batch = latents[0][0]
+        return f"{self.spec.fingerprint.architecture_name} {sizes} batch {_span(batch.min, batch.max)}"
+
+    def serves(self, call: CallShape, host: Precision, settings: Settings) -> bool:
+        """Whether `plans` would find this very engine for another call of the same model and settings."""
+        dtypes = _dtype_names(call, host, self.spec.precision)
+        return dtypes == self.spec.dtypes and profiles_wanted(call.shapes, settings) == self.spec.profiles
+
+
+def _say_size(latent: tuple[ShapeRange, ...]) -> str:
+    smallest, largest = (Resolution.of_latent(tuple(getattr(axis, end) for axis in latent)) for end in ("min", "max"))
+    frames = f" {latent[2]} latent frames" if len(latent) == 5 and latent[2].max > 1 else ""
+    return f"{_span(smallest, largest)}{frames}"
+
+
+def _span(smallest: object, largest: object) -> str:
+    return str(smallest) if smallest == largest else f"{smallest}…{largest}"
 
 
 @dataclass(frozen=True)
 class CallShape:
-    """Names, shapes and dtypes of one call's inputs; equal for calls that one static engine serves."""
+    """Names, shapes and dtypes of one call's inputs; equal for calls that every engine takes alike."""
 
     inputs: tuple[tuple[str, Shape, torch.dtype], ...]
 
@@ -66,15 +89,20 @@ def plans(
     settings: Settings,
     backends: list[Backend],
 ) -> list[Plan]:
-    """Engines that would do, the best first.
+    """Engines that would do, the best first: where one for several sizes is asked for, those of backends that make it.
 
     Raises:
         BackendUnavailable: no backend runs on `device`.
     """
     precision = settings.precision or host_precision
-    dtypes = {name: dtype_name(dtype) for name, dtype in call.dtypes(host_precision, precision).items()}
+    dtypes = _dtype_names(call, host_precision, precision)
     picks = candidates(settings.backend, device, backends)
-    return [_plan(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
+    found = [_plan(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
+    return sorted(found, key=lambda plan: plan.spec.profiles != profiles_wanted(call.shapes, settings))
+
+
+def _dtype_names(call: CallShape, host: Precision, precision: Precision) -> dict[str, str]:
+    return {name: dtype_name(dtype) for name, dtype in call.dtypes(host, precision).items()}
 
 
 def _plan(
@@ -87,14 +115,18 @@ def _plan(
     backend: Backend,
 ) -> Plan:
     options = backend.options(device, precision, settings.optimize)
+    profile, *more = profiles_wanted(shapes, settings)
     spec = EngineSpec(
         role=architecture.role,
         fingerprint=architecture.fingerprint,
-        profile=ShapeProfile.static(shapes),
+        profile=profile,
         dtypes=dtypes,
         output_dtype=dtype_name(dtype_of(precision)),
         precision=precision,
         optimize=settings.optimize,
         backend=BackendConfig(backend.name, options),
+        more_profiles=tuple(more),
     )
+    if not spec.is_static and backend.why_unsupported(spec) is not None:  # then an engine for each size
+        spec = replace(spec, profile=ShapeProfile.static(shapes), more_profiles=())
     return Plan(architecture, spec, EngineKey(spec, backend.environment(device)), backend, device)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -14,7 +15,7 @@ from ..core.errors import (
     BuildCancelled,
     BuildDied,
     BuildFailed,
-    IncompatibleEngine,
+    NotFinite,
     SlipstreamError,
     StoreError,
     UnsupportedModel,
@@ -22,15 +23,19 @@ from ..core.errors import (
 from ..core.progress import Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
 from ..engine_cache import BuildHistory, EngineStore, Entry, WeightsMemo
+from . import bake
 from .backends import default_backends
 from .build import build_engine
 from .estimate import estimate, say_estimate
 from .memory import MemoryWatch, Shortages, give_back_unused
+from .overflow import Overflows
 from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
 from .queue import BuildQueue, Ticket
 from .settings import BuildPolicy, Settings
-from .verify import check, verify
+from .trust import Trust
+
+_Answer = TypeVar("_Answer")
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +94,8 @@ class EngineProvider:
         self.history = BuildHistory(store.root)
         self.pool = EnginePool()
         self._shortages = Shortages()
-        self._verdicts: dict[tuple[str, tuple[str, ...], str], str | None] = {}  # why wrong; None: right
+        self._overflows = Overflows(store.root)
+        self._trust = Trust(store, self._overflows)
         self._told: set[str] = set()
         self._active_runs = 0
         self._counting = threading.Lock()
@@ -112,8 +118,10 @@ class EngineProvider:
             self._active_runs -= 1
 
     def plans(self, source: ModelSource, call: CallShape, settings: Settings) -> list[Plan]:
-        """See `plan.plans`."""
-        return plans(source.architecture, call, source.precision, source.device, settings, self.backends)
+        """See `plan.plans`; in bf16 for a model that overflows in fp16, and with weights inside where asked for."""
+        chosen = self._overflows.widened(source, settings)
+        found = plans(source.architecture, call, source.precision, source.device, chosen, self.backends)
+        return [bake.baked(plan, source) if settings.bake and plan.backend.can_bake else plan for plan in found]
 
     def offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
         """An engine for this call, or why not. Never raises for a reason of ours, a bug of ours included.
@@ -124,14 +132,7 @@ class EngineProvider:
         try:
             if reason := settings.why_not_wanted(call.shapes):
                 return Offer(reason=reason)
-            found = self._find_or_obtain(source, call, settings, hooks)
-            if isinstance(found, str):
-                return Offer(reason=found)
-            plan, entry = found
-            if reason := self._shortages.why_not(plan.key.digest, plan.device):
-                return Offer(reason=reason)
-            ready = self._ready_or_short(source, plan, entry, hooks)
-            return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
+            return self._or_wider(source, settings, lambda: self._offer(source, call, settings, hooks))
         except hooks.interruptions:
             raise
         except SlipstreamError as error:
@@ -140,18 +141,40 @@ class EngineProvider:
             log.exception("Slipstream: looking for an engine broke")
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
+    def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
+        found = self._find_or_obtain(source, call, settings, hooks)
+        if isinstance(found, str):
+            return Offer(reason=found)
+        plan, entry = found
+        self._say_if_not_baked(plan, settings)
+        if reason := self._shortages.why_not(plan.key.digest, plan.device):
+            return Offer(reason=reason)
+        ready = self._ready_or_short(source, plan, entry, hooks)
+        return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
+
+    def _or_wider(self, source: ModelSource, settings: Settings, attempt: Callable[[], _Answer]) -> _Answer:
+        """What `attempt` finds; where it finds that fp16 overflows, and may do without, what it finds then."""
+        before = self._overflows.widened(source, settings)
+        try:
+            return attempt()
+        except NotFinite:
+            if self._overflows.widened(source, settings) == before:
+                raise
+        # Out here the error is gone, and with it the frames that kept tensors alive.
+        return attempt()
+
     def obtain(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
         """An engine on disk, built now if need be, whatever the settings' policy and earlier failures.
 
         Raises:
             SlipstreamError: why there is none.
         """
-        found = self._find(wanted := self.plans(source, call, settings))
-        if found is not None:
+        wanted = self.plans(source, call, settings)
+        if (found := self._find(wanted, source)) is not None:
             return found
         for plan in wanted:
             self.queue.forget(plan)
-        built = self._obtain(wanted, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
+        built = self._obtain(wanted, source, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
         if isinstance(built, str):
             raise BuildFailed(f"{built[0].upper()}{built[1:]}")
         return built
@@ -162,7 +185,13 @@ class EngineProvider:
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
+        return self._or_wider(source, settings, lambda: self._prepare(source, call, settings, hooks))
+
+    def _prepare(
+        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
+    ) -> tuple[Plan, Entry]:
         plan, entry = self.obtain(source, call, settings, hooks)
+        self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
         ready = self._ready_or_short(source, plan, entry, hooks)
@@ -175,28 +204,37 @@ class EngineProvider:
         self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
     ) -> tuple[Plan, Entry] | str:
         wanted = self.plans(source, call, settings)
-        return self._find(wanted) or self._obtain(wanted, settings, hooks)
+        return self._find(wanted, source) or self._obtain(wanted, source, settings, hooks)
 
-    def _find(self, wanted: list[Plan]) -> tuple[Plan, Entry] | None:
-        for plan in wanted:
+    def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
+        for plan in bake.fitting(wanted, source):
             if (entry := self.store.lookup(plan.key.digest)) is not None:
-                self._tell_once(plan)
+                self._say_once(plan.key.digest, f"cache hit, {plan} from {plan.key.short}")
                 return plan, entry
         return None
 
-    def _tell_once(self, plan: Plan) -> None:
-        if plan.key.digest not in self._told:
-            self._told.add(plan.key.digest)
-            log.info("Slipstream: cache hit, %s from %s", plan, plan.key.short)
+    def _say_if_not_baked(self, plan: Plan, settings: Settings) -> None:
+        if settings.bake and not bake.is_baked(plan):
+            name = plan.backend.name
+            self._say_once(f"bake {name}", f"bake is ignored: engines of {name} take the model's weights as they are")
 
-    def _obtain(self, wanted: list[Plan], settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry] | str:
+    def _say_once(self, subject: str, message: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            log.info("Slipstream: %s", message)
+
+    def _obtain(
+        self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks
+    ) -> tuple[Plan, Entry] | str:
         """Build, ask for a build, or say why neither; a backend that fails gives way to the next of the chain."""
         chain = _buildable(wanted)
         log.info("Slipstream: no engine for %s yet (%s)", chain[0], self.explain_miss(chain[0]))
-        if settings.policy is BuildPolicy.MANUAL:
-            return f"no engine for {chain[0]} yet; build it with the Build Engine node or `slipstream build`"
         reasons = []
         for plan in chain:
+            if reason := bake.why_not_built(plan, source, settings.policy):
+                return reason
+            if settings.policy is BuildPolicy.MANUAL:
+                return f"no engine for {plan} yet; build it with the Build Engine node or `slipstream build`"
             ticket = self.queue.submit(plan, urgent=settings.policy is BuildPolicy.FIRST_USE)
             if ticket.estimate is None:
                 ticket.estimate = self.estimate(plan)
@@ -204,6 +242,8 @@ class EngineProvider:
             if ticket.error is None and settings.policy is BuildPolicy.BACKGROUND:
                 return f"the engine for {plan} is being built in the background{words}"
             log.info("Slipstream: building the engine for %s%s", plan, words)
+            if ticket.error is None and (needed := plan.backend.build_bytes(plan.spec)):
+                hooks.make_room(plan.device, needed)
             try:
                 return plan, self.wait_for(ticket, hooks)
             except (BuildCancelled, BuildDied, StoreError, UnsupportedModel):  # no fault of the backend
@@ -239,7 +279,7 @@ class EngineProvider:
     def expected(self, source: ModelSource, call: CallShape, settings: Settings) -> float | None:
         """Seconds that `prepare` will spend on a build; None where the engine is there, or nothing is known."""
         wanted = self.plans(source, call, settings)
-        return None if self._find(wanted) else self.estimate(wanted[0])
+        return None if self._find(wanted, source) else self.estimate(wanted[0])
 
     def explain_miss(self, plan: Plan) -> str:
         """In words: what the closest engine in the store differs in."""
@@ -249,25 +289,28 @@ class EngineProvider:
         """Load an engine and give it the model's weights as they are now.
 
         It is verified once per set of weights, and compared with the model once in every process: between two starts
-        an extension may have come that changes what the model computes.
+        an extension may have come that changes what the model computes. One that copies weights is compared whenever
+        it did.
 
         Raises:
             CorruptEngine, IncompatibleEngine, UnsupportedModel: it cannot serve this model.
             torch.OutOfMemoryError: memory does not suffice; what the engine held has been given back.
         """
+        self._trust.check_not_refused(source, plan, entry)  # before memory is spent on it
         if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
             hooks.make_room(source.device, needed)
         watch = MemoryWatch(source.device)
         loaded = self.pool.take(plan, entry, source.device)
         try:
-            loaded.engine.update_weights(source.weights(plan.spec.precision))
+            loaded.engine.update_weights({} if bake.is_baked(plan) else source.weights(plan.spec.precision))
             self._verify_once(source, plan, loaded)
         except BaseException as error:
-            if not watch.ran_out(error):
+            ran_out = watch.ran_out(error)
+            if ran_out or _may_be_spoiled(loaded, error):
+                self.pool.discard(loaded)
+            else:
                 self.pool.give_back(loaded)
-                raise
-            self.pool.discard(loaded)
-            if isinstance(error, torch.OutOfMemoryError):
+            if not ran_out or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise torch.OutOfMemoryError(str(error)) from None
         self.store.touch(entry)
@@ -296,34 +339,12 @@ class EngineProvider:
         return self._shortages.note(plan.key.digest, plan.device, needed)
 
     def _verify_once(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
-        weights = source.weights_digest()
-        # By content: an engine that was refused, deleted and built anew gets another chance.
-        contents = tuple(sorted(record.sha256 for record in loaded.entry.manifest.files.values()))
-        case = (plan.key.digest, contents, weights)
-        if refused := self._verdicts.get(case):
-            raise IncompatibleEngine(refused)
-        if case in self._verdicts:
-            return
-        try:
-            self._verify(source, plan, loaded, weights)
-        except IncompatibleEngine as error:
-            self._verdicts[case] = str(error)
-            raise
-        self._verdicts[case] = None
+        self._trust.prove(source, plan, loaded)
 
-    def _verify(self, source: ModelSource, plan: Plan, loaded: LoadedEngine, weights: str) -> None:
-        driver = plan.key.environment.driver
-        known = loaded.entry.manifest.verifications.get(weights)
-        if known is not None and known.driver == driver:
-            check(loaded.engine, source, plan.spec, known)
-            return
-        result = verify(loaded.engine, source, plan.spec, driver)
-        result = replace(result, device_bytes=loaded.engine.device_bytes)
-        log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
-        try:
-            loaded.entry = self.store.record_verification(loaded.entry, weights, result)
-        except SlipstreamError as error:  # a read-only store: checked again in the next process
-            log.warning("Slipstream: %s", error)
+
+def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:
+    """Whether its copies of weights may be wrong, so that the next run had better load it anew."""
+    return loaded.engine.copies_weights and not isinstance(error, UnsupportedModel)
 
 
 def _known_bytes(entry: Entry) -> int:

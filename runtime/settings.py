@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
 from ..core.shapes import Shape
 from ..core.spec import Optimize, Precision
+
+_Axes = TypeVar("_Axes")
+_Choice = TypeVar("_Choice", bound=Enum)
+
+TOKENS = 77
+"""The length of a text is a multiple of it."""
+
+MAX_BATCH = 2
+"""Prompt and negative prompt of one picture, in one call."""
+
+MAX_TOKENS = 3 * TOKENS
 
 
 class BackendChoice(str, Enum):
@@ -27,6 +38,14 @@ class BuildPolicy(str, Enum):
     MANUAL = "manual"
 
 
+class ShapeChoice(str, Enum):
+    """Which sizes one engine is for."""
+
+    EACH = "one engine per size"
+    RANGE = "one for a range"
+    PROFILES = "one with a profile per size"
+
+
 @dataclass(frozen=True)
 class Resolution:
     """Picture size in pixels."""
@@ -37,14 +56,17 @@ class Resolution:
     def __str__(self) -> str:
         return f"{self.width}×{self.height}"
 
+    def is_between(self, smallest: Resolution, largest: Resolution) -> bool:
+        return smallest.width <= self.width <= largest.width and smallest.height <= self.height <= largest.height
+
     @classmethod
     def of_latent(cls, shape: Shape, factor: int = 8) -> Resolution:
         """The picture size of a latent [N, C, H, W] or [N, C, frames, H, W]."""
         return cls(shape[-1] * factor, shape[-2] * factor)
 
 
-def latent_of(shapes: Mapping[str, Shape]) -> Shape:
-    """The latent among a call's inputs: UNets call it x, decoders z."""
+def latent_of(shapes: Mapping[str, _Axes]) -> _Axes:
+    """The latent among a call's or a profile's inputs: UNets call it x, decoders z."""
     return shapes["x"] if "x" in shapes else shapes["z"]
 
 
@@ -74,15 +96,18 @@ def _parse_resolution(text: str) -> Resolution:
 AUTO = "auto"
 """The host's own precision, or every resolution."""
 
-_Choice = TypeVar("_Choice", bound=Enum)
-
 
 @dataclass(frozen=True)
 class Settings:
     """
     Attributes:
         precision: None leaves it to the host.
-        resolutions: where not empty, only these get engines.
+        resolutions: where not empty, only these get engines, and with `ShapeChoice.RANGE` those in between.
+        max_batch, max_tokens: the most samples and the longest text of an engine that is not for one exact size.
+        bake: put the model's numbers into the engine for good, where the backend can.
+
+    Raises:
+        ValueError: a batch or text that no call has.
     """
 
     backend: BackendChoice = BackendChoice.AUTO
@@ -90,6 +115,15 @@ class Settings:
     optimize: Optimize = Optimize.BALANCED
     policy: BuildPolicy = BuildPolicy.BACKGROUND
     resolutions: tuple[Resolution, ...] = ()
+    shapes: ShapeChoice = ShapeChoice.EACH
+    max_batch: int = MAX_BATCH
+    max_tokens: int = MAX_TOKENS
+    bake: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise ValueError(f"max_batch is {self.max_batch}; choose a whole number from 1, such as 2 for one picture")
+        check_tokens(self.max_tokens)
 
     @classmethod
     def of_text(
@@ -100,11 +134,15 @@ class Settings:
         optimize: str = Optimize.BALANCED.value,
         build: str = BuildPolicy.BACKGROUND.value,
         resolutions: str = AUTO,
+        engines: str = ShapeChoice.EACH.value,
+        max_batch: int = MAX_BATCH,
+        max_tokens: int = MAX_TOKENS,
+        bake: bool = False,
     ) -> Settings:
         """What a user chose, in the words of nodes and command line.
 
         Raises:
-            ValueError: a word that is not offered, or a resolution that cannot be read.
+            ValueError: a word or number that is not offered, or a resolution that cannot be read.
         """
         return cls(
             backend=_chosen(BackendChoice, backend),
@@ -112,6 +150,10 @@ class Settings:
             optimize=_chosen(Optimize, optimize),
             policy=_chosen(BuildPolicy, build),
             resolutions=parse_resolutions(resolutions),
+            shapes=_chosen(ShapeChoice, engines),
+            max_batch=max_batch,
+            max_tokens=max_tokens,
+            bake=bake,
         )
 
     def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
@@ -119,9 +161,32 @@ class Settings:
         if self.backend is BackendChoice.OFF:
             return "acceleration is switched off in the node"
         resolution = Resolution.of_latent(latent_of(shapes))
-        if self.resolutions and resolution not in self.resolutions:
+        if self.shapes is not ShapeChoice.EACH and not self.resolutions:
+            return f"'{self.shapes.value}' needs a list of resolutions in the node, such as 512x512, 768x768"
+        if self.shapes is ShapeChoice.RANGE:
+            smallest, largest = range_of(self.resolutions)
+            if not resolution.is_between(smallest, largest):
+                return f"{resolution} is outside of the node's range of resolutions ({smallest}…{largest})"
+        elif self.resolutions and resolution not in self.resolutions:
             return f"{resolution} is not in the node's list of resolutions ({', '.join(map(str, self.resolutions))})"
         return None
+
+
+def range_of(resolutions: Sequence[Resolution]) -> tuple[Resolution, Resolution]:
+    """The smallest and the largest width and height of a list."""
+    widths, heights = [each.width for each in resolutions], [each.height for each in resolutions]
+    return Resolution(min(widths), min(heights)), Resolution(max(widths), max(heights))
+
+
+def check_tokens(number: int) -> int:
+    """
+    Raises:
+        ValueError: no text is padded to this length.
+    """
+    if number < TOKENS or number % TOKENS:
+        offered = ", ".join(str(TOKENS * times) for times in range(1, 5))
+        raise ValueError(f"a text of {number} tokens is not offered here; choose a multiple of {TOKENS}: {offered}, …")
+    return number
 
 
 def _chosen(choices: type[_Choice], value: str) -> _Choice:

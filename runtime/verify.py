@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from ..core.dtypes import input_dtypes
-from ..core.errors import IncompatibleEngine
+from ..core.errors import IncompatibleEngine, NotFinite
 from ..core.protocols import Engine, ModelSource, Tensors
+from ..core.shapes import Shape
 from ..core.spec import EngineSpec, Precision
 from ..engine_cache import Verification
 
@@ -36,17 +37,17 @@ def relative_error(result: Tensors, reference: Tensors) -> float:
 
 
 def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | None = None) -> Verification:
-    """Compare engine, host's module and fp32 on fresh random inputs, at every corner of the profile.
+    """Compare engine, host's module and fp32 on fresh random inputs, at every corner of its profiles.
 
     Args:
         driver: the GPU's, for the record.
 
     Raises:
-        IncompatibleEngine: the engine is wrong, or not finite.
+        IncompatibleEngine: the engine is wrong; NotFinite: it is not finite where fp32 is.
     """
     worst = worst_eager = 0.0
     cases = 0
-    for shapes in spec.profile.corners():
+    for shapes in _corners(spec):
         for seed in _SEEDS:
             error, eager = _one_case(engine, source, spec, shapes, seed)
             worst, worst_eager, cases = max(worst, error), max(worst_eager, eager), cases + 1
@@ -63,28 +64,67 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
     return Verification(worst, eager_error, cases, spec.precision.value, driver, note=note)
 
 
-def check(engine: Engine, source: ModelSource, spec: EngineSpec, known: Verification) -> None:
+def _corners(spec: EngineSpec) -> list[dict[str, Shape]]:
+    """The smallest, tuned and largest shapes of every profile, each once."""
+    found = [shapes for profile in spec.profiles for shapes in profile.corners()]
+    return [shapes for index, shapes in enumerate(found) if shapes not in found[:index]]
+
+
+def check(
+    engine: Engine, source: ModelSource, spec: EngineSpec, known: Verification, *, refitted: bool = False
+) -> None:
     """Is a verified engine still what the host's module computes in this process? One call of each.
 
     Args:
         known: what `verify` found.
+        refitted: the engine has copied other weights since, which may be what went wrong.
 
     Raises:
-        IncompatibleEngine: it is not.
+        IncompatibleEngine: it is not; NotFinite: it is not finite where the model is.
     """
     inputs = _inputs(source, spec, spec.profile.opt, _SEEDS[0])
     with torch.no_grad():
-        wanted = source.eager(inputs)
-        if not all(tensor.isfinite().all() for tensor in wanted.values()):
+        wanted = _finite_answer(source, inputs)
+        if wanted is None:
             return  # nothing to compare with
-        error = relative_error(engine(**inputs), wanted)
+        found = engine(**inputs)
+    if not _is_finite(found):
+        raise _not_finite(spec)
+    error = relative_error(found, wanted)
     # Both may be off from fp32, in opposite directions.
     limit = max(LIMITS[spec.precision], LIMITS[source.precision], 2 * (known.relative_error + (known.eager_error or 0)))
     if error > limit:
+        causes = "another extension changed how the model computes"
+        if refitted:
+            causes += ", or the model's weights did not reach the engine. It is loaded anew once; where that does not "
+            causes += "help, delete it and build again"
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
-            f"now (allowed: {limit:.0e}) and is not used: another extension changed how the model computes"
+            f"now (allowed: {limit:.0e}) and is not used: {causes}"
         )
+
+
+def _finite_answer(source: ModelSource, inputs: Tensors) -> Tensors | None:
+    """The host's own; in fp32 where that overflows; None where the model's numbers are not finite at all."""
+    if _is_finite(answer := source.eager(inputs)):
+        return answer
+    with exact_fp32():
+        answer = source.reference(inputs)
+    return answer if _is_finite(answer) else None
+
+
+def _is_finite(answer: Tensors) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in answer.values())
+
+
+def _not_finite(spec: EngineSpec) -> NotFinite:
+    advice = "Delete it and build again; where that does not help, choose another backend and report this"
+    if spec.precision is Precision.FP16:
+        advice = "Numbers of this model are too large for fp16: set precision to bf16, or to auto, which does so itself"
+    return NotFinite(
+        f"The engine for {spec.describe()} computes NaN or Inf where the model in fp32 does not, and is not used. "
+        f"{advice}"
+    )
 
 
 def _one_case(
@@ -95,7 +135,10 @@ def _one_case(
         with exact_fp32():
             reference = source.reference(inputs)
         eager = relative_error(source.eager(inputs), reference)
-        return relative_error(engine(**inputs), reference), eager
+        found = engine(**inputs)
+    if _is_finite(reference) and not _is_finite(found):
+        raise _not_finite(spec)
+    return relative_error(found, reference), eager
 
 
 def _limit(precision: Precision, eager_error: float) -> float:

@@ -41,7 +41,7 @@ def _missing(need: str) -> str | None:
 
         return None if torch.cuda.is_available() else "no CUDA GPU"
     if need == "trt":
-        found = importlib.util.find_spec("tensorrt") or importlib.util.find_spec("tensorrt_rtx")
+        found = any(map(importlib.util.find_spec, ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings")))
         return _missing("gpu") if found else "no TensorRT"
     if need == "diffusers":
         return None if importlib.util.find_spec("diffusers") else "no diffusers"

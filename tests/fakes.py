@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from slipstream.core.dtypes import dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.core.protocols import Artifact, BuildJob, Tensors
-from slipstream.core.shapes import ShapeProfile
+from slipstream.core.shapes import ShapeProfile, profile_for
 from slipstream.core.skeleton import hollow
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import digest_tensors
@@ -52,9 +53,11 @@ def make_model(seed: int = 0) -> TinyModel:
     return model
 
 
-def make_inputs(size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
+def make_inputs(
+    size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = 3
+) -> Tensors:
     """A call as a sampler makes it."""
-    shapes = {"x": (batch, 4, size, size), "timesteps": (batch,), "context": (batch, 3, 5)}
+    shapes = {"x": (batch, 4, size, size), "timesteps": (batch,), "context": (batch, tokens, 5)}
     dtypes = {"x": dtype, "timesteps": torch.float32, "context": dtype}
     return FakeArchitecture().random_inputs(shapes, dtypes, CPU, seed)
 
@@ -95,7 +98,11 @@ class Untraceable(FakeArchitecture):
 
 
 class FakeSource:
-    """A live `TinyModel` of a host that computes in `precision`."""
+    """A live `TinyModel` of a host that computes in `precision`.
+
+    Attributes:
+        lora: added to every weight.
+    """
 
     def __init__(self, model: torch.nn.Module | None = None, precision: Precision = Precision.FP32) -> None:
         self.model = model or make_model()
@@ -104,6 +111,11 @@ class FakeSource:
         self.precision = precision
         self.reference_calls = 0
         self.unavailable: Exception | None = None
+        self.lora = 0.0
+
+    @property
+    def is_patched(self) -> bool:
+        return self.lora != 0
 
     def weights_digest(self) -> str:
         return digest_tensors(dict(self.model.named_parameters()))
@@ -111,7 +123,9 @@ class FakeSource:
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
         if self.unavailable is not None:
             raise self.unavailable
-        return {name: tensor.detach().to(dtype_of(precision)) for name, tensor in self.model.named_parameters()}
+        live = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+        patched = {name: tensor + self.lora for name, tensor in live.items()} if self.lora else live
+        return {name: tensor.to(dtype_of(precision)) for name, tensor in patched.items()}
 
     def eager(self, inputs: Tensors) -> Tensors:
         return _compute(self.weights(self.precision), inputs, dtype_of(self.precision))
@@ -136,11 +150,21 @@ class NullBackend:
         load_error: raised by every `load`.
         call_error: raised by every call of an engine.
         device_bytes: that engines seem to hold.
+        overflows: precisions in which engines compute infinities.
+        copies_weights: engines keep copies of the weights, and count how often they changed.
+        refits: whether weights reach engines that had others before.
+        can_bake: engines that contain weights are built, and read them from their own file.
+        building: device bytes that a build takes.
         engines: every engine that was loaded.
     """
 
     def __init__(self, name: str = "null") -> None:
         self.name = name
+        self.overflows: set[Precision] = set()
+        self.copies_weights = False
+        self.refits = True
+        self.can_bake = False
+        self.building = 0
         self.content = name
         self.unavailable: str | None = None
         self.cannot_build: str | None = None
@@ -167,18 +191,27 @@ class NullBackend:
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         return self.unsupported
 
+    def build_bytes(self, spec: EngineSpec) -> int:
+        return self.building
+
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         example = job.architecture.random_inputs(job.spec.profile.opt, input_dtypes(job.spec), job.device, seed=0)
         job.architecture.skeleton(job.spec.precision, job.device)(**example)  # as a trace would
         progress(Progress("compile", None, "pretending", 3))
         (job.directory / "engine.txt").write_text(self.content)
-        return Artifact(job.directory, ("engine.txt",), {"nodes": 3})
+        if not job.spec.backend.contains_weights:
+            return Artifact(job.directory, ("engine.txt",), {"nodes": 3})
+        assert job.weights is not None
+        (job.directory / "baked.bin").write_bytes(job.weights.read_bytes())
+        return Artifact(job.directory, ("engine.txt", "baked.bin"), {"nodes": 3})
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> NullEngine:
         if self.load_error is not None:
             raise self.load_error
         assert (artifact.directory / "engine.txt").read_text()
         engine = NullEngine(self, spec)
+        if spec.backend.contains_weights:
+            engine.weights = load_file(artifact.directory / "baked.bin")
         self.engines.append(engine)
         return engine
 
@@ -188,12 +221,17 @@ class NullEngine:
 
     def __init__(self, backend: NullBackend, spec: EngineSpec) -> None:
         self.profile: ShapeProfile = spec.profile
+        self.more_profiles = spec.more_profiles
+        self.batches: list[int] = []
         self.device_bytes = backend.device_bytes
         self.generation = 0
         self.calls = 0
         self.updates = 0
         self.closed = False
         self.weights: dict[str, torch.Tensor] = {}
+        self.copies_weights = backend.copies_weights
+        self._contains_weights = spec.backend.contains_weights
+        self._precision = spec.precision
         self._backend = backend
         self._dtypes = dict(spec.dtypes)
         self._dtype = dtype_of(spec.precision)
@@ -209,19 +247,34 @@ class NullEngine:
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.updates += 1
+        if self._contains_weights:
+            assert not weights
+        elif self.copies_weights:
+            self._refit(weights)
+        else:
+            self.generation += 1
+            self.weights = dict(weights)
+
+    def _refit(self, weights: Mapping[str, torch.Tensor]) -> None:
+        if self.weights and all(torch.equal(self.weights[name], tensor) for name, tensor in weights.items()):
+            return
         self.generation += 1
-        self.weights = dict(weights)
+        if self._backend.refits or not self.weights:
+            self.weights = {name: tensor.clone() for name, tensor in weights.items()}
 
     def release_weights(self) -> None:
-        self.weights = {}
+        if not (self.copies_weights or self._contains_weights):
+            self.weights = {}
 
     def close(self) -> None:
         self.closed = True
         self.device_bytes = 0
 
     def _run(self, tensors: Tensors) -> Tensors:
-        if reason := self.profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
-            raise ShapeOutsideProfile(reason)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if profile_for([self.profile, *self.more_profiles], shapes) is None:
+            raise ShapeOutsideProfile(str(self.profile.why_not(shapes)))
+        self.batches.append(len(tensors["x"]))
         found = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
         assert found == self._dtypes
         if not self.weights:
@@ -230,6 +283,8 @@ class NullEngine:
             raise self._backend.call_error
         self.calls += 1
         out = _compute(self.weights, tensors, self._dtype)["out"]
+        if self._precision in self._backend.overflows:
+            return {"out": out * float("inf")}
         return {"out": out * (1 + self._backend.error)}
 
 
@@ -242,6 +297,7 @@ class FakeWorker:
         builds: how many were begun.
         seconds: that each seems to take.
         expected: what the last build was told of its length.
+        jobs: all that were begun.
     """
 
     def __init__(self, backends: Iterable[NullBackend]) -> None:
@@ -251,6 +307,7 @@ class FakeWorker:
         self.started = threading.Event()
         self.error: BaseException | None = None
         self.builds = 0
+        self.jobs: list[BuildJob] = []
         self.seconds = 6.0
         self.expected: Callable[[int], float | None] = lambda operations: None
 
@@ -264,6 +321,7 @@ class FakeWorker:
         may_run: Callable[[], bool] = lambda: True,
     ) -> Built:
         self.builds += 1
+        self.jobs.append(job)
         self.expected = expected
         progress(Progress("start", 0.0, "starting"))
         self.started.set()

@@ -38,6 +38,13 @@ COMFYUI_TEST_REQUIREMENTS = (
     "safetensors",
     "websocket-client",
     "pillow",
+    "onnx",
+    "onnxscript",
+    "onnx-graphsurgeon",
+    "onnxruntime",
+    # Builds without a GPU, so the tests build with it.
+    "tensorrt-rtx-cu13-bindings; sys_platform == 'linux' and platform_machine == 'x86_64'",
+    "tensorrt-rtx-cu13-libs; sys_platform == 'linux' and platform_machine == 'x86_64'",
 )
 
 

@@ -1,8 +1,5 @@
-"""TensorRT engines. Not part of this version: the room says so wherever it is asked."""
+"""TensorRT engines: PyTorch → ONNX → surgery → plan → refitted with the host's weights."""
 
-from __future__ import annotations
+from .backend import TensorRTBackend
 
-
-def why_unavailable() -> str:
-    """Why no TensorRT engine can be built or run."""
-    return "TensorRT engines are not part of this version of Slipstream yet"
+__all__ = ["TensorRTBackend"]

@@ -114,7 +114,9 @@ class ComfyDiffusionModel:
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self._without_numbers, self.config)
-        return ModelFingerprint(digest, self._name, layers=len(self.weight_names))
+        weights = self._without_numbers.state_dict().values()
+        parameters = sum(weight.numel() for weight in weights)
+        return ModelFingerprint(digest, self._name, layers=len(weights), parameters=parameters)
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from ...runtime.module import AcceleratedModule
-from ...trt_backend import why_unavailable as why_no_tensorrt
+from ...trt_backend import TensorRTBackend
 
 
 def describe(module: AcceleratedModule | None) -> str:
@@ -27,5 +29,16 @@ def describe(module: AcceleratedModule | None) -> str:
         )
     lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
     lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in module.provider.queue.pending()]
-    lines.append(f"tensorrt: {why_no_tensorrt()}")
+    lines.append(f"tensorrt: {_tensorrt()}")
     return "\n".join(lines)
+
+
+def _tensorrt() -> str:
+    import comfy.model_management
+
+    backend, device = TensorRTBackend(), torch.device(comfy.model_management.get_torch_device())
+    reason = backend.why_unavailable(device)
+    if reason is not None:
+        return reason
+    found = " ".join(f"{name} {version}" for name, version in backend.environment(device).versions.items())
+    return f"{found} is there" + (f", but {why}" if (why := backend.why_cannot_build(device)) else "")

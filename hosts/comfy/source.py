@@ -42,6 +42,12 @@ class ComfyUNetSource:
         return precision_of(model.manual_cast_dtype or model.get_dtype())
 
     @property
+    def is_patched(self) -> bool:
+        """Whether a LoRA, a weight hook or another function changes its weights."""
+        kinds = ("patches", "weight_wrapper_patches", "hook_patches", "current_hooks")
+        return any(getattr(self._patcher, kind, None) for kind in kinds)
+
+    @property
     def pixels_per_latent(self) -> int:
         """Of a picture in each direction, to one value of its latent."""
         return int(getattr(self._patcher.model.latent_format, "spacial_downscale_ratio", 8))

@@ -100,7 +100,9 @@ class ComfyVaeDecoder:
     def fingerprint(self) -> ModelFingerprint:
         config = {**self.config, "embed_dim": self.embed_dim}
         digest = architecture_digest(self._without_numbers, config)
-        return ModelFingerprint(digest, "VAE decoder", layers=len(self.weight_shapes))
+        shapes = self.weight_shapes.values()
+        parameters = sum(shape.numel() for shape in shapes)
+        return ModelFingerprint(digest, "VAE decoder", layers=len(shapes), parameters=parameters)
 
     @functools.cached_property
     def weight_shapes(self) -> Mapping[str, torch.Size]:
@@ -183,6 +185,10 @@ class ComfyVaeSource:
     @property
     def precision(self) -> Precision:
         return precision_of(self._vae.vae_dtype)
+
+    @property
+    def is_patched(self) -> bool:
+        return bool(self._vae.patcher.patches)
 
     def weights_digest(self) -> str:
         if self._digest is None:

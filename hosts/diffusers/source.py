@@ -46,6 +46,11 @@ class DiffusersUNetSource:
     def precision(self) -> Precision:
         return precision_of(self.unet.dtype)
 
+    @property
+    def is_patched(self) -> bool:
+        """Never: LoRA layers are refused above, and a LoRA that was fused is part of the numbers in the digest."""
+        return False
+
     def weights_digest(self) -> str:
         if self._digest is None:
             self._digest = digest_tensors(self._tensors())

@@ -98,7 +98,9 @@ class DiffusersUNet:
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self.plain, self.config)
-        return ModelFingerprint(digest, "UNet2DConditionModel", layers=len(self.plain.state_dict()))
+        weights = self.plain.state_dict().values()
+        parameters = sum(weight.numel() for weight in weights)
+        return ModelFingerprint(digest, "UNet2DConditionModel", layers=len(weights), parameters=parameters)
 
     @functools.cached_property
     def plain(self) -> UNet2DConditionModel:

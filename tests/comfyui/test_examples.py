@@ -213,6 +213,25 @@ def test_the_stock_example_makes_a_picture(client, model_files) -> None:
     assert "engine calls: 0" in info
 
 
+def test_choices_that_saved_workflows_do_not_have_reach_the_model(client, object_info) -> None:
+    saved = workflow("first_engine")
+    graph = to_graph(saved, object_info)
+    change(graph, "KSampler", steps=1)
+    (node,) = [node for node in graph.prompt.values() if node["class_type"] == "SlipstreamAccelerateModel"]
+    node["inputs"].update(engines="one for a range", max_batch=4, max_tokens=154, bake=False)  # and no list of sizes
+    run = client.wait(queue(client, graph), timeout=120)
+    assert run.ok, run.error
+    (info,) = texts_of(run, saved, "SlipstreamEngineInfo")
+    assert "eager calls: 1" in info and "'one for a range' needs a list of resolutions" in info
+
+
+@pytest.mark.parametrize("name", ["SlipstreamAccelerateModel", "SlipstreamBuildEngine"])
+def test_what_an_engine_is_for_may_be_left_out_and_is_folded_away(object_info, name: str) -> None:
+    inputs = object_info[name]["input"]["optional"]
+    assert list(inputs) == ["engines", "max_batch", "max_tokens", "bake"]
+    assert all(settings["advanced"] for _, settings in inputs.values())
+
+
 # ---- what the tests above rely on
 
 

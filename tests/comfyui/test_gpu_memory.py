@@ -175,6 +175,8 @@ def test_unload_models_gives_all_of_it_back(accelerate: Any) -> None:
 
 def test_a_real_shortage_inside_the_engine_is_recognised(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled packages turn torch's out-of-memory error into a plain one; torch's own count tells."""
+    if torch.cuda.get_allocator_backend() != "native":
+        pytest.skip("CUDA's own allocator does not count; there a device with little left tells")
     model = make_model()
     plain = picture(model)
     fast, module = accelerate(model)

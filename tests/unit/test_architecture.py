@@ -35,15 +35,17 @@ COMFYUI = {
     "latent_preview", "node_helpers", "nodes", "server",
 }  # fmt: skip
 
+TENSORRT = ("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "onnx", "onnx_graphsurgeon", "onnxscript")
+
 # foreign package -> rooms that may import it
 HOMES: dict[str, set[str]] = {
     **dict.fromkeys(COMFYUI, {"benchmarks", "hosts", "nodes"}),
-    **dict.fromkeys(("tensorrt", "tensorrt_rtx", "onnx", "onnx_graphsurgeon"), {"trt_backend"}),
+    **dict.fromkeys(TENSORRT, {"trt_backend"}),
     "torchao": {"compile_backend"},
     "gradio": {"ui"},
 }
 # … and these only when they are used
-LAZY = {"tensorrt", "tensorrt_rtx", "onnx", "onnx_graphsurgeon", "torchao"}
+LAZY = {*TENSORRT, "torchao"}
 CORE_MAY_IMPORT = {"torch"}
 
 
@@ -176,7 +178,9 @@ PLANTED = {
     ("cli/x.py", "def f():\n    import folder_paths"): "may import folder_paths",
     ("runtime/x.py", "import nodes"): "may import nodes",
     ("compile_backend/x.py", "def f():\n    import tensorrt"): "only trt_backend may import tensorrt",
+    ("runtime/x.py", "def f():\n    import tensorrt_rtx_bindings"): "only trt_backend may import tensorrt_rtx_bindings",
     ("trt_backend/x.py", "import onnx"): "import onnx inside the function",
+    ("trt_backend/surgery/x.py", "import onnxscript.ir"): "import onnxscript inside the function",
     ("compile_backend/x.py", "import torchao.quantization"): "import torchao inside the function",
     ("hosts/x.py", "def f():\n    import gradio"): "only ui may import gradio",
     ("__init__.py", "from .nodes.extension import X"): "only the standard library",
@@ -196,6 +200,7 @@ def test_a_wrong_import_is_found(planted: tuple[str, str], why: str) -> None:
     [
         ("hosts/comfy/x.py", "import comfy.sd\nfrom ...runtime import x\nfrom ...sampling.x import y"),
         ("trt_backend/x.py", "def f():\n    import tensorrt, onnx"),
+        ("trt_backend/surgery/x.py", "def f():\n    import tensorrt_rtx_bindings\nfrom ..weight_map import x"),
         ("trt_backend/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tensorrt"),
         ("core/x.py", "import json, torch\nfrom . import shapes\nfrom .shapes import ShapeRange"),
         ("__init__.py", "import typing\nasync def f():\n    from .nodes import x"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,6 +32,8 @@ COMFYUI_OWNS = {
     "tokenizers", "torch", "torchaudio", "torchsde", "torchvision", "tqdm", "transformers",
     "triton", "yarl",
 }  # fmt: skip
+
+READY = "[Slipstream] Ready: Python, PyTorch and a C++ compiler are there."
 
 LOAD_AS_COMFYUI_DOES = """
 import asyncio, importlib.util, inspect, sys
@@ -136,7 +142,10 @@ def test_the_installer_is_fast_and_repeatable(root: Path, tmp_path: Path) -> Non
         times.append(time.perf_counter() - started)
         assert done.returncode == 0 and not done.stderr
         outputs.add(done.stdout)
-    assert outputs == {"[Slipstream] Ready: Python, PyTorch and a C++ compiler are there.\n"}
+    (output,) = outputs
+    ready, *hints = output.splitlines()
+    assert ready == READY
+    assert all(hint.startswith("[Slipstream] Optional: ") for hint in hints)
     assert min(times) < 0.2
     assert not list(tmp_path.iterdir())
 
@@ -151,3 +160,73 @@ def test_the_installer_names_what_is_missing(root: Path, tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     for word in ("PyTorch is not installed", "pip install -r", "No C++ compiler"):
         assert word in done.stdout
+
+
+@pytest.fixture
+def installer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """As on a machine where all that is needed is there, without an NVIDIA GPU and without TensorRT."""
+    spec = importlib.util.spec_from_file_location("slipstream_install", root / "install.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "missing", lambda: iter(()))
+    monkeypatch.setattr(module, "NVIDIA_DRIVER", tmp_path / "driver")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in module.TENSORRT:
+        monkeypatch.setitem(sys.modules, name, None)  # as Python marks what cannot be imported
+    return module
+
+
+def gpu_by_its_driver(folder: Path) -> None:
+    (folder / "driver").mkdir()
+
+
+def gpu_by_its_program(folder: Path) -> None:
+    program = folder / "bin" / ("nvidia-smi.exe" if sys.platform == "win32" else "nvidia-smi")
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize("add_gpu", [gpu_by_its_driver, gpu_by_its_program])
+def test_the_installer_tells_of_tensorrt_where_there_is_a_gpu(
+    installer: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], add_gpu: Callable[[Path], None]
+) -> None:
+    add_gpu(tmp_path)
+    installer.main()
+    ready, hint = capsys.readouterr().out.splitlines()
+    assert ready == READY, "nothing is missing without it"
+    assert hint.startswith("[Slipstream] Optional: TensorRT") and hint.endswith("--backend tensorrt")
+
+
+def test_the_command_that_the_installer_names_is_one(
+    installer: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slipstream.cli.commands import make_parser
+
+    gpu_by_its_driver(tmp_path)
+    installer.main()
+    words = shlex.split(capsys.readouterr().out.splitlines()[1].split(" is said by: ")[1].replace("\\", "/"))
+    assert Path(words[0]) == Path(sys.executable) and Path(words[1]) == installer.HERE
+    assert make_parser().parse_args(words[2:]).backend == "tensorrt"
+
+
+@pytest.mark.parametrize("name", ["tensorrt_rtx_bindings", "tensorrt_rtx", "tensorrt"])
+def test_the_installer_is_silent_where_tensorrt_is(
+    installer: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    gpu_by_its_driver(tmp_path)
+    (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')")
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    installer.main()
+    assert capsys.readouterr().out.splitlines() == [READY]
+
+
+def test_the_installer_is_silent_without_a_gpu(installer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    installer.main()
+    assert capsys.readouterr().out.splitlines() == [READY]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .graph import Graph
 
 NOTES = ("Note", "MarkdownNote")
+KINDS = ("required", "optional")
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 # Behind a seed the page puts a widget of its own, whether the node asks for it or not.
 SEEDS = ("seed", "noise_seed")
@@ -47,25 +48,25 @@ def to_graph(workflow: Json, object_info: Json) -> Graph:
 
 
 def widget_values(node: Json, info: Json) -> Json:
-    """A node's widgets by name.
+    """A node's widgets by name; optional ones, which come last, may be missing.
 
     Raises:
         BadWorkflow: too few or too many values, or one that the widget does not take.
     """
     values, widgets = list(node.get("widgets_values", [])), _widgets(info)
-    if len(values) != len(widgets):
+    if not len(_widgets(info, ("required",))) <= len(values) <= len(widgets):
         raise BadWorkflow(f"{_name(node)} has {len(values)} values for the widgets {', '.join(widgets)}")
-    for (name, takes), value in zip(widgets.items(), values, strict=True):
+    for (name, takes), value in zip(widgets.items(), values, strict=False):
         if not takes(value):
             raise BadWorkflow(f"{_name(node)}: {name} cannot be {value!r}")
-    found = dict(zip(widgets, values, strict=True))
+    found = dict(zip(widgets, values, strict=False))
     return {name: value for name, value in found.items() if not name.startswith(_AFTER_A_RUN)}
 
 
-def _widgets(info: Json) -> dict[str, Callable[[Any], bool]]:
+def _widgets(info: Json, kinds: Sequence[str] = KINDS) -> dict[str, Callable[[Any], bool]]:
     """A node's widgets in the page's order, and which values each takes."""
     widgets: dict[str, Callable[[Any], bool]] = {}
-    for name, (kind, *options) in _inputs(info).items():
+    for name, (kind, *options) in _inputs(info, kinds).items():
         settings = options[0] if options else {}
         if not _is_widget(kind) or settings.get("forceInput"):
             continue
@@ -84,9 +85,9 @@ def _takes(kind: Any, settings: Json, value: Any) -> bool:
     return isinstance(value, bool if kind == "BOOLEAN" else str)
 
 
-def _inputs(info: Json) -> Json:
+def _inputs(info: Json, kinds: Sequence[str]) -> Json:
     order = info["input_order"]
-    return {name: info["input"][kind][name] for kind in ("required", "optional") for name in order.get(kind, [])}
+    return {name: info["input"][kind][name] for kind in kinds for name in order.get(kind, [])}
 
 
 def _is_widget(kind: Any) -> bool:

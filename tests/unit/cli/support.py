@@ -71,6 +71,7 @@ class FakeSource:
     architecture = FakeArchitecture()
     device = CPU
     precision = Precision.FP32
+    is_patched = False
 
     def weights_digest(self) -> str:
         print("a library says hello")  # noqa: T201  as many do; it must not end up among the results
@@ -87,6 +88,8 @@ class FakeSource:
 
 class FakeEngine:
     device_bytes = 0
+    generation = 0
+    copies_weights = False
 
     def __init__(self, profile: ShapeProfile, alter: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.profile = profile

@@ -74,6 +74,20 @@ def test_choices_reach_the_engine(cli, backend, words, changed) -> None:
     assert found == {"precision": "fp32", "optimize": "balanced", "batch": 2, **changed}
 
 
+def test_one_engine_for_all_resolutions(cli, backend) -> None:
+    backend.why_unsupported = lambda spec: None
+    words = ("build", *MODEL, "--engines", "one-for-a-range", "--max-batch", "4", "--max-tokens", "154", "--json")
+    (row,) = cli(*words).json["engines"]
+    assert row["label"] == "Fake 512×512…768×512 batch 1…4" and row["built"] and backend.builds == 1
+    (again,) = cli(*words).json["engines"]
+    assert again["digest"] == row["digest"] and not again["built"]
+
+
+def test_where_no_backend_makes_one_for_all_each_resolution_has_its_own(cli, backend) -> None:
+    rows = cli("build", *MODEL, "--engines", "one for a range", "--json").json["engines"]
+    assert [row["label"] for row in rows] == ["Fake 512×512 batch 2", "Fake 768×512 batch 2"]
+
+
 def test_a_backend_that_is_not_here(cli, backend) -> None:
     done = cli("build", *MODEL, "--backend", "tensorrt")
     assert done.status == 1 and "tensorrt" in done.err and not done.out and backend.builds == 0

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from slipstream.core.shapes import ShapeProfile, ShapeRange
+from slipstream.core.shapes import ShapeProfile, ShapeRange, profile_for
 
 
 def profile() -> ShapeProfile:
@@ -91,6 +91,16 @@ def test_corners_come_once_each_and_are_accepted() -> None:
     static = ShapeProfile.static({"x": (2, 4), "scale": ()})
     assert static.corners() == [static.opt] == [{"scale": (), "x": (2, 4)}]
     assert static.is_static and not profile().is_static
+
+
+def test_the_profile_that_is_tuned_nearest() -> None:
+    small = ShapeProfile({"x": (ShapeRange(1, 2, 8),)})
+    large = ShapeProfile({"x": (ShapeRange(4, 8, 16),)})
+    found = [profile_for([small, large], {"x": (size,)}) for size in (1, 2, 4, 6, 8, 16)]
+    assert found == [0, 0, 1, 1, 1, 1]
+    assert profile_for([large, large], {"x": (8,)}) == 0
+    assert profile_for([small, large], {"x": (17,)}) is None
+    assert profile_for([], {"x": (1,)}) is None
 
 
 def test_in_words() -> None:

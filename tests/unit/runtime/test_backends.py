@@ -17,8 +17,8 @@ def chain() -> list[Backend]:
     return [NullBackend("first"), NullBackend("second")]
 
 
-def test_packages_come_before_torch_compile() -> None:
-    assert [backend.name for backend in default_backends()] == ["aotinductor", "torch.compile"]
+def test_packages_come_before_tensorrt_and_that_before_torch_compile() -> None:
+    assert [backend.name for backend in default_backends()] == ["aotinductor", "tensorrt", "torch.compile"]
 
 
 @pytest.mark.parametrize("backend", default_backends(), ids=lambda backend: backend.name)
@@ -34,11 +34,16 @@ def test_an_unknown_backend() -> None:
 def test_the_best_comes_first_and_says_what_it_replaces(chain: list[Backend]) -> None:
     picks = candidates(BackendChoice.AUTO, CPU, chain)
     assert [pick.backend for pick in picks] == chain
-    assert picks[0].passed_over[0].startswith("tensorrt: ")
 
 
-def test_compiled_does_not_speak_of_tensorrt(chain: list[Backend]) -> None:
-    assert candidates(BackendChoice.COMPILED, CPU, chain)[0].passed_over == ()
+def test_compiled_leaves_tensorrt_out(chain: list[Backend]) -> None:
+    picks = candidates(BackendChoice.COMPILED, CPU, [NullBackend("tensorrt"), *chain])
+    assert [pick.backend for pick in picks] == chain and picks[0].passed_over == ()
+
+
+def test_tensorrt_means_nothing_else(chain: list[Backend]) -> None:
+    wanted = NullBackend("tensorrt")
+    assert [pick.backend for pick in candidates(BackendChoice.TENSORRT, CPU, [*chain, wanted])] == [wanted]
 
 
 def test_what_cannot_run_is_passed_over_with_its_reason(chain: list[Backend]) -> None:
@@ -56,13 +61,13 @@ def test_what_can_run_but_not_build_stays(chain: list[Backend]) -> None:
 
 def test_every_reason_is_given_where_nothing_works(chain: list[Backend]) -> None:
     chain[0].unavailable, chain[1].unavailable = "too old", "too new"
-    with pytest.raises(BackendUnavailable, match="tensorrt: .*first: too old; second: too new"):
+    with pytest.raises(BackendUnavailable, match="first: too old; second: too new"):
         candidates(BackendChoice.AUTO, CPU, chain)
 
 
-def test_tensorrt_alone_says_what_to_choose_instead(chain: list[Backend]) -> None:
-    with pytest.raises(BackendUnavailable, match="tensorrt: .* Choose backend auto or compiled"):
-        candidates(BackendChoice.TENSORRT, CPU, chain)
+def test_tensorrt_alone_says_what_to_choose_instead() -> None:
+    with pytest.raises(BackendUnavailable, match="tensorrt: .*NVIDIA GPUs only. Choose backend auto or compiled"):
+        candidates(BackendChoice.TENSORRT, CPU, default_backends())
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])

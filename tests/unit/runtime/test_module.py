@@ -15,7 +15,7 @@ from slipstream.core.spec import Precision
 from slipstream.runtime import memory
 from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
 from slipstream.tests.fakes import (
     BACKGROUND,
     CPU,
@@ -248,6 +248,80 @@ def test_a_hosts_own_interrupt_in_an_engine_reaches_it(
         backend.call_error = Interrupted()
         call(run, source)
     assert counts(module) == (1, 0) and not backend.engines[0].closed
+
+
+# ------------------------------------------------------------------------------- engines of several sizes
+
+
+@pytest.fixture(params=[ShapeChoice.RANGE, ShapeChoice.PROFILES])
+def several(provider: EngineProvider, request: pytest.FixtureRequest) -> AcceleratedModule:
+    """For 64×64 and 128×128."""
+    sizes = parse_resolutions("64x64, 128x128")
+    chosen = Settings(policy=BuildPolicy.FIRST_USE, resolutions=sizes, shapes=request.param)
+    return AcceleratedModule(provider, chosen)
+
+
+def test_calls_of_several_shapes_share_one_engine(
+    several: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    calls = [make_inputs(8, tokens=77), make_inputs(16, tokens=77), make_inputs(8, 1, tokens=154)]
+    for _ in range(2):
+        with several.run(source) as run:
+            for inputs in [*calls, *calls]:
+                assert_right(call(run, source, inputs), source, inputs)
+    assert counts(several) == (12, 0) and len(backend.engines) == 1
+    assert backend.engines[0].weights == {} and backend.engines[0].updates == 2
+
+
+@pytest.mark.parametrize(("batch", "parts"), [(1, [1]), (2, [2]), (3, [2, 1]), (4, [2, 2]), (7, [2, 2, 2, 1])])
+def test_a_batch_above_the_largest_runs_in_even_parts(
+    several: AcceleratedModule, source: FakeSource, backend: NullBackend, batch: int, parts: list[int]
+) -> None:
+    inputs = make_inputs(8, batch, tokens=77)
+    with several.run(source) as run:
+        call(run, source, make_inputs(8, tokens=77))  # builds, loads and checks
+        (engine,) = backend.engines
+        engine.batches.clear()
+        assert_right(call(run, source, inputs), source, inputs)
+    assert engine.batches == parts
+    assert counts(several) == (1 + len(parts), 0), "each part is an engine call"
+
+
+def test_five_in_parts_of_at_most_four_are_three_and_two(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    sizes = parse_resolutions("64x64")
+    chosen = Settings(policy=BuildPolicy.FIRST_USE, resolutions=sizes, shapes=ShapeChoice.RANGE, max_batch=4)
+    inputs = make_inputs(8, 5, tokens=77)
+    with AcceleratedModule(provider, chosen).run(source) as run:
+        assert_right(call(run, source, inputs), source, inputs)
+    assert backend.engines[0].batches[-2:] == [3, 2]
+
+
+def test_a_static_engine_computes_any_batch_at_once(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    inputs = make_inputs(8, 7, tokens=77)
+    with module.run(source) as run:
+        assert_right(call(run, source, inputs), source, inputs)
+    assert set(backend.engines[0].batches) == {7} and counts(module) == (1, 0)
+
+
+def test_a_shared_engine_that_fails_is_not_asked_for_any_shape(
+    several: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    small, large = make_inputs(8, tokens=77), make_inputs(16, tokens=77)
+    with several.run(source) as run:
+        call(run, source, small)
+        call(run, source, large)
+        backend.call_error = RuntimeError("enqueue failed")
+        assert_right(call(run, source, small), source, small)
+        backend.call_error = None
+        assert_right(call(run, source, large), source, large)
+    assert counts(several) == (2, 2) and backend.engines[0].weights == {}
+    with several.run(source) as run:
+        assert_right(call(run, source, large), source, large)
+    assert counts(several) == (3, 2) and len(backend.engines) == 1
 
 
 # ------------------------------------------------------------------------------------------ out of memory

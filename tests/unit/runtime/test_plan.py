@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from slipstream.core.errors import BackendUnavailable
-from slipstream.core.spec import Optimize, Precision
+from slipstream.core.spec import EngineSpec, Optimize, Precision
 from slipstream.runtime.plan import CallShape, Plan, plans
-from slipstream.runtime.settings import BackendChoice, Settings
+from slipstream.runtime.settings import BackendChoice, Settings, ShapeChoice, parse_resolutions
 from slipstream.tests.fakes import CPU, FakeArchitecture, FakeSource, NullBackend, make_inputs, make_model
 
 
@@ -99,3 +99,54 @@ def test_no_backend_at_all() -> None:
 
 def test_a_plan_tells_people_what_it_is() -> None:
     assert str(plan_for(make_inputs(size=8, batch=2))) == "Tiny 64×64 batch 2"
+
+
+# ------------------------------------------------------------------------------- engines of several sizes
+
+SIZES = parse_resolutions("512x512, 768x512, 1024x1024")
+
+
+def call_of(size: int = 64, batch: int = 2) -> dict[str, torch.Tensor]:
+    return make_inputs(size, batch, tokens=77)
+
+
+class OneSizeOnly(NullBackend):
+    """A compiler of exact shapes."""
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        return None if spec.is_static else "one size only"
+
+
+@pytest.mark.parametrize("choice", [ShapeChoice.RANGE, ShapeChoice.PROFILES])
+def test_calls_of_all_listed_sizes_have_one_key(choice: ShapeChoice) -> None:
+    chosen = {"shapes": choice, "resolutions": SIZES}
+    wanted = [plan_for(call_of(size, batch), **chosen) for size in (64, 128) for batch in (1, 2, 8)]
+    assert len({plan.key.digest for plan in wanted}) == 1
+    assert wanted[0].key != plan_for(call_of()).key
+    assert plan_for(call_of(), **chosen, max_batch=4).key != wanted[0].key
+
+
+def test_a_plan_of_several_sizes_tells_people_what_it_is() -> None:
+    spans = plan_for(call_of(), shapes=ShapeChoice.RANGE, resolutions=SIZES)
+    assert str(spans) == "Tiny 512×512…1024×1024 batch 1…2"
+    several = plan_for(call_of(), shapes=ShapeChoice.PROFILES, resolutions=SIZES, max_batch=1)
+    assert str(several) == "Tiny 512×512, 768×512, 1024×1024 batch 1"
+
+
+def test_a_backend_of_exact_shapes_makes_an_engine_for_each() -> None:
+    chosen = Settings(shapes=ShapeChoice.RANGE, resolutions=SIZES)
+    call = CallShape.of(call_of(batch=4))
+    (plan,) = plans(FakeArchitecture(), call, Precision.FP32, CPU, chosen, [OneSizeOnly()])
+    assert plan.spec.is_static and plan.spec.profile.opt == call.shapes
+
+
+def test_a_backend_that_makes_what_was_asked_for_comes_first() -> None:
+    backends = [OneSizeOnly("first"), NullBackend("second"), OneSizeOnly("third")]
+
+    def order(inputs: dict[str, torch.Tensor]) -> list[str]:
+        chosen = Settings(shapes=ShapeChoice.RANGE, resolutions=SIZES)
+        found = plans(FakeArchitecture(), CallShape.of(inputs), Precision.FP32, CPU, chosen, backends)
+        return [plan.backend.name for plan in found]
+
+    assert order(call_of()) == ["second", "first", "third"]
+    assert order(make_inputs(64, tokens=3)) == ["first", "second", "third"], "a call outside of the range"

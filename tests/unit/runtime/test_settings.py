@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from slipstream.core.spec import Optimize, Precision
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Resolution, Settings, parse_resolutions
+from slipstream.runtime.settings import (
+    BackendChoice,
+    BuildPolicy,
+    Resolution,
+    Settings,
+    ShapeChoice,
+    parse_resolutions,
+)
 
 WORDS = {"backend": "compiled", "precision": "bf16", "optimize": "fast build", "build": "first use"}
 SHAPES = {"x": (2, 4, 96, 64), "timesteps": (2,)}
@@ -89,3 +96,39 @@ def test_words_that_are_not_offered(name: str) -> None:
     """Older ComfyUIs pass on what no widget offers."""
     with pytest.raises(ValueError, match="'faster' is not offered here; choose one of: "):
         Settings.of_text(**{**WORDS, name: "faster"})
+
+
+def test_shapes_in_words() -> None:
+    chosen = Settings.of_text(engines="one for a range", resolutions="512x512", max_batch=4, max_tokens=154)
+    assert (chosen.shapes, chosen.max_batch, chosen.max_tokens) == (ShapeChoice.RANGE, 4, 154)
+    assert Settings.of_text(engines="one with a profile per size").shapes is ShapeChoice.PROFILES
+    with pytest.raises(ValueError, match="'dynamic' is not offered here; choose one of: one engine per size, one for"):
+        Settings.of_text(engines="dynamic")
+
+
+@pytest.mark.parametrize("tokens", [0, -77, 76, 78, 230])
+def test_texts_that_no_call_has(tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"{tokens} tokens is not offered here; choose a multiple of 77: 77, 154"):
+        Settings.of_text(max_tokens=tokens)
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_of_nothing(batch: int) -> None:
+    with pytest.raises(ValueError, match=f"max_batch is {batch}; choose"):
+        Settings.of_text(max_batch=batch)
+
+
+@pytest.mark.parametrize("choice", [ShapeChoice.RANGE, ShapeChoice.PROFILES])
+def test_an_engine_for_several_sizes_needs_their_list(choice: ShapeChoice) -> None:
+    reason = Settings(shapes=choice).why_not_wanted(SHAPES)
+    assert reason is not None and choice.value in reason and "needs a list of resolutions" in reason
+
+
+def test_a_range_wants_the_sizes_in_between() -> None:
+    wanted = Settings(shapes=ShapeChoice.RANGE, resolutions=parse_resolutions("768x512, 256x1024"))
+    assert wanted.why_not_wanted(SHAPES) is None  # 512×768
+    for outside in ((2, 4, 96, 104), (2, 4, 63, 64), (2, 4, 129, 96), (2, 4, 64, 31)):
+        reason = wanted.why_not_wanted({"x": outside})
+        assert reason is not None and "outside of the node's range of resolutions (256×512…768×1024)" in reason
+    each = Settings(shapes=ShapeChoice.PROFILES, resolutions=wanted.resolutions)
+    assert "is not in the node's list" in str(each.why_not_wanted(SHAPES))

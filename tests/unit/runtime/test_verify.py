@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.core.errors import IncompatibleEngine
+from slipstream.core.errors import IncompatibleEngine, NotFinite
 from slipstream.core.protocols import Artifact
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import EngineSpec, Precision
@@ -119,7 +120,7 @@ def test_an_error_far_above_eagers_is_noted(case: Case) -> None:
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_an_engine_that_is_not_finite_is_refused(case: Case, bad: float) -> None:
     case.backend.error = bad
-    with pytest.raises(IncompatibleEngine):
+    with pytest.raises(NotFinite, match="computes NaN or Inf where the model in fp32 does not"):
         case.verify()
 
 
@@ -144,3 +145,12 @@ def test_every_corner_of_a_profile_is_tried(case: Case) -> None:
     spec = EngineSpec(**{**vars(case.spec), "profile": profile})
     case.engine.profile = profile
     assert verify(case.engine, case.source, spec).cases == 6
+
+
+def test_every_profile_is_tried_and_no_shape_twice(case: Case) -> None:
+    wide = {name: (ShapeRange(1, 2, 3), *axes[1:]) for name, axes in case.spec.profile.inputs.items()}
+    spec = replace(case.spec, more_profiles=(ShapeProfile(wide),))
+    case.engine.more_profiles = spec.more_profiles
+    case.engine.batches.clear()
+    assert verify(case.engine, case.source, spec).cases == 6
+    assert case.engine.batches == [2, 2, 1, 1, 3, 3]

@@ -1,0 +1,59 @@
+"""CUDA streams of our own: never the default one, and never a wait on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """As much of `torch.cuda.Stream` as engines need."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _NoStream:
+    """Where there are no streams, work is done in order by itself."""
+
+    cuda_stream = 0
+
+    def synchronize(self) -> None:
+        return None
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The one on which the caller works; a stand-in where `device` has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else _NoStream()
+
+
+@functools.lru_cache(maxsize=16)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[Stream]:
+    """After all that the current stream was given, and before all that it is given next.
+
+    Tensors that outlive the block are to be allocated outside of it.
+    """
+    if device.type != "cuda":
+        yield _NoStream()
+        return
+    caller, side = torch.cuda.current_stream(device), _stream(device)
+    if caller == side:
+        yield side
+        return
+    side.wait_stream(caller)
+    try:
+        with torch.cuda.stream(side):
+            yield side
+    finally:
+        caller.wait_stream(side)

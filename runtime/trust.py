@@ -1,0 +1,94 @@
+"""Whether a loaded engine may serve: compared with the model, and remembered."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+from ..core.errors import IncompatibleEngine, NotFinite, SlipstreamError
+from ..core.protocols import ModelSource
+from ..engine_cache import EngineStore, Entry, Verification
+from .overflow import Overflows
+from .plan import Plan
+from .pool import LoadedEngine
+from .verify import check, verify
+
+log = logging.getLogger(__name__)
+
+_Case = tuple[str, tuple[str, ...], str]
+"""An engine, what its files hold, and the model's weights without patches."""
+
+
+class Trust:
+    """Comparisons of engines with their models in this process."""
+
+    def __init__(self, store: EngineStore, overflows: Overflows) -> None:
+        self._store = store
+        self._overflows = overflows
+        self._known: dict[_Case, Verification] = {}
+        self._refused: dict[_Case, IncompatibleEngine] = {}
+        self._failed_once: set[_Case] = set()
+        self._compared: WeakKeyDictionary[LoadedEngine, int] = WeakKeyDictionary()
+        """The generation of weights with which an engine was right last."""
+
+    def check_not_refused(self, source: ModelSource, plan: Plan, entry: Entry) -> None:
+        """
+        Raises:
+            IncompatibleEngine: the engine was found wrong for these weights.
+        """
+        if refused := self._refused.get(_case(source, plan, entry)):
+            raise copy.copy(refused)  # an error that is kept must not keep the caller's frames, and their model
+
+    def prove(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
+        """Compare an engine with the model unless it was, in this process and since it copied its weights.
+
+        One that is wrong is refused from then on; one that copies weights only after a second attempt, since what it
+        copied may be to blame.
+
+        Raises:
+            IncompatibleEngine: it computes something else.
+        """
+        case = _case(source, plan, loaded.entry)
+        engine = loaded.engine
+        refitted = engine.copies_weights and self._compared.get(loaded) != engine.generation
+        if case in self._known and not refitted:
+            return
+        try:
+            self._known[case] = self._compare(source, plan, loaded, case)
+        except IncompatibleEngine as error:
+            self._note_failure(source, plan, case, error, final=not engine.copies_weights)
+            raise
+        self._compared[loaded] = engine.generation
+
+    def _compare(self, source: ModelSource, plan: Plan, loaded: LoadedEngine, case: _Case) -> Verification:
+        weights, driver = source.weights_digest(), plan.key.environment.driver
+        known = self._known.get(case) or loaded.entry.manifest.verifications.get(weights)
+        if known is not None and known.driver == driver:
+            check(loaded.engine, source, plan.spec, known, refitted=loaded.engine.copies_weights)
+            return known
+        result = verify(loaded.engine, source, plan.spec, driver)
+        remarks = (result.note, self._overflows.remark(source, plan.spec))
+        result = replace(result, device_bytes=loaded.engine.device_bytes, note="; ".join(filter(None, remarks)))
+        log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
+        try:
+            loaded.entry = self._store.record_verification(loaded.entry, weights, result)
+        except SlipstreamError as error:  # a read-only store: checked again in the next process
+            log.warning("Slipstream: %s", error)
+        return result
+
+    def _note_failure(
+        self, source: ModelSource, plan: Plan, case: _Case, error: IncompatibleEngine, final: bool
+    ) -> None:
+        if isinstance(error, NotFinite):
+            self._overflows.note(source, plan.spec)
+        if final or case in self._failed_once:
+            self._refused[case] = copy.copy(error)
+        self._failed_once.add(case)
+
+
+def _case(source: ModelSource, plan: Plan, entry: Entry) -> _Case:
+    # By content: an engine that was refused, deleted and built anew gets another chance.
+    contents = tuple(sorted(record.sha256 for record in entry.manifest.files.values()))
+    return plan.key.digest, contents, source.weights_digest()

@@ -1,0 +1,227 @@
+"""TensorRT as far as it goes without a GPU: real graphs of ComfyUI's models, and plans built by TensorRT-RTX.
+
+What runs on a GPU is in `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.dtypes import dtype_name, dtype_of, input_dtypes
+from slipstream.core.environment import Environment
+from slipstream.core.errors import BuildCancelled, CorruptEngine
+from slipstream.core.progress import CancelToken, Progress, ignore_progress
+from slipstream.core.protocols import BuildJob
+from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
+from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision, Role
+from slipstream.engine_cache import EngineStore, Entry
+from slipstream.hosts.comfy.demo_model import load_demo_model
+from slipstream.hosts.comfy.source import ComfyUNetSource
+from slipstream.runtime.bake import baked
+from slipstream.runtime.build import build_engine
+from slipstream.runtime.plan import CallShape, Plan, plans
+from slipstream.runtime.settings import BackendChoice, Resolution, Settings, ShapeChoice
+from slipstream.runtime.verify import relative_error
+from slipstream.tests.comfyui.support import tiny
+from slipstream.trt_backend import TensorRTBackend
+from slipstream.trt_backend.export import export_graph, save_graph
+from slipstream.trt_backend.surgery import PASSES, operate
+
+CPU = torch.device("cpu")
+NEEDED = ("onnx", "onnxscript", "onnx_graphsurgeon", "onnxruntime", "tensorrt_rtx_bindings")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
+
+FOR_TENSORRT_ALONE = "mark_attention_decomposable"
+"""An attribute that no other reader of ONNX knows."""
+TOLERANCE = {Precision.FP32: 2e-6, Precision.FP16: 2e-3}
+
+
+# ---------------------------------------------------------------------------------------------------- the graph
+
+
+def shapes_of(source: ComfyUNetSource, batch: int, height: int, width: int, tokens: int) -> dict[str, Shape]:
+    config = source.architecture.config
+    pooled = {"y": (batch, config["adm_in_channels"])} if config.get("adm_in_channels") else {}
+    text = (batch, tokens, config["context_dim"])
+    return {"x": (batch, 4, height, width), "timesteps": (batch,), "context": text, **pooled}
+
+
+def job_of(source: ComfyUNetSource, precision: Precision, directory: Path, dynamic: bool) -> BuildJob:
+    tuned = shapes_of(source, 2, 16, 24, 77)
+    profile = ShapeProfile.static(tuned)
+    if dynamic:
+        ends = shapes_of(source, 1, 8, 8, 77), tuned, shapes_of(source, 2, 32, 32, 154)
+        profile = ShapeProfile(
+            {
+                name: tuple(ShapeRange(*sizes) for sizes in zip(*(end[name] for end in ends), strict=True))
+                for name in tuned
+            }
+        )
+    dtype = dtype_name(dtype_of(precision))
+    dtypes = {name: "float32" if name == "timesteps" else dtype for name in tuned}
+    fingerprint = source.architecture.fingerprint
+    config = BackendConfig("tensorrt", {})
+    spec = EngineSpec(Role.UNET, fingerprint, profile, dtypes, dtype, precision, Optimize.BALANCED, config)
+    return BuildJob(directory, spec, source.architecture, CPU, Environment.current(CPU))
+
+
+def run_graph(path: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    (out,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    return {"out": torch.from_numpy(out)}
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "dynamic"),
+    [
+        pytest.param("sd15", Precision.FP32, True, id="sd15-fp32-dynamic"),
+        pytest.param("sd15", Precision.FP16, False, id="sd15-fp16-static"),
+        pytest.param("sdxl", Precision.FP32, False, id="sdxl-fp32-static"),
+        pytest.param("sdxl", Precision.FP16, True, id="sdxl-fp16-dynamic"),
+    ],
+)
+def test_the_graph_computes_what_the_model_computes(
+    family: str, precision: Precision, dynamic: bool, tmp_path: Path
+) -> None:
+    source = ComfyUNetSource(tiny.model(family))
+    job = job_of(source, precision, tmp_path, dynamic)
+    exported = export_graph(job, 23)
+    weights = dict(exported.weights)
+    model, reports = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})
+    assert {source.name for source in weights.values()} == {
+        f"model.{name}" for name in source.architecture.weight_names
+    }
+    numbers = {name: tensor.detach() for name, tensor in source.weights(precision).items()}
+    path = save_graph(model, weights, tmp_path, numbers)
+    for shapes in job.spec.profile.corners():
+        inputs = source.architecture.random_inputs(shapes, input_dtypes(job.spec), CPU, seed=3)
+        with torch.no_grad():
+            wanted = source.reference(inputs)
+        assert relative_error(run_graph(path, inputs), wanted) < TOLERANCE[precision]
+    kinds = Counter(node.op_type for node in model.graph.node)
+    before = Counter(node.op_type for node in exported.model.graph.node)
+    assert kinds["Attention"] == before["Attention"] > 0 and kinds["GroupNormalization"] > 0
+    assert not kinds["SplitToSequence"] and not kinds["SequenceAt"] and not kinds["Constant"]
+    assert kinds.total() < 0.6 * before.total(), reports
+    if dynamic:
+        names = {dim.dim_param for tensor in model.graph.input for dim in tensor.type.tensor_type.shape.dim}
+        assert names - {""} == {"batch", "height", "width", "tokens"}
+
+
+def test_a_graph_without_numbers_takes_the_room_of_its_largest_weight(tmp_path: Path) -> None:
+    source = ComfyUNetSource(tiny.model("sd15"))
+    exported = export_graph(job_of(source, Precision.FP16, tmp_path, dynamic=False), 23)
+    path = save_graph(exported.model, exported.weights, tmp_path)
+    largest = max(tensor.numel() for tensor in source.unet.parameters()) * 2
+    assert (tmp_path / "weights.bin").stat().st_size == largest < exported.weight_bytes
+    assert path.stat().st_size < exported.weight_bytes
+
+
+# ---------------------------------------------------------------------------------------------------- the plan
+
+
+class BuildsHere(TensorRTBackend):
+    """Where no GPU is, an engine cannot run, but TensorRT-RTX builds it."""
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def source() -> ComfyUNetSource:
+    return ComfyUNetSource(load_demo_model())
+
+
+def plan_of(source: ComfyUNetSource, **choices: Any) -> Plan:
+    """Of the demo model, its weights inside: without a GPU TensorRT-RTX makes no other plans."""
+    settings = Settings(backend=BackendChoice.TENSORRT, precision=Precision.FP16, bake=True, **choices)
+    dtype = dtype_of(source.precision)
+    inputs = shapes_of(source, 2, 32, 32, 77)
+    call = CallShape(
+        tuple((name, shape, torch.float32 if name == "timesteps" else dtype) for name, shape in inputs.items())
+    )
+    (plan,) = plans(source.architecture, call, source.precision, CPU, settings, [BuildsHere()])
+    return baked(plan, source)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> EngineStore:
+    return EngineStore(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(scope="module")
+def entry(source: ComfyUNetSource, store: EngineStore) -> Entry:
+    return build_engine(plan_of(source), store, ignore_progress, CancelToken())
+
+
+def inside(store: EngineStore) -> list[str]:
+    """What lies in the store beside engines and locks."""
+    return sorted(path.name for folder in ("tmp", "quarantine") for path in (store.root / folder).glob("*"))
+
+
+def test_a_plan_is_built_and_found_again(source: ComfyUNetSource, store: EngineStore, entry: Entry) -> None:
+    details = entry.manifest.details
+    assert details["surgery"]["fold_transposes"] > 0 and details["nodes"] > 100
+    assert entry.bytes > sum(tensor.numel() for tensor in source.unet.parameters()), "its weights are inside"
+    assert plan_of(source).key.environment.versions["tensorrt-rtx"].startswith("1.")
+    said: list[Progress] = []
+    again = build_engine(plan_of(source), store, said.append, CancelToken())
+    assert again.digest == entry.digest and not said, "nothing was built"
+    assert not inside(store)
+
+
+def test_its_parts_are_told_while_it_is_built(source: ComfyUNetSource, store: EngineStore) -> None:
+    choices = {"resolutions": (Resolution(128, 128), Resolution(256, 192), Resolution(256, 256))}
+    said: list[str] = []
+
+    def hear(progress: Progress) -> None:
+        said.append(f"{progress.phase}: {progress.message}")
+
+    made = [
+        build_engine(plan_of(source, shapes=shapes, **choices), store, hear, CancelToken())
+        for shapes in (ShapeChoice.RANGE, ShapeChoice.PROFILES)
+    ]
+    sizes = [len(found.manifest.factors["spec"]["more_profiles"]) for found in made]
+    assert sizes == [0, 2] and made[0].digest != made[1].digest
+    assert any(line.startswith("export: ") for line in said) and any(line.startswith("compile: ") for line in said)
+
+
+def test_one_flipped_byte_is_refused(source: ComfyUNetSource, entry: Entry, tmp_path: Path) -> None:
+    import shutil
+
+    copy = EngineStore(tmp_path / "store")
+    shutil.copytree(entry.directory, copy.root / "engines" / entry.digest)
+    plan = plan_of(source)
+    found = copy.lookup(plan.key.digest)
+    assert found is not None
+    found.verify_files()
+    path = found.directory / "engine.plan"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptEngine, match=r"engine\.plan"):
+        copy.lookup(plan.key.digest).verify_files()  # type: ignore[union-attr]
+
+
+def test_a_cancelled_build_leaves_nothing(source: ComfyUNetSource, tmp_path: Path) -> None:
+    store, cancel = EngineStore(tmp_path / "store"), CancelToken()
+
+    def stop(progress: Progress) -> None:
+        if progress.phase == "compile":  # TensorRT is at work
+            threading.Timer(0.0, cancel.cancel).start()
+
+    with pytest.raises(BuildCancelled):
+        build_engine(plan_of(source), store, stop, cancel)
+    assert not store.list() and not inside(store)

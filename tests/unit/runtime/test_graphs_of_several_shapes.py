@@ -1,0 +1,192 @@
+"""Which graphs an engine keeps that takes several shapes. (What graphs compute is tested on a GPU.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from slipstream.core.protocols import Engine as EngineProtocol
+from slipstream.core.protocols import Tensors
+from slipstream.core.shapes import ShapeProfile, ShapeRange
+from slipstream.runtime import cuda_graphs
+from slipstream.runtime.cuda_graphs import GraphedEngine
+
+CUDA = torch.device("cuda", 0)
+
+
+class Engine:
+    """Doubles up to eight numbers."""
+
+    def __init__(self) -> None:
+        self.profile = ShapeProfile({"x": (ShapeRange(1, 2, 8),)})
+        self.device_bytes = 1000
+        self.generation = 1
+        self.copies_weights = False
+        self.closed = False
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        if len(tensors["x"]) > 8:
+            raise RuntimeError("too many numbers")
+        return {"out": 2 * tensors["x"]}
+
+    def update_weights(self, weights: object) -> None: ...
+
+    def release_weights(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Memory:
+    """A pool that grows with the captures in it."""
+
+    made: list[Memory] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
+        self.made.append(self)
+
+    def release(self) -> None:
+        self.bytes = 0
+
+
+class Graph:
+    """Notes captures and replays by the number of its inputs' elements.
+
+    Attributes:
+        error: raised by the next captures.
+    """
+
+    captures: list[int] = []
+    replays: list[int] = []
+    open: list[int] = []
+    error: BaseException | None = None
+    bytes = 10
+
+    def __init__(self, inputs: Tensors, outputs: Tensors, device: torch.device, memory: Memory) -> None:
+        self.size = len(inputs["x"])
+        self.generation = -1
+        self._memory = memory
+        self.open.append(self.size)
+
+    def capture(self, engine: EngineProtocol) -> None:
+        if self.error is not None:
+            raise self.error
+        self.captures.append(self.size)
+        self.generation = engine.generation
+        self._memory.bytes = max(self._memory.bytes, 100 * self.size)
+
+    def replay(self, tensors: Tensors) -> Tensors:
+        assert len(tensors["x"]) == self.size
+        self.replays.append(self.size)
+        return {"out": 2 * tensors["x"]}
+
+    def close(self) -> None:
+        self.open.remove(self.size)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
+    """The graphs of this test."""
+
+    class Fresh(Graph):
+        captures: list[int] = []
+        replays: list[int] = []
+        open: list[int] = []
+
+    @contextmanager
+    def no_stream(device: torch.device) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(Memory, "made", [])
+    monkeypatch.setattr(cuda_graphs, "_Graph", Fresh)
+    monkeypatch.setattr(cuda_graphs, "GraphMemory", Memory)
+    monkeypatch.setattr(cuda_graphs, "side_stream", no_stream)
+    return Fresh
+
+
+@pytest.fixture
+def engine(graphs: type[Graph]) -> GraphedEngine:
+    made = GraphedEngine(Engine(), CUDA)
+    made.update_weights({})
+    return made
+
+
+def compute(engine: GraphedEngine, *sizes: int) -> None:
+    for size in sizes:
+        x = torch.arange(float(size))
+        assert torch.equal(engine(x=x)["out"], 2 * x)
+
+
+def test_shapes_that_take_turns_are_captured_once_each(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 1, 2, 1, 2, 1)
+    assert graphs.captures == [1, 2] and graphs.replays == [1, 2, 1, 2, 1]
+
+
+def test_of_too_many_the_one_not_used_for_longest_goes(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 1, 2, 3, 4, 1, 5)
+    assert graphs.open == [1, 3, 4, 5]
+    compute(engine, 1, 3, 2)
+    assert graphs.captures == [1, 2, 3, 4, 5, 2] and graphs.open == [1, 3, 5, 2]
+
+
+def test_another_dtype_is_another_graph(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 2)
+    assert engine(x=torch.ones(2).half())["out"].dtype == torch.float16
+    assert graphs.captures == [2, 2]
+
+
+def test_each_is_captured_anew_when_it_is_used_after_weights_moved(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 1, 2)
+    engine._engine.generation = 2  # type: ignore[misc]
+    compute(engine, 2, 2)
+    assert graphs.captures == [1, 2, 2]
+    compute(engine, 1)
+    assert graphs.captures == [1, 2, 2, 1] and graphs.open == [1, 2]
+
+
+def test_their_memory_is_counted_and_shared(engine: GraphedEngine) -> None:
+    assert engine.device_bytes == 1000
+    compute(engine, 8, 2, 4)
+    assert engine.device_bytes == 1000 + 800 + 3 * 10 and len(Memory.made) == 1
+
+
+def test_closing_frees_all(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 1, 2, 3)
+    engine.close()
+    assert graphs.open == [] and Memory.made[0].bytes == 0 and engine._engine.closed  # type: ignore[attr-defined]
+    assert engine.device_bytes == 1000
+
+
+def test_a_call_that_the_engine_refuses_leaves_the_graphs(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    compute(engine, 1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="too many numbers"):
+        engine(x=torch.zeros(9))
+    compute(engine, 1, 2, 3, 4)
+    assert graphs.captures == [1, 2, 3, 4]
+
+
+def test_where_no_graph_can_be_had_the_engine_runs_without(
+    engine: GraphedEngine, graphs: type[Graph], caplog: pytest.LogCaptureFixture
+) -> None:
+    compute(engine, 1)
+    graphs.error = RuntimeError("it waits on the host")
+    compute(engine, 2, 1, 3)
+    assert graphs.replays == [1] and graphs.open == [] and engine.device_bytes == 1000
+    assert caplog.text.count("it waits on the host") == 1
+
+
+def test_a_capture_that_runs_out_of_memory_frees_all_and_may_be_tried_again(
+    engine: GraphedEngine, graphs: type[Graph]
+) -> None:
+    compute(engine, 1)
+    graphs.error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        engine(x=torch.zeros(2))
+    assert graphs.open == [] and engine.device_bytes == 1000
+    graphs.error = None
+    compute(engine, 2)
+    assert graphs.captures == [1, 2] and len(Memory.made) == 2

@@ -1,0 +1,186 @@
+"""A model whose numbers are too large for fp16 gets engines in bf16."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+
+from slipstream.core.errors import NotFinite
+from slipstream.core.spec import Precision
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.plan import CallShape
+from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
+from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.tests.fakes import (
+    BACKGROUND,
+    FIRST_USE,
+    MANUAL,
+    FakeSource,
+    FakeWorker,
+    NullBackend,
+    make_inputs,
+    make_model,
+    wait_until,
+)
+
+CALL = CallShape.of(make_inputs(dtype=torch.float16))
+LARGER = CallShape.of(make_inputs(16, dtype=torch.float16))
+FP16 = Settings(policy=BuildPolicy.FIRST_USE, precision=Precision.FP16)
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    return FakeSource(precision=Precision.FP16)
+
+
+@pytest.fixture(autouse=True)
+def _fp16_overflows(backend: NullBackend) -> None:
+    backend.overflows = {Precision.FP16}
+
+
+def ask(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE, call: CallShape = CALL) -> Offer:
+    return provider.offer(source, call, settings, HostHooks())
+
+
+def restarted(provider: EngineProvider) -> EngineProvider:
+    return EngineProvider(EngineStore(provider.store.root), provider.backends)
+
+
+def assert_bf16_serves(offer: Offer) -> None:
+    assert offer.engine is not None and offer.plan is not None, offer.reason
+    assert offer.plan.spec.precision is Precision.BF16
+    inputs = make_inputs(dtype=torch.bfloat16)
+    assert offer.engine.engine(**inputs)["out"].isfinite().all()
+
+
+def built(worker: FakeWorker) -> list[str]:
+    return [job.spec.precision.value for job in worker.jobs]
+
+
+def test_the_same_offer_answers_in_bf16(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        offer = ask(provider, source)
+    assert_bf16_serves(offer)
+    assert built(worker) == ["fp16", "bf16"]
+    assert caplog.text.count("fp16 overflows in Tiny") == 1
+
+
+def test_the_record_of_the_engine_says_why_it_is_bf16(provider: EngineProvider, source: FakeSource) -> None:
+    offer = ask(provider, source)
+    assert offer.engine is not None
+    (known,) = offer.engine.entry.manifest.verifications.values()
+    assert known.note.endswith("fp16 overflows in this model; built in bf16") and math.isfinite(known.relative_error)
+
+
+def test_fp16_is_not_tried_again(provider: EngineProvider, source: FakeSource, worker: FakeWorker) -> None:
+    """Neither for another size, nor in the next process, where the refused engine may have been pruned."""
+    ask(provider, source)
+    assert_bf16_offered(ask(provider, source, call=LARGER))
+    later = restarted(provider)
+    for entry in later.store.list():
+        later.store.delete(entry.digest, force=True)
+    assert_bf16_offered(ask(later, source))
+    assert built(worker) == ["fp16", "bf16", "bf16", "bf16"]
+
+
+def assert_bf16_offered(offer: Offer) -> None:
+    assert offer.engine is not None and offer.plan is not None, offer.reason
+    assert offer.plan.spec.precision is Precision.BF16
+
+
+def test_other_weights_of_the_architecture_are_given_their_own_chance(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    backend.overflows = set()
+    other = ask(provider, FakeSource(make_model(5), Precision.FP16))
+    assert other.plan is not None and other.plan.spec.precision is Precision.FP16
+
+
+def test_in_the_background_bf16_is_built_while_the_plain_model_works(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    provider.obtain(source, CALL, MANUAL, HostHooks())
+    offer = ask(provider, source, BACKGROUND)
+    assert offer.engine is None and "built in the background" in offer.reason
+    wait_until(lambda: not provider.queue.pending())
+    assert_bf16_serves(ask(provider, source, BACKGROUND))
+    assert built(worker) == ["fp16", "bf16"]
+
+
+def test_build_engine_prepares_bf16(provider: EngineProvider, source: FakeSource) -> None:
+    plan, entry = provider.prepare(source, CALL, MANUAL, HostHooks())
+    assert plan.spec.precision is Precision.BF16 and entry.digest == plan.key.digest
+
+
+def test_who_asked_for_fp16_is_told_what_to_choose(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    for _ in range(2):
+        offer = ask(provider, source, FP16)
+        assert offer.engine is None and "set precision to bf16, or to auto" in offer.reason
+    with pytest.raises(NotFinite, match="set precision to bf16"):
+        provider.prepare(source, CALL, FP16, HostHooks())
+    assert built(worker) == ["fp16"]
+
+
+def test_where_bf16_is_unsupported_the_plain_model_is_used(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def why_unsupported(spec: object) -> str | None:
+        return "this GPU has no bf16" if spec.precision is Precision.BF16 else None  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(backend, "why_unsupported", why_unsupported)
+    for _ in range(2):
+        offer = ask(provider, source)
+        assert offer.engine is None and "this GPU has no bf16" in offer.reason
+
+
+def test_bf16_that_is_not_finite_either_ends_in_a_reason(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, worker: FakeWorker
+) -> None:
+    backend.overflows = {Precision.FP16, Precision.BF16}
+    for _ in range(3):
+        offer = ask(provider, source)
+        assert offer.engine is None and "computes NaN or Inf" in offer.reason
+    assert built(worker) == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize("verified_before", [False, True])
+def test_a_plain_model_that_overflows_too_does_not_hide_it(
+    provider: EngineProvider,
+    source: FakeSource,
+    backend: NullBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    verified_before: bool,
+) -> None:
+    """A black picture of the plain model becomes a right one."""
+    if verified_before:
+        backend.overflows = set()
+        provider.prepare(source, CALL, FIRST_USE, HostHooks())
+        backend.overflows = {Precision.FP16}
+    monkeypatch.setattr(source, "eager", lambda inputs: {"out": inputs["x"] * float("nan")})
+    assert_bf16_serves(ask(restarted(provider), source))
+
+
+def test_an_overflow_by_a_lora_is_forgotten_with_the_process(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    source.lora = 0.5
+    assert_bf16_serves(ask(provider, source))
+    source.lora, backend.overflows = 0.0, set()
+    offer = ask(restarted(provider), source)
+    assert offer.plan is not None and offer.plan.spec.precision is Precision.FP16
+
+
+def test_the_refused_engine_is_out_of_the_way(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.copies_weights = True
+    assert_bf16_serves(ask(provider, source))
+    assert [engine.closed for engine in backend.engines] == [True, False]

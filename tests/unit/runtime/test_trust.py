@@ -1,0 +1,127 @@
+"""Engines that copy weights are compared with the model whenever they did."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.plan import CallShape
+from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
+from slipstream.tests.fakes import FIRST_USE, FakeSource, NullBackend, NullEngine, make_inputs, make_model
+
+CALL = CallShape.of(make_inputs())
+
+
+@pytest.fixture(autouse=True)
+def _copying(backend: NullBackend) -> None:
+    backend.copies_weights = True
+
+
+def ask(provider: EngineProvider, source: FakeSource) -> Offer:
+    """One run, whose engine goes back afterwards."""
+    offer = provider.offer(source, CALL, FIRST_USE, HostHooks())
+    if offer.engine is not None:
+        provider.pool.give_back(offer.engine)
+    return offer
+
+
+def only_engine(backend: NullBackend) -> NullEngine:
+    (engine,) = backend.engines
+    return engine
+
+
+def test_the_same_weights_again_are_not_compared_again(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    calls = only_engine(backend).calls
+    for _ in range(3):
+        assert ask(provider, source).engine is not None
+    assert only_engine(backend).calls == calls
+
+
+def test_a_lora_that_came_and_went_is_compared_each_time(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    references = source.reference_calls
+    for lora in (0.25, 0.0):
+        source.lora = lora
+        calls = only_engine(backend).calls
+        for _ in range(2):
+            assert ask(provider, source).engine is not None
+        assert only_engine(backend).calls == calls + 1
+    assert source.reference_calls == references, "one call of engine and plain model, none in fp32"
+
+
+def test_the_first_comparison_of_a_process_is_one(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    provider.prepare(source, CALL, FIRST_USE, HostHooks())
+    later = EngineProvider(EngineStore(provider.store.root), [backend])
+    ask(later, source)
+    assert backend.engines[-1].calls == 1
+
+
+def test_a_refit_that_went_wrong_never_serves_and_is_not_kept(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    source.lora, backend.refits = 0.25, False
+    offer = ask(provider, source)
+    assert offer.engine is None and "the model's weights did not reach the engine" in offer.reason
+    assert only_engine(backend).closed
+    assert ask(provider, source).engine is not None, "loaded anew it takes them"
+
+
+def test_an_engine_that_is_wrong_twice_is_left_alone(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    source.lora, backend.error = 0.25, 1e-2
+    reasons = {ask(provider, source).reason for _ in range(5)}
+    assert len(reasons) == 1 and "differs from the model" in reasons.pop()
+    assert len(backend.engines) == 2 and all(engine.closed for engine in backend.engines)
+    backend.error = 0.0
+    assert ask(provider, source).engine is None
+
+
+def test_an_engine_that_is_wrong_for_one_checkpoint_serves_another(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.error = 1e-2
+    for _ in range(3):
+        assert ask(provider, source).engine is None
+    backend.error = 0.0
+    assert ask(provider, FakeSource(make_model(5))).engine is not None
+
+
+def test_an_interrupt_in_the_comparison_leaves_no_unproven_engine(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    ask(provider, source)
+    source.lora, backend.refits = 0.25, False
+    with monkeypatch.context() as cancelling:
+        cancelling.setattr(source, "eager", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ask(provider, source)
+    offer = ask(provider, source)
+    assert offer.engine is not None
+    wanted = source.weights(source.precision)["shift"]
+    assert offer.engine.engine.weights["shift"].equal(wanted)  # type: ignore[attr-defined]
+
+
+def test_weights_that_cannot_be_had_do_not_cost_the_engine(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    from slipstream.core.errors import UnsupportedModel
+
+    ask(provider, source)
+    source.unavailable = UnsupportedModel("the weights are offloaded")
+    assert ask(provider, source).engine is None
+    source.unavailable = None
+    assert ask(provider, source).engine is not None
+    assert not only_engine(backend).closed

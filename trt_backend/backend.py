@@ -1,0 +1,147 @@
+"""TensorRT as a `Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.dtypes import dtype_named, dtype_of
+from ..core.environment import Environment
+from ..core.errors import BackendUnavailable, IncompatibleEngine
+from ..core.progress import Progress, ProgressCallback
+from ..core.protocols import Artifact, BuildJob, Engine
+from ..core.spec import EngineSpec, Optimize, Precision
+from .build import PlanBuilder
+from .engine import TensorRTEngine
+from .export import ExportedGraph, export_graph, save_graph
+from .library import Library, find_library
+from .requirements import advice, missing_packages
+from .signature import SIGNATURE, PlanSignature
+from .sparsity import sparse_share
+from .timing_cache import TimingCache
+
+PLAN = "engine.plan"
+ALL, NEEDED = "all", "needed"
+"""Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
+
+class TensorRTBackend:
+    """Plans that are refitted with the host's weights: one serves every checkpoint of an architecture, and a LoRA.
+
+    With `BackendConfig.contains_weights` the weights are baked in instead.
+    """
+
+    name = "tensorrt"
+    can_bake = True
+
+    def environment(self, device: torch.device) -> Environment:
+        library = find_library(device)
+        return replace(Environment.current(device), versions={library.name: library.version})
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        library = find_library(device)
+        return {
+            "opset": library.opset,
+            "level": library.level(optimize),
+            "aux_streams": 0,  # a CUDA graph of one stream is simpler to capture, and gains more
+            "hardware": "this",
+            "stripped": library.can_strip,
+            "surgery": ALL,
+        }
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "TensorRT engines run on NVIDIA GPUs only"
+        return self._why_no_library(device)
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        if reason := self._why_no_library(device):
+            return reason
+        if missing := missing_packages():
+            return f"{', '.join(missing)} not installed, which exporting a model needs. {advice(device)}"
+        return None
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        try:
+            library = find_library(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        except BackendUnavailable as error:
+            return str(error)
+        return library.why_not_precision(spec.precision)
+
+    def build_bytes(self, spec: EngineSpec) -> int:
+        """The weights once in the network and once in the plan, and as much again to try kernels in."""
+        return 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        library = find_library(job.device)
+        progress(Progress("export", None, "exporting the model"))
+        graph = export_graph(job, max(library.opset, 18))
+        progress(Progress("export", None, "simplifying the graph"))
+        graph, reports = _operated(graph, library, str(job.spec.backend.options["surgery"]))
+        baked = job.spec.backend.contains_weights
+        numbers = _read_weights(job.weights) if baked else None
+        path = save_graph(graph.model, graph.weights, job.directory, numbers)
+        share = sparse_share(numbers.values()) if numbers else 0.0
+        nodes = len(graph.model.graph.node)
+        refittable = () if baked else graph.weights
+        cache = TimingCache(job.keep, f"{library.name} {library.version}", job.environment.gpu)
+        exact = [node.name for node in graph.model.graph.node if node.op_type in ("Sin", "Cos")]  # of timesteps
+        plan = PlanBuilder(library, job.spec, refittable, cache, progress, share, exact).build(path, nodes)
+        (job.directory / PLAN).write_bytes(memoryview(plan))
+        _signature(job, library, graph, nodes).save(job.directory)
+        details = {"nodes": nodes, "surgery": {report.name: report.changed for report in reports}}
+        details["sparse_weights"] = round(share, 3)
+        return Artifact(job.directory, (PLAN, SIGNATURE), details)
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
+        library = find_library(device)
+        signature = PlanSignature.read(artifact.directory)
+        maker = f"{library.name} {library.version}"
+        if signature.library != maker:
+            raise IncompatibleEngine(f"The engine was built by {signature.library}, here is {maker}; build it again")
+        library.log.clear()
+        engine, runtime = library.load((artifact.directory / PLAN).read_bytes())
+        if engine is None:
+            raise IncompatibleEngine(f"TensorRT {library.version} cannot load the engine: {library.log.said()}")
+        return TensorRTEngine(library, engine, runtime, signature, spec.profiles, outputs, device)
+
+    def _why_no_library(self, device: torch.device) -> str | None:
+        try:
+            find_library(device)
+        except BackendUnavailable as error:
+            return f"{error}. {advice(device)}"
+        return None
+
+
+def _operated(graph: ExportedGraph, library: Library, passes: str = ALL) -> tuple[ExportedGraph, list[Any]]:
+    from .surgery import lower_to_opset_17, operate
+
+    weights = dict(graph.weights)
+    only = None if passes == ALL else ("split_sequences", "fold_constants", "forget_empty_sizes")
+    model, reports = operate(graph.model, weights, opset=max(library.opset, 18), only=only)
+    if library.opset < 18:
+        model = lower_to_opset_17(model)
+    return ExportedGraph(model, weights, graph.weight_bytes), reports
+
+
+def _signature(job: BuildJob, library: Library, graph: ExportedGraph, nodes: int) -> PlanSignature:
+    baked = job.spec.backend.contains_weights
+    inputs = {tensor.name: job.spec.dtypes[tensor.name] for tensor in graph.model.graph.input}
+    return PlanSignature(
+        inputs={name: dtype_named(dtype) for name, dtype in inputs.items()},
+        weights={} if baked else graph.weights,
+        weight_bytes=graph.weight_bytes,
+        library=f"{library.name} {library.version}",
+        nodes=nodes,
+    )
+
+
+def _read_weights(path: Path | None) -> Mapping[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    if path is None:
+        raise IncompatibleEngine("An engine that holds its weights was asked for without weights; build it again")
+    return load_file(path)

@@ -1,0 +1,179 @@
+"""A TensorRT engine behind the `Engine` interface: torch's memory, torch's stream, every answer looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
+from ..core.protocols import Tensors
+from ..core.shapes import Shape, ShapeProfile, profile_for
+from ..core.streams import Stream, current_stream, side_stream
+from .library import Library
+from .refit import Refit
+from .signature import PlanSignature
+
+
+class TensorRTEngine:
+    """A deserialised plan with one execution context a profile.
+
+    Args:
+        engine, runtime: TensorRT's own; the runtime is to outlive the engine.
+        outputs: names of the results.
+
+    Raises:
+        IncompatibleEngine: the plan has other inputs than its signature says, or cannot take the model's weights.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        engine: Any,
+        runtime: Any,
+        signature: PlanSignature,
+        profiles: tuple[ShapeProfile, ...],
+        outputs: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self._library = library
+        self._engine: Any = engine
+        self._runtime: Any = runtime
+        self._signature = signature
+        self._profiles = profiles
+        self._outputs = {name: library.torch_dtype(engine.get_tensor_dtype(name)) for name in outputs}
+        self._device = device
+        self._contexts: dict[int, _Context] = {}
+        self._refit = Refit(library, engine, signature.weights, device) if signature.weights else None
+        self._has_weights = False
+        self._generation = 0
+        _check_inputs(library, engine, signature)
+
+    @property
+    def profile(self) -> ShapeProfile:
+        return self._profiles[0]
+
+    @property
+    def device_bytes(self) -> int:
+        """Weights, and what the contexts compute in."""
+        return self._signature.weight_bytes + sum(context.bytes for context in self._contexts.values())
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
+    def copies_weights(self) -> bool:
+        return self._refit is not None
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        if self._engine is None:
+            raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
+        if not self._has_weights:
+            raise IncompatibleEngine("The engine has no weights; call update_weights() first")
+        context = self._context(self._profile_of(tensors))
+        inputs = {name: self._checked(name, tensors[name]) for name in self._signature.inputs}
+        shapes = context.shapes_of({name: tuple(tensor.shape) for name, tensor in inputs.items()}, self._outputs)
+        results = {
+            name: torch.empty(shapes[name], dtype=dtype, device=self._device) for name, dtype in self._outputs.items()
+        }
+        with side_stream(self._device) as stream:
+            context.run({**inputs, **results}, stream)
+        return results
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Put what changed into the engine. Baked weights stay as they are: the host keeps others away."""
+        if self._engine is None:
+            raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
+        self._has_weights = False
+        if self._refit is not None and self._refit.update(weights):
+            self._generation += 1
+        self._has_weights = True
+
+    def release_weights(self) -> None:
+        """The engine keeps its copies: the next model may have the same weights."""
+        self._has_weights = False
+
+    def close(self) -> None:
+        if self._engine is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what still runs must keep its memory
+        self._contexts.clear()  # before the engine, and that before its runtime
+        self._refit = None
+        self._engine = None
+        self._runtime = None
+        self._has_weights = False
+
+    def _profile_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        index = profile_for(self._profiles, shapes)
+        if index is None:
+            reason = self.profile.why_not(shapes) or "its shapes do not fit"
+            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; the plain model is used for this call")
+        return index
+
+    def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        wanted = self._signature.inputs[name]
+        if tensor.dtype != wanted or tensor.device != self._device:
+            raise ShapeOutsideProfile(
+                f"{name} is {tensor.dtype} on {tensor.device}, the engine takes {wanted} on {self._device}"
+            )
+        return tensor.detach().contiguous()
+
+    def _context(self, profile: int) -> _Context:
+        if profile not in self._contexts:
+            self._contexts[profile] = _Context(self._library, self._engine, profile, self._device)
+        return self._contexts[profile]
+
+
+class _Context:
+    """An execution context of one profile, in memory from torch."""
+
+    def __init__(self, library: Library, engine: Any, profile: int, device: torch.device) -> None:
+        self._library = library
+        with torch.inference_mode(False):  # it outlives a host's inference mode
+            self._memory = torch.empty(max(1, library.needed_bytes(engine, profile)), dtype=torch.uint8, device=device)
+        self._context: Any = library.new_context(engine)
+        if self._context is None:
+            raise IncompatibleEngine(f"TensorRT could not start its engine: {library.log.said()}")
+        library.lend_memory(self._context, self._memory)
+        if profile:
+            stream = current_stream(device)
+            self._must(self._context.set_optimization_profile_async(profile, stream.cuda_stream), "change the profile")
+            stream.synchronize()
+        self._shapes: Mapping[str, Shape] = {}
+
+    @property
+    def bytes(self) -> int:
+        return self._memory.nbytes
+
+    def shapes_of(self, inputs: Mapping[str, Shape], outputs: Mapping[str, Any]) -> dict[str, Shape]:
+        """Shapes of the results of inputs of these shapes."""
+        if inputs != self._shapes:
+            self._shapes = {}
+            for name, shape in inputs.items():
+                self._must(self._context.set_input_shape(name, shape), f"take {name} of {list(shape)}")
+            self._shapes = dict(inputs)
+        return {name: tuple(self._context.get_tensor_shape(name)) for name in outputs}
+
+    def run(self, tensors: Mapping[str, torch.Tensor], stream: Stream) -> None:
+        """
+        Args:
+            tensors: inputs and results.
+        """
+        for name, tensor in tensors.items():
+            self._must(self._context.set_tensor_address(name, tensor.data_ptr()), f"take the address of {name}")
+        self._must(self._context.execute_async_v3(stream.cuda_stream), "run its engine")
+
+    def _must(self, answer: Any, what: str) -> None:
+        if not answer:
+            raise RuntimeError(f"TensorRT could not {what}: {self._library.log.said()}")
+
+
+def _check_inputs(library: Library, engine: Any, signature: PlanSignature) -> None:
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    found = {name for name in names if engine.get_tensor_mode(name) == library.trt.TensorIOMode.INPUT}
+    if found != set(signature.inputs):
+        raise IncompatibleEngine(
+            f"The plan takes {sorted(found)}, its signature says {sorted(signature.inputs)}; build the engine again"
+        )

@@ -1,0 +1,87 @@
+"""Nodes that do nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .graph import Operation, dims, element_type, given, permutation, written_by
+from .shapes import elements, is_shape, target_shape
+
+if TYPE_CHECKING:
+    import onnx_graphsurgeon as gs
+
+MAY_BE_IDLE = ("Identity", "Dropout", "Cast", "CastLike", "Reshape", "Transpose", "Expand", "Concat")
+
+
+def remove_idle(operation: Operation) -> int:
+    """Nodes go that give what they are given, that nobody reads, or whose work the next one does again.
+
+    Returns:
+        How many went or read something else now.
+    """
+    before = len(operation.graph.nodes)
+    joined = sum(_join(operation, node) for node in operation.nodes("Reshape", "Transpose"))
+    for node in operation.nodes(*MAY_BE_IDLE):
+        if _is_idle(operation, node):
+            operation.bypass(node, node.inputs[0])
+    operation.graph.cleanup()
+    return joined + before - len(operation.graph.nodes)
+
+
+def _is_idle(operation: Operation, node: gs.Node) -> bool:
+    data, output = node.inputs[0], node.outputs[0]
+    if node.op == "Identity":
+        return True
+    if node.op == "Dropout":
+        return _is_off(operation, node)
+    if node.op == "Concat":
+        return len(node.inputs) == 1
+    if node.op in ("Cast", "CastLike"):
+        target = node.attrs["to"] if node.op == "Cast" else element_type(node.inputs[1])
+        return target is not None and target == element_type(data)
+    if node.op == "Transpose":
+        order = permutation(node)
+        return order is not None and order == tuple(range(len(order)))
+    if node.op == "Reshape" and is_shape(target_shape(operation, node), dims(data)):
+        return True
+    # Only sizes that are numbers: a name may stand for another size than the same name of the exporter's.
+    shape = _numbers(data)
+    if node.op == "Expand":
+        return shape is not None and (shape == _numbers(output) or shape == elements(operation, node.inputs[1]))
+    return shape is not None and shape == _numbers(output)
+
+
+def _numbers(tensor: gs.Tensor) -> list[int] | None:
+    shape = dims(tensor)
+    return None if shape is None or any(isinstance(size, str) for size in shape) else [int(size) for size in shape]
+
+
+def _is_off(operation: Operation, dropout: gs.Node) -> bool:
+    """Whether a Dropout is off, and nobody asks what it dropped."""
+    training = given(dropout, 2)
+    value = None if training is None else operation.value(training)
+    off = training is None or (value is not None and not value.any())
+    mask_read = len(dropout.outputs) > 1 and (
+        bool(dropout.outputs[1].outputs) or operation.is_output(dropout.outputs[1])
+    )
+    return off and not mask_read
+
+
+def _join(operation: Operation, node: gs.Node) -> bool:
+    """Let the second of two Reshapes or Transposes do the work of both."""
+    first = written_by(node.inputs[0], node.op)
+    if first is None:
+        return False
+    if node.op == "Transpose":
+        inner = permutation(first)
+        outer = None if inner is None else permutation(node, len(inner))
+        if inner is None or outer is None:
+            return False
+        node.attrs["perm"] = [inner[axis] for axis in outer]
+    else:
+        told = elements(operation, node.inputs[1])
+        # A zero stands for a size of the tensor that would no longer be read.
+        if told is None or (0 in told and not node.attrs.get("allowzero", 0)):
+            return False
+    node.inputs[0] = first.inputs[0]
+    return True
