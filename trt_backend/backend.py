@@ -28,6 +28,7 @@ PLAN = "engine.plan"
 ALL, NEEDED = "all", "needed"
 """Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
 
+
 class TensorRTBackend:
     """Plans that are refitted with the host's weights: one serves every checkpoint of an architecture, and a LoRA.
 

@@ -85,7 +85,9 @@ class PlanBuilder:
         network = library.new_network(builder)
         parser = library.trt.OnnxParser(network, library.log.listener)
         if not parser.parse_from_file(str(graph)):
-            raise UnsupportedModel(f"TensorRT {library.version} cannot read the model: {_parser_errors(parser)}. {library.log.said()}")
+            raise UnsupportedModel(
+                f"TensorRT {library.version} cannot read the model: {_parser_errors(parser)}. {library.log.said()}"
+            )
         config = builder.create_builder_config()
         self._configure(builder, network, config, workspace)
         self._cache.lend(config)
@@ -120,6 +122,7 @@ class PlanBuilder:
     def _add_profiles(self, builder: Any, network: Any, config: Any) -> None:
         if self._spec.is_static:
             return
+        self._library.share_profiles(config)
         inputs = [network.get_input(index).name for index in range(network.num_inputs)]
         for wanted in self._spec.profiles:
             profile = builder.create_optimization_profile()

@@ -17,7 +17,9 @@ from .signature import PlanSignature
 
 
 class TensorRTEngine:
-    """A deserialised plan with one execution context a profile.
+    """A deserialised plan with an execution context for each set of shapes that came up.
+
+    A CUDA graph of a call keeps what its context held then: that of a context whose shapes never change stays right.
 
     Args:
         engine, runtime: TensorRT's own; the runtime is to outlive the engine.
@@ -44,7 +46,8 @@ class TensorRTEngine:
         self._profiles = profiles
         self._outputs = {name: library.torch_dtype(engine.get_tensor_dtype(name)) for name in outputs}
         self._device = device
-        self._contexts: dict[int, _Context] = {}
+        self._contexts: dict[tuple[tuple[str, Shape], ...], _Context] = {}
+        self._memory: torch.Tensor | None = None
         self._refit = Refit(library, engine, signature.weights, device) if signature.weights else None
         self._has_weights = False
         self._generation = 0
@@ -57,7 +60,7 @@ class TensorRTEngine:
     @property
     def device_bytes(self) -> int:
         """Weights, and what the contexts compute in."""
-        return self._signature.weight_bytes + sum(context.bytes for context in self._contexts.values())
+        return self._signature.weight_bytes + (0 if self._memory is None else self._memory.nbytes)
 
     @property
     def generation(self) -> int:
@@ -72,11 +75,11 @@ class TensorRTEngine:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         if not self._has_weights:
             raise IncompatibleEngine("The engine has no weights; call update_weights() first")
-        context = self._context(self._profile_of(tensors))
+        context = self._context({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         inputs = {name: self._checked(name, tensors[name]) for name in self._signature.inputs}
-        shapes = context.shapes_of({name: tuple(tensor.shape) for name, tensor in inputs.items()}, self._outputs)
         results = {
-            name: torch.empty(shapes[name], dtype=dtype, device=self._device) for name, dtype in self._outputs.items()
+            name: torch.empty(context.shape_of(name), dtype=dtype, device=self._device)
+            for name, dtype in self._outputs.items()
         }
         with side_stream(self._device) as stream:
             context.run({**inputs, **results}, stream)
@@ -99,18 +102,32 @@ class TensorRTEngine:
         if self._engine is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what still runs must keep its memory
         self._contexts.clear()  # before the engine, and that before its runtime
+        self._memory = None
         self._refit = None
         self._engine = None
         self._runtime = None
         self._has_weights = False
 
-    def _profile_of(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    def _context(self, shapes: dict[str, Shape]) -> _Context:
+        key = tuple(sorted(shapes.items()))
+        if key not in self._contexts:
+            self._contexts[key] = _Context(self._library, self._engine, self._profile_of(shapes), shapes, self._room())
+        return self._contexts[key]
+
+    def _profile_of(self, shapes: Mapping[str, Shape]) -> int:
         index = profile_for(self._profiles, shapes)
         if index is None:
             reason = self.profile.why_not(shapes) or "its shapes do not fit"
             raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; the plain model is used for this call")
         return index
+
+    def _room(self) -> torch.Tensor:
+        """What all contexts compute in, one after the other: enough for the largest shapes, so that it never moves."""
+        if self._memory is None:
+            wanted = (self._library.needed_bytes(self._engine, index) for index in range(len(self._profiles)))
+            with torch.inference_mode(False):  # it outlives a host's inference mode
+                self._memory = torch.empty(max(1, *wanted), dtype=torch.uint8, device=self._device)
+        return self._memory
 
     def _checked(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         wanted = self._signature.inputs[name]
@@ -120,41 +137,28 @@ class TensorRTEngine:
             )
         return tensor.detach().contiguous()
 
-    def _context(self, profile: int) -> _Context:
-        if profile not in self._contexts:
-            self._contexts[profile] = _Context(self._library, self._engine, profile, self._device)
-        return self._contexts[profile]
-
 
 class _Context:
-    """An execution context of one profile, in memory from torch."""
+    """An execution context for inputs of these shapes, in memory from torch."""
 
-    def __init__(self, library: Library, engine: Any, profile: int, device: torch.device) -> None:
+    def __init__(
+        self, library: Library, engine: Any, profile: int, shapes: Mapping[str, Shape], memory: torch.Tensor
+    ) -> None:
         self._library = library
-        with torch.inference_mode(False):  # it outlives a host's inference mode
-            self._memory = torch.empty(max(1, library.needed_bytes(engine, profile)), dtype=torch.uint8, device=device)
+        self._memory = memory  # kept alive
         self._context: Any = library.new_context(engine)
         if self._context is None:
             raise IncompatibleEngine(f"TensorRT could not start its engine: {library.log.said()}")
-        library.lend_memory(self._context, self._memory)
-        if profile:
-            stream = current_stream(device)
-            self._must(self._context.set_optimization_profile_async(profile, stream.cuda_stream), "change the profile")
+        library.lend_memory(self._context, memory)
+        if self._context.active_optimization_profile != profile:
+            stream = current_stream(memory.device)
+            self._must(self._context.set_optimization_profile_async(profile, stream.cuda_stream), "choose the profile")
             stream.synchronize()
-        self._shapes: Mapping[str, Shape] = {}
+        for name, shape in shapes.items():
+            self._must(self._context.set_input_shape(name, shape), f"take {name} of {list(shape)}")
 
-    @property
-    def bytes(self) -> int:
-        return self._memory.nbytes
-
-    def shapes_of(self, inputs: Mapping[str, Shape], outputs: Mapping[str, Any]) -> dict[str, Shape]:
-        """Shapes of the results of inputs of these shapes."""
-        if inputs != self._shapes:
-            self._shapes = {}
-            for name, shape in inputs.items():
-                self._must(self._context.set_input_shape(name, shape), f"take {name} of {list(shape)}")
-            self._shapes = dict(inputs)
-        return {name: tuple(self._context.get_tensor_shape(name)) for name in outputs}
+    def shape_of(self, output: str) -> Shape:
+        return tuple(self._context.get_tensor_shape(output))
 
     def run(self, tensors: Mapping[str, torch.Tensor], stream: Stream) -> None:
         """

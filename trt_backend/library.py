@@ -165,6 +165,11 @@ class Library:
             config.num_compute_capabilities = 1
             config.set_compute_capability(self.trt.ComputeCapability.CURRENT, 0)
 
+    def share_profiles(self, config: Any) -> None:
+        """Let several contexts use one profile, where TensorRT does not do so by itself."""
+        if hasattr(features := self.trt.PreviewFeature, "PROFILE_SHARING_0806") and not self.is_strongly_typed:
+            config.set_preview_feature(features.PROFILE_SHARING_0806, True)
+
     def watch(self, config: Any, monitor: type) -> Any:
         """Report progress to an instance of `monitor`, a class without bases; the result is to be kept alive."""
         base = getattr(self.trt, "IProgressMonitor", None)

@@ -244,6 +244,11 @@ class IBuilderConfig:
             raise TypeError(f"set_flag(): incompatible function arguments: {flag!r}")
         self._flags.add(flag.name)
 
+    def set_preview_feature(self, feature: Any, enable: bool) -> None:
+        if not isinstance(feature, self._trt.PreviewFeature):
+            raise TypeError(f"set_preview_feature(): incompatible function arguments: {feature!r}")
+        (self._flags.add if enable else self._flags.discard)(feature.name)
+
     def set_memory_pool_limit(self, pool: Any, pool_size: int) -> None:
         if pool is self._trt.MemoryPoolType.WORKSPACE:
             self._workspace = pool_size
@@ -444,6 +449,7 @@ def _plan(trt: Any, network: Any, build: Build) -> bytes:
         "refittable": sorted(refittable),
         "stripped": sorted(stripped),
         "profiles": build.profiles,
+        "shares_profiles": trt.release != "8.6.1" or "PROFILE_SHARING_0806" in build.flags,
     }
     text = json.dumps(header).encode()
     return PLAN + len(text).to_bytes(4, "little") + text + model.SerializeToString()

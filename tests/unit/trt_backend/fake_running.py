@@ -49,6 +49,7 @@ class ICudaEngine:
         self._logger = runtime._logger
         self._profiles: list[dict[str, list[Shape]]] = header["profiles"]
         self._users: dict[int, Any] = {}
+        self._shares_profiles: bool = header["shares_profiles"]
         self._refittable = set(header["refittable"])
         self._prototypes = {tensor.name: tensor for tensor in model.graph.initializer}
         self._missing = set(header["stripped"])
@@ -268,6 +269,8 @@ class IExecutionContext:
         return len(shape) == len(low) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
 
     def _taken(self) -> set[int]:
+        if self._engine._shares_profiles:
+            return set()
         return {profile for profile, user in self._engine._users.items() if user() not in (None, self)}
 
     def _take(self, profile: int) -> None:

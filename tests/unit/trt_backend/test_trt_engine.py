@@ -131,7 +131,7 @@ def test_a_plan_with_other_inputs_than_its_signature(tmp_path: Path) -> None:
         ("set_input_shape", r"take x of \[1, 4, 24, 24\]|take timesteps of \[1\]|take context of \[1, 5, 8\]"),
         ("set_tensor_address", r"take the address of \w+"),
         ("execute_async_v3", "run its engine"),
-        ("set_optimization_profile_async", "change the profile"),
+        ("set_optimization_profile_async", "choose the profile"),
     ],
 )
 def test_each_refusal_is_an_error_with_tensorrts_words(release: str, tmp_path: Path, method: str, what: str) -> None:
