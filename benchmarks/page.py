@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..runtime.settings import BackendChoice
 from .cases import CASES
 from .chart import chart
 from .rows import RESULTS, Row, gpu_of, read
-from .variants import COMPILE, EAGER, describe
+from .variants import COMPILE, EAGER, OURS, describe
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -71,13 +72,21 @@ def read_all(folder: Path) -> list[Row]:
 
 
 def newest(rows: Iterable[Row]) -> list[Group]:
-    """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered."""
-    runs: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered.
+
+    A TensorRT may need a Python of its own, in which the other variants do not run: its runs stand beside the others.
+    """
+    by_run: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        runs.setdefault((gpu_of(row), row["case"]), {}).setdefault(row["run"], []).append(row)
+        by_run.setdefault((gpu_of(row), row["case"], row["run"]), []).append(row)
+    last = {(gpu, case, _is_of_tensorrt(found)): found for (gpu, case, _), found in by_run.items()}
     order = {name: number for number, name in enumerate(CASES)}
-    found = [Group(gpu, case, tuple(list(by_run.values())[-1])) for (gpu, case), by_run in runs.items()]
-    return sorted(found, key=lambda group: (group.gpu, order.get(group.case, len(order)), group.case))
+    ordered = sorted(last, key=lambda key: (key[0], order.get(key[1], len(order)), *key[1:]))
+    return [Group(gpu, case, tuple(last[gpu, case, ours])) for gpu, case, ours in ordered]
+
+
+def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
+    return any(row["variant"].startswith(f"{OURS}:{BackendChoice.TENSORRT.value}") for row in rows)
 
 
 def report(groups: Sequence[Group]) -> tuple[str, str]:
@@ -154,6 +163,7 @@ def _circumstances(groups: Sequence[Group]) -> str:
 
 def _circumstances_of(row: Row) -> str:
     names = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "cudnn": "cuDNN", "comfyui": "ComfyUI"}
+    names |= {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
     driver = f", driver {row['driver']}" if row["driver"] else ""
     commit = f", commit {row['commit'][:12]}" if row["commit"] else ""

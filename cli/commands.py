@@ -211,12 +211,13 @@ def _add_model(parser: ArgumentParser) -> None:
         help="build time to spend",
     )
     backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
-    add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the fastest that works here")
+    add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the first that works here")
     _add_shapes(parser)
     add(
         "--bake",
         action="store_true",
-        help="TensorRT only: put the weights into the engine instead of refitting it; LoRA runs on the plain model",
+        help="TensorRT only: put the weights into the engine instead of refitting it; it then serves one checkpoint, "
+        "without LoRA",
     )
 
 
@@ -227,7 +228,7 @@ def _add_shapes(parser: ArgumentParser) -> None:
         type=_with_spaces,
         default=ShapeChoice.EACH.value,
         choices=[each.value for each in ShapeChoice],
-        help="whether one TensorRT engine is for all resolutions; default: %(default)s",
+        help="TensorRT only: whether one engine is for all resolutions; default: %(default)s",
     )
     add(
         "--max-batch",

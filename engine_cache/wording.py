@@ -8,6 +8,7 @@ from typing import Any
 Path = tuple[str, ...]
 
 _PROFILE: Path = ("spec", "profile", "inputs")
+_MORE_PROFILES: Path = ("spec", "more_profiles")
 
 _NAMES: dict[Path, str] = {
     ("spec", "role"): "role",
@@ -19,6 +20,7 @@ _NAMES: dict[Path, str] = {
     ("spec", "backend", "name"): "backend",
     ("spec", "backend", "contains_weights"): "weights inside the engine",
     ("spec", "output_dtype"): "output dtype",
+    _MORE_PROFILES: "further profiles",
     ("environment", "device"): "device",
     ("environment", "gpu"): "GPU",
     ("environment", "compute_capability"): "compute capability",
@@ -61,8 +63,8 @@ def describe_differences(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Values by path. The axes of one input count as one value."""
-    if path[:-1] == _PROFILE:
+    """Values by path. The axes of one input count as one value, and so do all further profiles."""
+    if path[:-1] == _PROFILE or path == _MORE_PROFILES:
         yield path, node
     elif isinstance(node, Mapping):
         for name, child in node.items():
@@ -100,6 +102,8 @@ def _say(path: Path, value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if path == _MORE_PROFILES:
+        return "; ".join(map(_say_profile, value)) or "none"
     if path[:2] == ("spec", "fingerprint") and isinstance(value, str):
         return value[:12]  # a digest: its beginning is enough to tell two apart
     return str(value)
@@ -114,6 +118,10 @@ def _describe_shape(name: str, before: Any, after: Any) -> list[str]:
         for index, (old, new) in enumerate(zip(before, after, strict=True))
         if old != new
     ]
+
+
+def _say_profile(profile: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_say_shape(axes)}" for name, axes in profile["inputs"].items())
 
 
 def _is_shape(value: Any) -> bool:

@@ -14,8 +14,9 @@ def backend_input(with_off: bool = True) -> io.Combo.Input:
         "backend",
         options=choices,
         default=BackendChoice.AUTO.value,
-        tooltip="auto: the fastest that works here. compiled: torch modules compiled ahead of time. "
-        "tensorrt: not part of this version yet. off: the plain model.",
+        tooltip="auto: the first that works here, compiled before TensorRT. compiled: torch modules compiled ahead of "
+        "time. tensorrt: engines by NVIDIA's TensorRT, where it is installed; else the reason says how to."
+        + (" off: the plain model." if with_off else ""),
     )
 
 
@@ -108,6 +109,6 @@ def _bake_input() -> io.Boolean.Input:
         "bake",
         default=False,
         optional=True,
-        tooltip="TensorRT only: put the weights into the engine instead of refitting it; LoRA then runs on the plain "
-        "model.",
+        tooltip="TensorRT only: put the weights into the engine instead of refitting it. Each checkpoint then needs an "
+        "engine of its own, which is not built in the background, and LoRA runs on the plain model.",
     )

@@ -63,4 +63,4 @@ def _is_chosen(backend: Backend, choice: BackendChoice) -> bool:
 
 
 def _instead(choice: BackendChoice) -> str:
-    return ". Choose backend auto or compiled" if choice is BackendChoice.TENSORRT else ""
+    return ". To do without TensorRT, choose backend auto or compiled" if choice is BackendChoice.TENSORRT else ""

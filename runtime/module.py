@@ -116,9 +116,9 @@ class Run:
 
     def _shared_offer(self, call: CallShape) -> Offer | None:
         """The engine of another call of this run, where it takes this one too."""
-        settings, host = self._module.settings, self._source.precision
+        settings = self._module.settings
         for offer in self._offers.values():
-            if offer.engine is not None and offer.plan is not None and offer.plan.serves(call, host, settings):
+            if offer.engine is not None and offer.plan is not None and offer.plan.serves(call, settings):
                 return offer
         return None
 

@@ -23,6 +23,7 @@ class Plan:
     """One engine that would do, by one backend.
 
     Attributes:
+        host: what the model computed in when this was planned.
         save_weights: writes the model's numbers into a safetensors file, for an engine that is to contain them. It
             needs the live model: only while a run, or a person, waits.
     """
@@ -32,6 +33,7 @@ class Plan:
     key: EngineKey
     backend: Backend
     device: torch.device
+    host: Precision
     save_weights: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -40,9 +42,9 @@ class Plan:
         batch = latents[0][0]
         return f"{self.spec.fingerprint.architecture_name} {sizes} batch {_span(batch.min, batch.max)}"
 
-    def serves(self, call: CallShape, host: Precision, settings: Settings) -> bool:
+    def serves(self, call: CallShape, settings: Settings) -> bool:
         """Whether `plans` would find this very engine for another call of the same model and settings."""
-        dtypes = _dtype_names(call, host, self.spec.precision)
+        dtypes = _dtype_names(call, self.host, self.spec.precision)
         return dtypes == self.spec.dtypes and profiles_wanted(call.shapes, settings) == self.spec.profiles
 
 
@@ -97,7 +99,13 @@ def plans(
     precision = settings.precision or host_precision
     dtypes = _dtype_names(call, host_precision, precision)
     picks = candidates(settings.backend, device, backends)
-    found = [_plan(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
+    specs = [_spec(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
+    found = [
+        Plan(
+            architecture, spec, EngineKey(spec, pick.backend.environment(device)), pick.backend, device, host_precision
+        )
+        for spec, pick in zip(specs, picks, strict=True)
+    ]
     return sorted(found, key=lambda plan: plan.spec.profiles != profiles_wanted(call.shapes, settings))
 
 
@@ -105,7 +113,7 @@ def _dtype_names(call: CallShape, host: Precision, precision: Precision) -> dict
     return {name: dtype_name(dtype) for name, dtype in call.dtypes(host, precision).items()}
 
 
-def _plan(
+def _spec(
     architecture: Architecture,
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, str],
@@ -113,7 +121,7 @@ def _plan(
     device: torch.device,
     settings: Settings,
     backend: Backend,
-) -> Plan:
+) -> EngineSpec:
     options = backend.options(device, precision, settings.optimize)
     profile, *more = profiles_wanted(shapes, settings)
     spec = EngineSpec(
@@ -128,5 +136,5 @@ def _plan(
         more_profiles=tuple(more),
     )
     if not spec.is_static and backend.why_unsupported(spec) is not None:  # then an engine for each size
-        spec = replace(spec, profile=ShapeProfile.static(shapes), more_profiles=())
-    return Plan(architecture, spec, EngineKey(spec, backend.environment(device)), backend, device)
+        return replace(spec, profile=ShapeProfile.static(shapes), more_profiles=())
+    return spec

@@ -19,7 +19,7 @@ from .build import PlanBuilder
 from .engine import TensorRTEngine
 from .export import ExportedGraph, export_graph, save_graph
 from .library import Library, find_library
-from .requirements import advice, missing_packages
+from .requirements import advice, advice_on_packages, missing_packages
 from .signature import SIGNATURE, PlanSignature
 from .sparsity import sparse_share
 from .timing_cache import TimingCache
@@ -62,7 +62,7 @@ class TensorRTBackend:
         if reason := self._why_no_library(device):
             return reason
         if missing := missing_packages():
-            return f"{', '.join(missing)} not installed, which exporting a model needs. {advice(device)}"
+            return f"{', '.join(missing)} not installed, which exporting a model needs. {advice_on_packages(missing)}"
         return None
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:

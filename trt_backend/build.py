@@ -68,7 +68,10 @@ class PlanBuilder:
                 return plan
             log = self._library.log
             if not log.ran_out_of_memory:
-                raise BuildFailed(f"TensorRT {self._library.version} made no engine: {log.said()}")
+                raise BuildFailed(
+                    f"TensorRT {self._library.version} made no engine: {log.said()}. Choose backend compiled, or "
+                    f"report this with the versions (torch {torch.__version__}, CUDA {torch.version.cuda or 'none'})"
+                )
             smaller = _smaller_workspace(workspace)
             if smaller < _SMALLEST_WORKSPACE:
                 raise BuildFailed(

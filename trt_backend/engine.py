@@ -75,6 +75,7 @@ class TensorRTEngine:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         if not self._has_weights:
             raise IncompatibleEngine("The engine has no weights; call update_weights() first")
+        self._library.log.clear()  # what it said earlier is no reason for what fails below
         context = self._context({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         inputs = {name: self._checked(name, tensors[name]) for name in self._signature.inputs}
         results = {

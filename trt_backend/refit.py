@@ -65,17 +65,25 @@ class Refit:
         return True
 
     def _put(self, entries: Iterable[str], weights: Mapping[str, torch.Tensor]) -> None:
+        self._library.log.clear()  # what it said earlier is no reason for what fails below
         refitter, stream = self._new_refitter(), current_stream(self._device)
-        kept = [self._set(refitter, entry, weights) for entry in entries]
-        # Weights that TensorRT merged with those that changed are asked for too.
-        while missing := [name for name in refitter.get_missing_weights() if name in self._sources]:
-            kept += [self._set(refitter, entry, weights) for entry in missing]
+        given: dict[str, Any] = {}
+        wanted = list(entries)
+        while wanted:
+            if again := [entry for entry in wanted if entry in given]:
+                raise IncompatibleEngine(
+                    f"TensorRT {self._library.version} asks for weight {again[0]!r}, which it was given already; "
+                    "switch bake on in the node, or choose backend compiled"
+                )
+            given |= {entry: self._set(refitter, entry, weights) for entry in wanted}
+            # Weights that TensorRT merged with those that changed are asked for too.
+            wanted = [name for name in refitter.get_missing_weights() if name in self._sources]
         if unknown := list(refitter.get_missing_weights()):
             raise IncompatibleEngine(f"TensorRT asks for weight {unknown[0]!r}, which the model does not have")
         if not self._library.refit(refitter, stream):
             raise IncompatibleEngine(f"TensorRT could not put the weights into its engine: {self._library.log.said()}")
         stream.synchronize()  # the tensors that were lent are free again
-        del kept
+        del given
 
     def _set(self, refitter: Any, entry: str, weights: Mapping[str, torch.Tensor]) -> Any:
         source = self._sources[entry]

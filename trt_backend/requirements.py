@@ -6,7 +6,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ EXPORT_PACKAGES = {"onnx": "onnx", "onnxscript": "onnxscript", "onnx_graphsurgeo
 """Module -> package, of all that is needed to write a model down as the graph that TensorRT reads."""
 
 OLDEST_CAPABILITY = (7, 5)
-INSTEAD = "choose backend auto or compiled"
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,27 @@ def advice(device: torch.device) -> str:
     return how_to_install(sys.executable or "python", sys.platform, cuda, capability, driver)
 
 
+def advice_on_packages(modules: Iterable[str]) -> str:
+    """What `how_to_add` says of this machine.
+
+    Args:
+        modules: of `EXPORT_PACKAGES`.
+    """
+    return how_to_add([EXPORT_PACKAGES[module] for module in modules], sys.executable or "python", sys.platform)
+
+
+def how_to_add(packages: Iterable[str], python: str, platform: str) -> str:
+    """The command that installs no more than these packages; see `how_to_install`."""
+    command = _command(python, platform, packages)
+    return f"To add what is missing, run `{command}` and start this program again"
+
+
 def how_to_install(
     python: str, platform: str, cuda: str | None, capability: tuple[int, int] | None, driver: str | None
 ) -> str:
-    """Which TensorRT fits and the command that installs it, else why none does and what to do instead.
+    """Which TensorRT fits and the command that installs it, else why none does and what would change that.
 
-    Like every reason it ends without a full stop, since callers go on behind it.
+    Like every reason it ends without a full stop, since callers go on behind it: with what to choose instead, say.
 
     Args:
         python: path of the interpreter that is to find TensorRT.
@@ -82,28 +96,29 @@ def how_to_install(
         driver: the NVIDIA driver's version; None where it is not known.
     """
     if platform == "darwin":
-        return f"TensorRT runs on NVIDIA GPUs only, which macOS has no drivers for; {INSTEAD}"
+        return "TensorRT runs on NVIDIA GPUs only, which macOS has no drivers for"
     if cuda is None:
         return (
             "TensorRT runs on NVIDIA GPUs only, and this torch was built without CUDA. Where there is such a GPU, "
-            f"install torch for CUDA the way ComfyUI's own manual says, else {INSTEAD}"
+            "install torch for CUDA the way ComfyUI's own manual says"
         )
     if cuda.startswith("hip"):
-        return f"TensorRT runs on NVIDIA GPUs only, and this torch is for AMD's ({cuda}); {INSTEAD}"
+        return f"TensorRT runs on NVIDIA GPUs only, and this torch is for AMD's ({cuda})"
     if capability is None:
-        return f"TensorRT runs on NVIDIA GPUs only, and the model runs on none here. {_mend_gpu(cuda)}, else {INSTEAD}"
+        return f"TensorRT runs on NVIDIA GPUs only, and the model runs on none here. {_mend_gpu(cuda)}"
     if capability < OLDEST_CAPABILITY:
         return (
             f"TensorRT needs a GPU of compute capability {_dotted(OLDEST_CAPABILITY)} or newer, GeForce GTX 16, "
-            f"RTX 20 and later, and this one has {_dotted(capability)}; {INSTEAD}"
+            f"RTX 20 and later, and this one has {_dotted(capability)}"
         )
     edition = RTX if runs_rtx(capability) else FULL
     if _major(cuda) not in edition.drivers:
         return _wrong_cuda(cuda)
+    wanted = [requirement.format(cuda=_major(cuda)) for requirement in edition.requirements]
+    command = _command(python, platform, [*wanted, *EXPORT_PACKAGES.values()])
     return (
         f"This GPU (compute capability {_dotted(capability)}) takes {edition.title}; "
-        f"{_driver_needed(edition, cuda, driver)}. "
-        f"To install it, run `{_command(edition, python, platform, cuda)}` and start this program again"
+        f"{_driver_needed(edition, cuda, driver)}. To install it, run `{command}` and start this program again"
     )
 
 
@@ -117,7 +132,7 @@ def _wrong_cuda(cuda: str) -> str:
     known = " and ".join(map(str, RTX.drivers))
     return (
         f"TensorRT's packages are known here for CUDA {known}, and this torch was built for CUDA {cuda}. "
-        f"Install a torch for one of these the way ComfyUI's own manual says, or {INSTEAD}"
+        "Install a torch for one of these the way ComfyUI's own manual says"
     )
 
 
@@ -129,10 +144,9 @@ def _driver_needed(edition: Edition, cuda: str, driver: str | None) -> str:
     return f"{needed}, and this machine has {driver}: update the driver first"
 
 
-def _command(edition: Edition, python: str, platform: str, cuda: str) -> str:
-    wanted = [requirement.format(cuda=_major(cuda)) for requirement in edition.requirements]
-    words = [python, "-m", "pip", "install", *wanted, *EXPORT_PACKAGES.values()]
-    return " ".join(_quoted(word, platform) for word in words)
+def _command(python: str, platform: str, packages: Iterable[str]) -> str:
+    """Makes pip install `packages`."""
+    return " ".join(_quoted(word, platform) for word in [python, "-m", "pip", "install", *packages])
 
 
 def _quoted(word: str, platform: str) -> str:

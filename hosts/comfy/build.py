@@ -10,7 +10,7 @@ from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...engine_cache import WeightsMemo
 from ...runtime.estimate import say_roughly
-from ...runtime.plan import CallShape
+from ...runtime.plan import CallShape, Plan
 from ...runtime.provider import EngineProvider
 from ...runtime.settings import Resolution, Settings
 from .model_classes import CallSize
@@ -23,7 +23,7 @@ _PIXELS = 8
 
 
 def build_engines(provider: EngineProvider, patcher: Any, settings: Settings, batch: int, tokens: int) -> list[str]:
-    """Build (or find), load and verify one engine a resolution; a line of report each.
+    """Build (or find), load and verify an engine for each resolution; a line of report for each engine.
 
     Args:
         batch: samples in one call of the UNet.
@@ -35,10 +35,12 @@ def build_engines(provider: EngineProvider, patcher: Any, settings: Settings, ba
     if not settings.resolutions:
         raise UnsupportedModel("Name at least one resolution, such as 512x512")
     source = open_unet(patcher, provider.weights_memo)
-    return [
-        _build_one(provider, source, settings, unet_call(source, resolution, batch, tokens))
-        for resolution in settings.resolutions
-    ]
+    made: list[tuple[Plan, str]] = []
+    for resolution in settings.resolutions:
+        call = unet_call(source, resolution, batch, tokens)
+        if not any(plan.serves(call, settings) for plan, _ in made):  # one may be for several resolutions
+            made.append(_build_one(provider, source, settings, call))
+    return [report for _, report in made]
 
 
 def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
@@ -77,11 +79,13 @@ def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, token
     return CallShape((*inputs, ("timesteps", (batch,), torch.float32)))
 
 
-def _build_one(provider: EngineProvider, source: ComfyUNetSource, settings: Settings, call: CallShape) -> str:
+def _build_one(
+    provider: EngineProvider, source: ComfyUNetSource, settings: Settings, call: CallShape
+) -> tuple[Plan, str]:
     expected = provider.expected(source, call, settings)
     plan, entry = provider.prepare(source, call, settings, waiting_hooks())
     seconds = entry.manifest.build.seconds
     built = f"built in {seconds:.0f} s" + (f" ({say_roughly(expected)} expected)" if expected else "")
     checked = entry.manifest.verifications.get(source.weights_digest())
     error = f", error {checked.relative_error:.1e}" if checked else ""
-    return f"{plan}: {plan.spec.backend.name} {plan.spec.precision.value}, {built}{error}, ready"
+    return plan, f"{plan}: {plan.spec.backend.name} {plan.spec.precision.value}, {built}{error}, ready"

@@ -74,6 +74,16 @@ def test_the_newest_run_of_each_case_and_gpu_counts(tmp_path: Path) -> None:
     assert text.index("## CPU") < text.index("## NVIDIA H200")
 
 
+def test_a_run_of_tensorrt_stands_beside_the_others() -> None:
+    """It may need a Python of its own: its rows come from a run of their own."""
+    ours = [row("slipstream:tensorrt+bake", 5.0, run="later")]
+    groups = newest([*ROWS, *ours])
+    assert [[found["run"] for found in group.rows[:1]] for group in groups if group.case == ours[0]["case"]] == [
+        [ROWS[0]["run"]],
+        ["later"],
+    ]
+
+
 def test_variants_of_other_times_do_not_stop_the_page() -> None:
     text, _ = report(newest([row("slipstream:magic", case="sd9-1-b1")]))
     assert "`slipstream:magic`: no longer offered" in text and "| sd9-1-b1 | `slipstream:magic` |" in text

@@ -30,9 +30,12 @@ from slipstream.tests.unit.engine_cache.support import make_environment, make_ke
 OUT_OF_KEY = {
     "spec.fingerprint.architecture_name",
     "spec.fingerprint.layers",
+    "spec.fingerprint.parameters",
     "spec.fingerprint.weights",
     "environment.driver",
 }
+
+FURTHER = ShapeProfile.static({"x": (1, 4, 96, 64), "timesteps": (1,), "context": (1, 77, 768)})
 
 
 def changes(value: Any, path: str) -> Iterator[tuple[str, bool, Any]]:
@@ -61,6 +64,8 @@ def change(value: Any) -> list[Any]:
         return ["something"]
     if isinstance(value, Mapping):
         return list(mapping_changes(value))
+    if isinstance(value, tuple):
+        return [(*value, FURTHER)]
     raise AssertionError(f"tell this test how to change a {type(value).__name__}")
 
 
@@ -110,6 +115,14 @@ def test_every_field_of_the_environment_enters_unless_marked(path: str, in_key: 
 def test_only_the_agreed_fields_are_marked_out() -> None:
     rows = [*changes(make_spec(), "spec"), *changes(make_environment(), "environment")]
     assert {path.split("#")[0] for path, in_key, _ in rows if not in_key} == OUT_OF_KEY
+
+
+def test_further_profiles_enter_each_and_in_their_order() -> None:
+    """The order is that of the profiles inside of the artifact."""
+    wider = ShapeProfile({**FURTHER.inputs, "timesteps": (ShapeRange(1, 1, 2),)})
+    choices = [(), (FURTHER,), (wider,), (FURTHER, wider), (wider, FURTHER), (FURTHER, FURTHER)]
+    keys = {EngineKey(make_spec(more_profiles=chosen), make_environment()).digest for chosen in choices}
+    assert len(keys) == len(choices)
 
 
 def with_weights(weights: str | None, inside: bool) -> EngineSpec:

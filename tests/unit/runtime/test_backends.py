@@ -10,6 +10,7 @@ from slipstream.core.protocols import Backend
 from slipstream.runtime.backends import backend_named, candidates, default_backends
 from slipstream.runtime.settings import BackendChoice
 from slipstream.tests.fakes import CPU, NullBackend
+from slipstream.trt_backend import TensorRTBackend
 
 
 @pytest.fixture
@@ -66,8 +67,24 @@ def test_every_reason_is_given_where_nothing_works(chain: list[Backend]) -> None
 
 
 def test_tensorrt_alone_says_what_to_choose_instead() -> None:
-    with pytest.raises(BackendUnavailable, match="tensorrt: .*NVIDIA GPUs only. Choose backend auto or compiled"):
+    with pytest.raises(BackendUnavailable, match="tensorrt: .*NVIDIA GPUs only. To do without") as raised:
         candidates(BackendChoice.TENSORRT, CPU, default_backends())
+    assert str(raised.value).count("choose backend auto or compiled") == 1
+
+
+def test_what_is_chosen_already_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU that no TensorRT runs on."""
+    told = "This GPU is too old"
+    monkeypatch.setattr("slipstream.trt_backend.library._import", lambda name: None)
+    monkeypatch.setattr("slipstream.trt_backend.backend.advice", lambda device: told)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (6, 1))
+    broken = NullBackend("aotinductor")
+    broken.unavailable = "it is broken"
+    chain, gpu = [broken, TensorRTBackend()], torch.device("cuda", 0)
+    with pytest.raises(BackendUnavailable, match=f"tensorrt: TensorRT is not installed. {told}$"):
+        candidates(BackendChoice.AUTO, gpu, chain)
+    with pytest.raises(BackendUnavailable, match=f"{told}. To do without TensorRT, choose backend auto or compiled$"):
+        candidates(BackendChoice.TENSORRT, gpu, chain)
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "meta"])

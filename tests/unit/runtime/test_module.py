@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.core.dtypes import precision_of
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
@@ -466,6 +467,30 @@ def test_memory_taken_by_the_first_call_is_told(
         seen = len(told)
         call(run, source)
         assert len(told) == seen
+
+
+@pytest.mark.parametrize("during", ["before", "in the middle of a run"])
+def test_a_model_in_fp64_goes_to_eager(module: AcceleratedModule, during: str) -> None:
+    class Widened(FakeSource):
+        """Engines have no dtype for its numbers once `model` is in fp64."""
+
+        @property  # type: ignore[override]
+        def precision(self) -> Precision:
+            return precision_of(next(self.model.parameters()).dtype)
+
+        @precision.setter
+        def precision(self, _: Precision) -> None: ...
+
+    source, wide = Widened(), {name: tensor.double() for name, tensor in INPUTS.items()}
+    eager = {"out": torch.full((2, 4, 8, 8), 7.0, dtype=torch.float64)}
+    with module.run(source) as run:
+        if during != "before":
+            assert_right(call(run, source), source)
+        source.model.double()
+        assert run(wide, lambda: eager) is eager
+    assert module.status.eager_calls == 1
+    (reason,) = reasons(module)
+    assert reason == "The model computes in float64; engines compute in fp32, fp16 or bf16"
 
 
 def test_what_eager_raises_reaches_the_host(module: AcceleratedModule, source: FakeSource) -> None:

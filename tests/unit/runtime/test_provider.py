@@ -147,7 +147,7 @@ def test_first_use_behind_a_background_build_that_holds_still(
     [
         (Settings(backend=BackendChoice.OFF), "switched off"),
         (Settings(resolutions=parse_resolutions("512x512")), "64×64 is not in the node's list"),
-        (Settings(backend=BackendChoice.TENSORRT), "Choose backend auto or compiled"),
+        (Settings(backend=BackendChoice.TENSORRT), "choose backend auto or compiled"),
     ],
     ids=["off", "another resolution", "tensorrt"],
 )

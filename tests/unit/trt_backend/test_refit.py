@@ -111,6 +111,29 @@ def test_a_failed_refit_leaves_an_engine_that_waits_for_all_weights(release: str
     assert error(engine(**inputs), weights, inputs) < 1e-5
 
 
+def test_an_error_of_an_earlier_refit_is_not_told_again(release: str, tmp_path: Path) -> None:
+    bench = Bench(release, tmp_path)
+    engine, weights = bench.load(), make_weights()
+    for refused in ("the first reason", "the second reason"):
+        bench.script.refusals["refit"] = refused
+        with pytest.raises(IncompatibleEngine, match=f"into its engine: {refused}$"):
+            engine.update_weights(weights)
+
+
+def test_a_weight_that_is_asked_for_again_and_again(
+    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(release, tmp_path)
+    engine, weights, entry = bench.load(), make_weights(), next(iter(bench.graph.weights))
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.trt.Refitter, "get_missing_weights", lambda refitter: [entry])
+        with pytest.raises(IncompatibleEngine, match=f"asks for weight '{entry}', which it was given already; switch"):
+            engine.update_weights(weights)
+    assert not bench.script.refits
+    engine.update_weights(weights)
+    assert bench.script.refits == 1
+
+
 def test_a_weight_that_tensorrt_refuses(release: str, tmp_path: Path) -> None:
     bench = Bench(release, tmp_path)
     bench.script.refusals["set_named_weights"] = "these numbers are cursed"

@@ -12,7 +12,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from slipstream.trt_backend.requirements import advice, how_to_install, missing_packages, runs_rtx
+from slipstream.trt_backend import TensorRTBackend, backend
+from slipstream.trt_backend.requirements import advice, how_to_add, how_to_install, missing_packages, runs_rtx
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 PYTHON = "/opt/comfy ui/bin/python"
@@ -137,8 +138,7 @@ def test_a_driver_that_is_too_old(machine: dict[str, Any], oldest: int) -> None:
 def test_where_tensorrt_cannot_run(machine: dict[str, Any], platform: str, why: str) -> None:
     text = told(machine, platform=platform)
     assert re.search(why, text)
-    assert text.endswith("choose backend auto or compiled")
-    assert "pip install" not in text
+    assert "pip install" not in text and "backend" not in text, "whoever asked knows what is chosen"
 
 
 # --------------------------------------------------------------------------------------------- this machine
@@ -182,6 +182,25 @@ def test_advice_where_the_gpu_cannot_be_used(gpu: pytest.MonkeyPatch) -> None:
     gpu.setattr(torch.cuda, "is_available", lambda: False)
     gpu.setattr(torch.cuda, "get_device_capability", fails)
     assert "check its driver (580 or newer" in advice(CUDA)
+
+
+@pytest.mark.parametrize("missing", [["onnxscript"], ["onnx", "onnx_graphsurgeon"]], ids=["one", "two"])
+def test_where_tensorrt_is_there_only_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, missing: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", PYTHON)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(backend, "find_library", lambda device: None)
+    monkeypatch.setattr(backend, "missing_packages", lambda: missing)
+    for device in (CUDA, CPU):
+        reason = TensorRTBackend().why_cannot_build(device) or ""
+        assert reason.startswith(f"{', '.join(missing)} not installed")
+        assert packages_in(reason) == [name.replace("_", "-") for name in missing]
+
+
+def test_windows_quotes_the_python_that_gets_packages() -> None:
+    told = how_to_add(["onnx"], r"C:\My AI\python.exe", "win32")
+    assert command_in(told) == r'"C:\My AI\python.exe" -m pip install onnx'
 
 
 def test_packages_are_looked_for_but_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

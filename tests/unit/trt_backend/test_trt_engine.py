@@ -146,6 +146,16 @@ def test_each_refusal_is_an_error_with_tensorrts_words(release: str, tmp_path: P
     assert error(engine(**inputs), weights, inputs) < 1e-5, "nothing of the failed call is left"
 
 
+def test_an_error_of_an_earlier_call_is_not_told_again(release: str, tmp_path: Path) -> None:
+    bench = Bench(release, tmp_path)
+    engine, inputs = bench.load(), make_inputs(bench.spec)
+    engine.update_weights(make_weights())
+    for refused in ("the first reason", "the second reason"):
+        bench.script.refusals["execute_async_v3"] = refused
+        with pytest.raises(RuntimeError, match=f"could not run its engine: {refused}$"):
+            engine(**inputs)
+
+
 def test_no_memory_for_a_context(release: str, tmp_path: Path) -> None:
     bench = Bench(release, tmp_path)
     engine = bench.load()
