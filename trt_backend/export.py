@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 WEIGHTS = "weights.bin"
 """Where the graph's initializers lie, beside it."""
 
+_ALIGNED = 64
+"""Bytes: where a weight begins in its file is a multiple."""
+
 _WRAPPER = "module."
 _AXES = {"x": ("batch", None, "height", "width"), "context": ("batch", "tokens")}
 """Names of the axes that a profile may leave open."""
@@ -176,8 +179,8 @@ def save_graph(
     """Write a graph and what its initializers refer to.
 
     Args:
-        numbers: the model's weights by state-dict name; read one by one. None leaves all of them 0, in a file of the
-            size of the largest.
+        numbers: the model's weights by state-dict name; read one by one. None leaves all of them 0, in a file little
+            larger than the largest.
 
     Raises:
         UnsupportedModel: a weight is missing among `numbers`, or has another size.
@@ -185,12 +188,21 @@ def save_graph(
     path = directory / "model.onnx"
     external = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in weights}
     if numbers is None:
-        with open(directory / WEIGHTS, "wb") as file:
-            file.truncate(max((int(_entry(tensor, "length").value) for tensor in external.values()), default=0))
+        _write_zeros(external, directory / WEIGHTS)
     else:
         _write_numbers(external, weights, directory / WEIGHTS, numbers)
     path.write_bytes(model.SerializeToString())
     return path
+
+
+def _write_zeros(external: Mapping[str, onnx.TensorProto], path: Path) -> None:
+    """Each weight begins at a place of its own, by which TensorRT tells them apart, and reaches over its neighbours."""
+    end = 0
+    for index, tensor in enumerate(external.values()):
+        _entry(tensor, "offset").value = str(index * _ALIGNED)
+        end = max(end, index * _ALIGNED + int(_entry(tensor, "length").value))
+    with open(path, "wb") as file:
+        file.truncate(end)
 
 
 def _write_numbers(
@@ -204,7 +216,7 @@ def _write_numbers(
             data = source.laid_out(numbers[source.name]).reshape(-1).view(torch.uint8).numpy().tobytes()
             if len(data) != int(_entry(tensor, "length").value):
                 raise UnsupportedModel(f"Weight {source.name!r} has another size or dtype than the traced model's")
-            file.seek(-file.tell() % 64, 1)
+            file.seek(-file.tell() % _ALIGNED, 1)
             _entry(tensor, "offset").value = str(file.tell())
             file.write(data)
 
