@@ -60,10 +60,8 @@ class Engine(Protocol):
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Compute with `weights` (state-dict names) from now on; they are kept alive, and not copied where possible.
 
-        An engine that contains its weights is given none.
-
         Raises:
-            IncompatibleEngine: a name is missing, or a shape, stride or dtype differs.
+            IncompatibleEngine: a name is missing, a shape, stride or dtype differs, or the engine contains others.
         """
         ...
 

@@ -13,6 +13,9 @@ from .shapes import ShapeProfile
 NOT_IN_KEY = {"in_key": False}
 """Metadata of a dataclass field that does not enter an `EngineKey`."""
 
+IN_KEY_IF_ANY = {"in_key_if_any": True}
+"""Metadata of a field that enters a key unless it is empty: engines from before there was such a field stay valid."""
+
 
 class Role(str, Enum):
     """Which part of a diffusion model an engine stands for."""
@@ -100,7 +103,7 @@ class EngineSpec(HoldsMappings):
     precision: Precision
     optimize: Optimize
     backend: BackendConfig
-    more_profiles: tuple[ShapeProfile, ...] = ()
+    more_profiles: tuple[ShapeProfile, ...] = field(default=(), metadata=IN_KEY_IF_ANY)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))

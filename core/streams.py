@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,6 +26,11 @@ class _NoStream:
 
     def synchronize(self) -> None:
         return None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, libraries that know nothing of torch's devices use this GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def current_stream(device: torch.device) -> Stream:

@@ -139,7 +139,7 @@ def canonical(value: Any, path: str) -> Any:
         return {
             field.name: canonical(getattr(value, field.name), f"{path}.{field.name}")
             for field in dataclasses.fields(value)
-            if enters_key(field)
+            if enters_key(field) and (getattr(value, field.name) or not field.metadata.get("in_key_if_any"))
         }
     return _canonical_container(value, path)
 

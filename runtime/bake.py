@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.errors import StoreError
+from ..core.errors import StoreError, UnsupportedModel
 from ..core.protocols import ModelSource
 from ..core.spec import Precision
 from ..engine_cache import EngineKey
@@ -51,8 +51,7 @@ def _save_weights(source: ModelSource, precision: Precision, path: Path) -> None
     """Write the numbers as a safetensors file.
 
     Raises:
-        UnsupportedModel: they cannot be had in this precision.
-        StoreError: no space or no permission.
+        StoreError: no space or no permission, or the numbers cannot be had at this moment, for lack of memory say.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -63,6 +62,8 @@ def _save_weights(source: ModelSource, precision: Precision, path: Path) -> None
         raise StoreError(
             f"The model's weights cannot be written: {error}; free some space, then queue again"
         ) from error
+    except UnsupportedModel as error:
+        raise StoreError(f"The model's weights cannot be read now: {error}; queue again") from error
 
 
 def _on_cpu(source: ModelSource, precision: Precision) -> dict[str, torch.Tensor]:

@@ -94,10 +94,10 @@ def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCall
 
 
 def _needed_bytes(plan: Plan) -> int:
-    """On disk; baked weights lie there as a file of their own, in the artifact, and in its copy in the store."""
+    """On disk; baked weights lie there as they come, in the graph, in the artifact, and in its copy in the store."""
     if not plan.spec.backend.contains_weights:
         return _NEEDED_BYTES
-    return _NEEDED_BYTES + 3 * plan.spec.fingerprint.parameters * dtype_of(plan.spec.precision).itemsize
+    return _NEEDED_BYTES + 4 * plan.spec.fingerprint.parameters * dtype_of(plan.spec.precision).itemsize
 
 
 def _check_space(directory: Path, plan: Plan) -> None:

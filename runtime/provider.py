@@ -302,7 +302,7 @@ class EngineProvider:
         watch = MemoryWatch(source.device)
         loaded = self.pool.take(plan, entry, source.device)
         try:
-            loaded.engine.update_weights({} if bake.is_baked(plan) else source.weights(plan.spec.precision))
+            loaded.engine.update_weights(source.weights(plan.spec.precision))
             self._verify_once(source, plan, loaded)
         except BaseException as error:
             ran_out = watch.ran_out(error)
@@ -349,7 +349,8 @@ def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:
 
 def _known_bytes(entry: Entry) -> int:
     """Device memory that the engine held when it was verified; 0 where nobody knows."""
-    return max((known.device_bytes for known in entry.manifest.verifications.values()), default=0)
+    verified = (known.device_bytes for known in entry.manifest.verifications.values())
+    return max(verified, default=int(entry.manifest.details.get("device_bytes", 0)))
 
 
 def _buildable(wanted: list[Plan]) -> list[Plan]:

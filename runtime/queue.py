@@ -221,7 +221,8 @@ class BuildQueue:
         except BuildCancelled as error:
             state, problem = TicketState.CANCELLED, error
         except SlipstreamError as error:
-            problem = error
+            problem = _cancelled(ticket) or error
+            state = TicketState.CANCELLED if ticket.token.cancelled else TicketState.FAILED
         except BaseException as error:  # nothing may end the thread and leave everybody waiting
             log.exception("Slipstream: building %s broke", ticket.plan)
             problem = BuildFailed(f"Building {ticket.plan} broke: {type(error).__name__}: {error}")

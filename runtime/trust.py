@@ -28,8 +28,9 @@ class Trust:
         self._store = store
         self._overflows = overflows
         self._known: dict[_Case, Verification] = {}
-        self._refused: dict[_Case, IncompatibleEngine] = {}
-        self._failed_once: set[_Case] = set()
+        self._refused: dict[tuple[_Case, bool], IncompatibleEngine] = {}
+        """With a LoRA and without: what is wrong with one may be right without it."""
+        self._failed_once: set[tuple[_Case, bool]] = set()
         self._compared: WeakKeyDictionary[LoadedEngine, int] = WeakKeyDictionary()
         """The generation of weights with which an engine was right last."""
 
@@ -38,7 +39,7 @@ class Trust:
         Raises:
             IncompatibleEngine: the engine was found wrong for these weights.
         """
-        if refused := self._refused.get(_case(source, plan, entry)):
+        if refused := self._refused.get((_case(source, plan, entry), source.is_patched)):
             raise copy.copy(refused)  # an error that is kept must not keep the caller's frames, and their model
 
     def prove(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
@@ -60,6 +61,7 @@ class Trust:
         except IncompatibleEngine as error:
             self._note_failure(source, plan, case, error, final=not engine.copies_weights)
             raise
+        self._failed_once.discard((case, source.is_patched))
         self._compared[loaded] = engine.generation
 
     def _compare(self, source: ModelSource, plan: Plan, loaded: LoadedEngine, case: _Case) -> Verification:
@@ -83,9 +85,10 @@ class Trust:
     ) -> None:
         if isinstance(error, NotFinite):
             self._overflows.note(source, plan.spec)
-        if final or case in self._failed_once:
-            self._refused[case] = copy.copy(error)
-        self._failed_once.add(case)
+        failed = case, source.is_patched
+        if final or failed in self._failed_once:
+            self._refused[failed] = copy.copy(error)
+        self._failed_once.add(failed)
 
 
 def _case(source: ModelSource, plan: Plan, entry: Entry) -> _Case:

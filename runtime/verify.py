@@ -19,6 +19,7 @@ LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 """Largest relative error ‖engine − fp32‖ / ‖fp32‖ with which an engine may serve."""
 
 _SEEDS = (20260, 20261)
+_LEAST_OF_REFITTED = 1e-3
 
 
 def relative_error(result: Tensors, reference: Tensors) -> float:
@@ -91,8 +92,7 @@ def check(
     if not _is_finite(found):
         raise _not_finite(spec)
     error = relative_error(found, wanted)
-    # Both may be off from fp32, in opposite directions.
-    limit = max(LIMITS[spec.precision], LIMITS[source.precision], 2 * (known.relative_error + (known.eager_error or 0)))
+    limit = _limit_of_refitted(known) if refitted else _limit_of_known(spec, source, known)
     if error > limit:
         causes = "another extension changed how the model computes"
         if refitted:
@@ -102,6 +102,20 @@ def check(
             f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
             f"now (allowed: {limit:.0e}) and is not used: {causes}"
         )
+
+
+def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:
+    """Both may be off from fp32, in opposite directions."""
+    return max(LIMITS[spec.precision], LIMITS[source.precision], 2 * _both_errors(known))
+
+
+def _limit_of_refitted(known: Verification) -> float:
+    """Close to what was found before: a LoRA of little effect that did not arrive must show."""
+    return max(_LEAST_OF_REFITTED, 4 * _both_errors(known))
+
+
+def _both_errors(known: Verification) -> float:
+    return known.relative_error + (known.eager_error or 0)
 
 
 def _finite_answer(source: ModelSource, inputs: Tensors) -> Tensors | None:

@@ -11,13 +11,15 @@ import torch
 
 from ..core.dtypes import dtype_named, dtype_of
 from ..core.environment import Environment
-from ..core.errors import BackendUnavailable, IncompatibleEngine
+from ..core.errors import BackendUnavailable, BuildFailed, IncompatibleEngine, UnsupportedModel
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine
 from ..core.spec import EngineSpec, Optimize, Precision
+from ..core.streams import on_device
 from .build import PlanBuilder
 from .engine import TensorRTEngine
 from .export import ExportedGraph, export_graph, save_graph
+from .fingerprint import fingerprints
 from .library import Library, find_library
 from .requirements import advice, advice_on_packages, missing_packages
 from .signature import SIGNATURE, PlanSignature
@@ -25,6 +27,8 @@ from .sparsity import sparse_share
 from .timing_cache import TimingCache
 
 PLAN = "engine.plan"
+RECIPE = 1
+"""Raise when export, surgery or build make another plan of the same model: it makes new engines of all old ones."""
 ALL, NEEDED = "all", "needed"
 """Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
 
@@ -51,11 +55,12 @@ class TensorRTBackend:
             "hardware": "this",
             "stripped": library.can_strip,
             "surgery": ALL,
+            "recipe": RECIPE,
         }
 
     def why_unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
-            return "TensorRT engines run on NVIDIA GPUs only"
+            return advice(device)
         return self._why_no_library(device)
 
     def why_cannot_build(self, device: torch.device) -> str | None:
@@ -77,37 +82,23 @@ class TensorRTBackend:
         return 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
-        library = find_library(job.device)
-        progress(Progress("export", None, "exporting the model"))
-        graph = export_graph(job, max(library.opset, 18))
-        progress(Progress("export", None, "simplifying the graph"))
-        graph, reports = _operated(graph, library, str(job.spec.backend.options["surgery"]))
-        baked = job.spec.backend.contains_weights
-        numbers = _read_weights(job.weights) if baked else None
-        path = save_graph(graph.model, graph.weights, job.directory, numbers)
-        share = sparse_share(numbers.values()) if numbers else 0.0
-        nodes = len(graph.model.graph.node)
-        refittable = () if baked else graph.weights
-        cache = TimingCache(job.keep, f"{library.name} {library.version}", job.environment.gpu)
-        exact = [node.name for node in graph.model.graph.node if node.op_type in ("Sin", "Cos")]  # of timesteps
-        plan = PlanBuilder(library, job.spec, refittable, cache, progress, share, exact).build(path, nodes)
-        (job.directory / PLAN).write_bytes(memoryview(plan))
-        _signature(job, library, graph, nodes).save(job.directory)
-        details = {"nodes": nodes, "surgery": {report.name: report.changed for report in reports}}
-        details["sparse_weights"] = round(share, 3)
-        return Artifact(job.directory, (PLAN, SIGNATURE), details)
+        try:
+            with on_device(job.device):
+                return _build(job, progress)
+        except UnsupportedModel as error:  # by TensorRT, or in ONNX: another backend may do better
+            raise BuildFailed(str(error)) from error
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         library = find_library(device)
         signature = PlanSignature.read(artifact.directory)
-        maker = f"{library.name} {library.version}"
-        if signature.library != maker:
-            raise IncompatibleEngine(f"The engine was built by {signature.library}, here is {maker}; build it again")
+        if signature.library != (here := _maker(library)):
+            raise IncompatibleEngine(f"The engine was built by {signature.library}, here is {here}; build it again")
         library.log.clear()
-        engine, runtime = library.load((artifact.directory / PLAN).read_bytes())
-        if engine is None:
-            raise IncompatibleEngine(f"TensorRT {library.version} cannot load the engine: {library.log.said()}")
-        return TensorRTEngine(library, engine, runtime, signature, spec.profiles, outputs, device)
+        with on_device(device):
+            engine, runtime = library.load((artifact.directory / PLAN).read_bytes())
+            if engine is None:
+                raise IncompatibleEngine(f"TensorRT {library.version} cannot load the engine: {library.log.said()}")
+            return TensorRTEngine(library, engine, runtime, signature, spec.profiles, outputs, device)
 
     def _why_no_library(self, device: torch.device) -> str | None:
         try:
@@ -115,6 +106,31 @@ class TensorRTBackend:
         except BackendUnavailable as error:
             return f"{error}. {advice(device)}"
         return None
+
+
+def _build(job: BuildJob, progress: ProgressCallback) -> Artifact:
+    library = find_library(job.device)
+    progress(Progress("export", None, "exporting the model"))
+    graph = export_graph(job, max(library.opset, 18))
+    progress(Progress("export", None, "simplifying the graph"))
+    graph, reports = _operated(graph, library, str(job.spec.backend.options["surgery"]))
+    numbers = _read_weights(job.weights) if job.spec.backend.contains_weights else None
+    path = save_graph(graph.model, graph.weights, job.directory, numbers)
+    share = sparse_share(numbers.values()) if numbers else 0.0
+    nodes = len(graph.model.graph.node)
+    refittable = graph.weights if numbers is None else ()
+    cache = TimingCache(job.keep, _maker(library), job.environment.gpu)
+    exact = [node.name for node in graph.model.graph.node if node.op_type in ("Sin", "Cos")]  # of timesteps
+    plan = PlanBuilder(library, job.spec, refittable, cache, progress, share, exact).build(path, nodes)
+    (job.directory / PLAN).write_bytes(memoryview(plan))
+    _signature(job, library, graph, nodes, numbers).save(job.directory)
+    details = {"nodes": nodes, "surgery": {report.name: report.changed for report in reports}}
+    details |= {"sparse_weights": round(share, 3), "device_bytes": 2 * graph.weight_bytes}
+    return Artifact(job.directory, (PLAN, SIGNATURE), details)
+
+
+def _maker(library: Library) -> str:
+    return f"{library.name} {library.version}"
 
 
 def _operated(graph: ExportedGraph, library: Library, passes: str = ALL) -> tuple[ExportedGraph, list[Any]]:
@@ -128,14 +144,17 @@ def _operated(graph: ExportedGraph, library: Library, passes: str = ALL) -> tupl
     return ExportedGraph(model, weights, graph.weight_bytes), reports
 
 
-def _signature(job: BuildJob, library: Library, graph: ExportedGraph, nodes: int) -> PlanSignature:
-    baked = job.spec.backend.contains_weights
+def _signature(
+    job: BuildJob, library: Library, graph: ExportedGraph, nodes: int, numbers: Mapping[str, torch.Tensor] | None
+) -> PlanSignature:
     inputs = {tensor.name: job.spec.dtypes[tensor.name] for tensor in graph.model.graph.input}
+    used = sorted({source.name for source in graph.weights.values()})
     return PlanSignature(
         inputs={name: dtype_named(dtype) for name, dtype in inputs.items()},
-        weights={} if baked else graph.weights,
+        weights=graph.weights if numbers is None else {},
+        baked=dict(zip(used, fingerprints([numbers[name] for name in used]), strict=True)) if numbers else {},
         weight_bytes=graph.weight_bytes,
-        library=f"{library.name} {library.version}",
+        library=_maker(library),
         nodes=nodes,
     )
 

@@ -10,10 +10,14 @@ import torch
 from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
 from ..core.protocols import Tensors
 from ..core.shapes import Shape, ShapeProfile, profile_for
-from ..core.streams import Stream, current_stream, side_stream
+from ..core.streams import Stream, current_stream, on_device, side_stream
+from .fingerprint import fingerprints
 from .library import Library
 from .refit import Refit
 from .signature import PlanSignature
+
+_CONTEXTS = 16
+"""As many sets of shapes are kept ready at most."""
 
 
 class TensorRTEngine:
@@ -76,6 +80,10 @@ class TensorRTEngine:
         if not self._has_weights:
             raise IncompatibleEngine("The engine has no weights; call update_weights() first")
         self._library.log.clear()  # what it said earlier is no reason for what fails below
+        with on_device(self._device):
+            return self._run(tensors)
+
+    def _run(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         context = self._context({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         inputs = {name: self._checked(name, tensors[name]) for name in self._signature.inputs}
         results = {
@@ -87,12 +95,19 @@ class TensorRTEngine:
         return results
 
     def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put what changed into the engine. Baked weights stay as they are: the host keeps others away."""
+        """Put what changed into the engine; baked weights stay as they are.
+
+        Raises:
+            IncompatibleEngine: the weights cannot be put in, or are others than those that are baked in.
+        """
         if self._engine is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         self._has_weights = False
-        if self._refit is not None and self._refit.update(weights):
-            self._generation += 1
+        with on_device(self._device):
+            if self._refit is None:
+                _check_baked(self._signature.baked, weights)
+            elif self._refit.update(weights):
+                self._generation += 1
         self._has_weights = True
 
     def release_weights(self) -> None:
@@ -112,8 +127,18 @@ class TensorRTEngine:
     def _context(self, shapes: dict[str, Shape]) -> _Context:
         key = tuple(sorted(shapes.items()))
         if key not in self._contexts:
-            self._contexts[key] = _Context(self._library, self._engine, self._profile_of(shapes), shapes, self._room())
+            profile = self._profile_of(shapes)
+            self._drop_surplus()
+            self._contexts[key] = _Context(self._library, self._engine, profile, shapes, self._room())
         return self._contexts[key]
+
+    def _drop_surplus(self) -> None:
+        """Graphs of calls may still use the contexts: all are dropped at once, and with them what was captured."""
+        if len(self._contexts) >= _CONTEXTS:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._contexts.clear()
+            self._generation += 1
 
     def _profile_of(self, shapes: Mapping[str, Shape]) -> int:
         index = profile_for(self._profiles, shapes)
@@ -173,6 +198,17 @@ class _Context:
     def _must(self, answer: Any, what: str) -> None:
         if not answer:
             raise RuntimeError(f"TensorRT could not {what}: {self._library.log.said()}")
+
+
+def _check_baked(baked: Mapping[str, int], weights: Mapping[str, torch.Tensor]) -> None:
+    """Hosts change weights in place and remember what they were: only the numbers themselves tell."""
+    names = [name for name in baked if name in weights]
+    found = dict(zip(names, fingerprints([weights[name] for name in names]), strict=True))
+    if changed := [name for name in baked if found.get(name) != baked[name]]:
+        raise IncompatibleEngine(
+            f"The model's weights are others than those that are baked into the engine ({changed[0]!r} and "
+            f"{len(changed) - 1} more); switch bake off in the node, or run Build Engine again"
+        )
 
 
 def _check_inputs(library: Library, engine: Any, signature: PlanSignature) -> None:

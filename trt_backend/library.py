@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Container, Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch
 from ..core.errors import BackendUnavailable
 from ..core.spec import Optimize, Precision
 from ..core.streams import Stream
-from .requirements import runs_rtx
+from .requirements import is_installed, runs_rtx
 
 RTX = "tensorrt-rtx"
 FULL = "tensorrt"
@@ -285,29 +283,26 @@ def find_library(device: torch.device) -> Library:
     names = [RTX, FULL] if capability is None or runs_rtx(capability) else [FULL]
     problems: list[str] = []
     for name in names:
-        try:
-            found = _import(name)
-        except BackendUnavailable as error:
-            problems.append(str(error))
-            continue
-        if found is not None:
+        found = _import(name)
+        if isinstance(found, Library):
             return found
+        if found is not None:
+            problems.append(found)
     raise BackendUnavailable("; ".join(problems) or "TensorRT is not installed")
 
 
 @functools.lru_cache(maxsize=4)
-def _import(name: str) -> Library | None:
-    """None where it is not installed."""
-    module = next((module for module in _MODULES[name] if importlib.util.find_spec(module)), None)
+def _import(name: str) -> Library | str | None:
+    """Why it cannot be used, in words; None where it is not installed. Remembered, since a failure takes as long."""
+    module = next((module for module in _MODULES[name] if is_installed(module)), None)
     if module is None:
         return None
     try:
-        trt: ModuleType = importlib.import_module(module)
-        library = Library(name, trt)
+        library = Library(name, importlib.import_module(module))
     except Exception as error:  # a library of it may be missing, or be made for another CUDA
-        raise BackendUnavailable(f"{module} is installed but cannot be imported: {error}") from error
+        return f"{module} is installed but cannot be imported: {error}"
     if library.name == FULL and not _is_known(library.numbers):
-        raise BackendUnavailable(f"TensorRT {library.version} is not supported; 10 and 11 are")
+        return f"TensorRT {library.version} is not supported; 10 and 11 are"
     return library
 
 

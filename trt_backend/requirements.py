@@ -51,9 +51,17 @@ def runs_rtx(capability: tuple[int, int]) -> bool:
     return capability in {(7, 5), (8, 0), (8, 6), (8, 9)} or capability >= (12, 0)
 
 
+def is_installed(module: str) -> bool:
+    """Whether a module could be imported, without doing so."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # something stands in for it that does not say where it is from
+        return False
+
+
 def missing_packages() -> list[str]:
     """The modules of `EXPORT_PACKAGES` that cannot be found. None is imported."""
-    return [module for module in EXPORT_PACKAGES if importlib.util.find_spec(module) is None]
+    return [module for module in EXPORT_PACKAGES if not is_installed(module)]
 
 
 def advice(device: torch.device) -> str:

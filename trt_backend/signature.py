@@ -21,6 +21,7 @@ class PlanSignature:
     Attributes:
         inputs: name -> dtype, in the order of the graph.
         weights: what the plan is refitted with; empty where the weights are baked in.
+        baked: fingerprints of the weights that are baked in, by state-dict name; empty where they are not.
         weight_bytes: of all weights of the model.
         library: name and version of the TensorRT that made it.
         nodes: of the graph that was built, by which build times compare.
@@ -28,6 +29,7 @@ class PlanSignature:
 
     inputs: Mapping[str, torch.dtype]
     weights: WeightMap
+    baked: Mapping[str, int]
     weight_bytes: int
     library: str
     nodes: int
@@ -36,6 +38,7 @@ class PlanSignature:
         data = {
             "inputs": {name: dtype_name(dtype) for name, dtype in self.inputs.items()},
             "weights": {name: source.to_json() for name, source in self.weights.items()},
+            "baked": dict(self.baked),
             "weight_bytes": self.weight_bytes,
             "library": self.library,
             "nodes": self.nodes,
@@ -48,6 +51,7 @@ class PlanSignature:
         return cls(
             {name: dtype_named(dtype) for name, dtype in data["inputs"].items()},
             {name: WeightSource.from_json(source) for name, source in data["weights"].items()},
+            data["baked"],
             data["weight_bytes"],
             data["library"],
             data["nodes"],

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...core.errors import UnsupportedModel
+from .tensorrt_8 import Lowering, Rewrite, attribute, drop_attributes, make_readable
 
 if TYPE_CHECKING:
     import onnx
@@ -49,7 +49,7 @@ def _changes(node: onnx.NodeProto) -> bool:
         return node.op_type in CHANGED_MEANING
     # 19 mended antialiasing and a policy for aspect ratios; nearest neighbours stayed as they were.
     return (
-        bool(_attribute(node, "antialias", 0)) or _attribute(node, "keep_aspect_ratio_policy", b"stretch") != b"stretch"
+        bool(attribute(node, "antialias", 0)) or attribute(node, "keep_aspect_ratio_policy", b"stretch") != b"stretch"
     )
 
 
@@ -60,72 +60,83 @@ def lower_to_opset_17(model: onnx.ModelProto) -> onnx.ModelProto:
         A copy; weights stay references to external data.
 
     Raises:
-        UnsupportedModel: an operator has no equal in opset 17.
+        UnsupportedModel: an operator has no equal in opset 17, or TensorRT 8.6 does not read it.
     """
     import onnx
 
     lowered = onnx.ModelProto()
     lowered.CopyFrom(model)
     declared = declared_opset(lowered)
+    lowering = Lowering(lowered)
     for node in lowered.graph.node:
-        if node.domain in ("", "ai.onnx") and _since(node.op_type, declared) > TENSORRT_8_OPSET:
-            rewrite = REWRITES.get(node.op_type) if declared == TENSORRT_8_OPSET + 1 else None
-            why = "has no equal in opset 17" if rewrite is None else rewrite(lowered, node)
-            if why is not None:
-                raise UnsupportedModel(
-                    f"{node.op_type} ({node.name}) of opset {declared} {why}, which is all that TensorRT 8.6 reads; "
-                    "export the model at opset 18, or use TensorRT 10"
-                )
+        if node.domain in ("", "ai.onnx"):
+            _lower(lowering, node, declared)
+        lowering.nodes.append(node)
+    lowering.finish()
     _drop_unread(lowered)
     _declare(lowered, TENSORRT_8_OPSET)
     lowered.ir_version = min(lowered.ir_version, IR_OF_OPSET_17)
     return lowered
 
 
-Rewrite = Callable[["onnx.ModelProto", "onnx.NodeProto"], str | None]
-"""Rewrites a node in place; says why it cannot."""
+def _lower(lowering: Lowering, node: onnx.NodeProto, declared: int) -> None:
+    if _since(node.op_type, declared) > TENSORRT_8_OPSET:
+        rewrite = REWRITES.get(node.op_type) if declared == TENSORRT_8_OPSET + 1 else None
+        why = "has no equal in opset 17" if rewrite is None else rewrite(lowering, node)
+        if why is not None:
+            raise UnsupportedModel(
+                f"{node.op_type} ({node.name}) of opset {declared} {why}, which is all that TensorRT 8.6 reads; "
+                "export the model at opset 18, or use TensorRT 10"
+            )
+    why = make_readable(lowering, node)
+    if why is not None:
+        raise UnsupportedModel(
+            f"TensorRT 8.6 cannot read {node.op_type} ({node.name}), which {why}; "
+            "use TensorRT 10, or choose backend compiled"
+        )
 
 
-def _split(model: onnx.ModelProto, node: onnx.NodeProto) -> str | None:
+def _split(lowering: Lowering, node: onnx.NodeProto) -> str | None:
     """Opset 17 divides evenly where it is told no sizes; 18 also unevenly."""
     if len(node.input) < 2 or not node.input[1]:
-        size = _size(model, node.input[0], _attribute(node, "axis", 0))
+        sizes = lowering.sizes(node.input[0])
+        size = None if sizes is None else sizes[attribute(node, "axis", 0)]
         if size is None or size % len(node.output):
             return "splits an unknown or odd size, which opset 17 cannot"
-    _drop_attributes(node, "num_outputs")
+    drop_attributes(node, "num_outputs")
     return None
 
 
-def _resize(model: onnx.ModelProto, node: onnx.NodeProto) -> str | None:
-    if _changes(node) or _attribute(node, "axes", None) is not None:
+def _resize(lowering: Lowering, node: onnx.NodeProto) -> str | None:
+    if _changes(node) or attribute(node, "axes", None) is not None:
         return "antialiases, keeps the aspect ratio or names axes, which is not in opset 17"
-    _drop_attributes(node, "antialias", "keep_aspect_ratio_policy")
+    drop_attributes(node, "antialias", "keep_aspect_ratio_policy")
     return None
 
 
-def _pad(model: onnx.ModelProto, node: onnx.NodeProto) -> str | None:
+def _pad(lowering: Lowering, node: onnx.NodeProto) -> str | None:
     return "names axes, which is not in opset 17" if len(node.input) > 3 and node.input[3] else None
 
 
-def _reduce(model: onnx.ModelProto, node: onnx.NodeProto) -> str | None:
+def _reduce(lowering: Lowering, node: onnx.NodeProto) -> str | None:
     """The axes are an input in opset 18, and an attribute before."""
     import onnx
 
     named = node.input[1] if len(node.input) > 1 else ""
-    axes = _constant(model, named) if named else []
-    if axes is None or (not axes and _attribute(node, "noop_with_empty_axes", 0)):
+    axes = lowering.integers(named) if named else []
+    if axes is None or (not axes and attribute(node, "noop_with_empty_axes", 0)):
         return "has axes that are not known before it runs, or none, which is not in opset 17"
     del node.input[1:]
-    _drop_attributes(node, "noop_with_empty_axes")
+    drop_attributes(node, "noop_with_empty_axes")
     if axes:
         node.attribute.append(onnx.helper.make_attribute("axes", axes))
     return None
 
 
-def _scatter(model: onnx.ModelProto, node: onnx.NodeProto) -> str | None:
+def _scatter(lowering: Lowering, node: onnx.NodeProto) -> str | None:
     return (
         "takes extremes, which is not in opset 17"
-        if _attribute(node, "reduction", b"none") in (b"min", b"max")
+        if attribute(node, "reduction", b"none") in (b"min", b"max")
         else None
     )
 
@@ -153,42 +164,6 @@ def _declare(model: onnx.ModelProto, opset: int) -> None:
     for declared in model.opset_import:
         if declared.domain in ("", "ai.onnx"):
             declared.version = opset
-
-
-def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    import onnx
-
-    return next((onnx.helper.get_attribute_value(held) for held in node.attribute if held.name == name), default)
-
-
-def _drop_attributes(node: onnx.NodeProto, *names: str) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name not in names]
-    del node.attribute[:]
-    node.attribute.extend(kept)
-
-
-def _constant(model: onnx.ModelProto, name: str) -> list[int] | None:
-    """The integers in an initializer or a Constant node."""
-    import onnx
-
-    for tensor in model.graph.initializer:
-        if tensor.name == name and tensor.data_location != onnx.TensorProto.EXTERNAL:
-            return [int(value) for value in onnx.numpy_helper.to_array(tensor).reshape(-1)]
-    for node in model.graph.node:
-        if node.op_type == "Constant" and node.output[0] == name:
-            value = onnx.helper.get_attribute_value(node.attribute[0])
-            array = onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else value
-            return [int(element) for element in array]
-    return None
-
-
-def _size(model: onnx.ModelProto, name: str, axis: int) -> int | None:
-    """A size that the graph states of a tensor."""
-    for info in (*model.graph.value_info, *model.graph.input):
-        if info.name == name and info.type.tensor_type.HasField("shape"):
-            size = info.type.tensor_type.shape.dim[axis]
-            return int(size.dim_value) if size.HasField("dim_value") else None
-    return None
 
 
 def _drop_unread(model: onnx.ModelProto) -> None:

@@ -125,6 +125,11 @@ def test_further_profiles_enter_each_and_in_their_order() -> None:
     assert len(keys) == len(choices)
 
 
+def test_engines_from_before_further_profiles_are_still_found() -> None:
+    assert "more_profiles" not in EngineKey(make_spec(), make_environment()).factors["spec"]
+    assert "more_profiles" in EngineKey(make_spec(more_profiles=(FURTHER,)), make_environment()).factors["spec"]
+
+
 def with_weights(weights: str | None, inside: bool) -> EngineSpec:
     fingerprint = ModelFingerprint("a" * 64, weights=weights)
     return make_spec(fingerprint=fingerprint, backend=BackendConfig("tensorrt", {}, contains_weights=inside))

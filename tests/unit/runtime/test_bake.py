@@ -182,7 +182,7 @@ def test_room_on_disk_is_counted_with_the_weights(
     source = FakeSource(precision=Precision.FP16)
     source.architecture = Large()
     (plan,) = provider.plans(source, CALL, replace(BAKED, precision=Precision.FP16))
-    with pytest.raises(StoreError, match="needs about 6234 MB"):
+    with pytest.raises(StoreError, match="needs about 8141 MB"):
         build_engine(plan, store, ignore_progress, CancelToken())
     (unbaked,) = provider.plans(source, CALL, Settings(precision=Precision.FP16))
     monkeypatch.setattr(build_module, "run_build", lambda *_, **__: (_ for _ in ()).throw(BuildFailed("it began")))

@@ -245,6 +245,26 @@ def test_cancelling_a_running_build(queue: BuildQueue, builder: Builder) -> None
         ticket.result()
 
 
+def test_what_goes_wrong_after_a_cancel_is_no_failure() -> None:
+    """The next run may try again."""
+    failed: list[Plan] = []
+
+    def build(plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
+        if failed:
+            return object()  # type: ignore[return-value]
+        cancel.wait(SECONDS)
+        failed.append(plan)
+        raise UnsupportedModel("the model is gone")
+
+    queue = BuildQueue(build)
+    ticket = queue.submit(FIRST)
+    wait_until(lambda: ticket.state is TicketState.RUNNING)
+    ticket.cancel()
+    assert ticket.wait(SECONDS) and ticket.state is TicketState.CANCELLED
+    again = queue.submit(FIRST)
+    assert again.wait(SECONDS) and again.state is TicketState.DONE
+
+
 def test_cancel_all(queue: BuildQueue, builder: Builder) -> None:
     tickets = [start(queue, builder), queue.submit(SECOND), queue.submit(THIRD, urgent=True)]
     queue.cancel_all("ComfyUI is closing")

@@ -74,6 +74,38 @@ def test_a_refit_that_went_wrong_never_serves_and_is_not_kept(
     assert ask(provider, source).engine is not None, "loaded anew it takes them"
 
 
+@pytest.mark.parametrize("effect", [2e-3, 4e-3, 1e-2])
+def test_a_lora_of_little_effect_that_did_not_arrive_shows(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, effect: float
+) -> None:
+    ask(provider, source)
+    source.lora, backend.refits = effect, False
+    assert ask(provider, source).engine is None
+
+
+def test_what_was_wrong_with_a_lora_is_right_without(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    ask(provider, source)
+    source.lora, backend.error = 0.25, 1e-2
+    for _ in range(4):
+        assert ask(provider, source).engine is None
+    source.lora, backend.error = 0.0, 0.0
+    assert ask(provider, source).engine is not None
+
+
+def test_failures_with_successes_in_between_do_not_add_up(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    for lora in (0.1, 0.2, 0.3):
+        source.lora, backend.refits = lora, True
+        assert ask(provider, source).engine is not None
+        source.lora, backend.refits = lora + 0.05, False
+        assert ask(provider, source).engine is None
+    backend.refits = True
+    assert ask(provider, source).engine is not None
+
+
 def test_an_engine_that_is_wrong_twice_is_left_alone(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:

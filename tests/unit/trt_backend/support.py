@@ -24,6 +24,7 @@ from slipstream.tests.unit.trt_backend.fake_tensorrt import FakeTensorRT, fake_t
 from slipstream.trt_backend.build import PlanBuilder
 from slipstream.trt_backend.engine import TensorRTEngine
 from slipstream.trt_backend.export import ExportedGraph, export_graph, save_graph
+from slipstream.trt_backend.fingerprint import fingerprints
 from slipstream.trt_backend.library import FULL, RTX, Library
 from slipstream.trt_backend.signature import PlanSignature
 from slipstream.trt_backend.surgery import lower_to_opset_17, operate
@@ -170,6 +171,7 @@ class Bench:
         self.script = self.trt.script
         self.spec = spec or make_spec()
         self.graph = exported(self.library, self.spec)
+        self.numbers = numbers
         self.baked = numbers is not None
         self.cache = TimingCache(keep, f"{self.library.name} {self.library.version}", "NVIDIA H200")
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +188,12 @@ class Bench:
     def signature(self) -> PlanSignature:
         inputs = {value.name: dtype_named(self.spec.dtypes[value.name]) for value in self.graph.model.graph.input}
         weights = {} if self.baked else self.graph.weights
-        return PlanSignature(inputs, weights, self.graph.weight_bytes, self.library.version, self.nodes)
+        baked = (
+            {}
+            if self.numbers is None
+            else dict(zip(self.numbers, fingerprints(list(self.numbers.values())), strict=True))
+        )
+        return PlanSignature(inputs, weights, baked, self.graph.weight_bytes, self.library.version, self.nodes)
 
     def load(self, plan: bytes | None = None, signature: PlanSignature | None = None) -> TensorRTEngine:
         """On the CPU, as if there were a GPU."""

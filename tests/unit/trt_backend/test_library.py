@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from slipstream.tests.unit.trt_backend.fake_tensorrt import fake_tensorrt
 from slipstream.tests.unit.trt_backend.support import library_of
 from slipstream.trt_backend import library
 from slipstream.trt_backend.library import FULL, RTX, Library, find_library
+from slipstream.trt_backend.requirements import is_installed
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -62,6 +65,30 @@ def test_the_one_made_for_the_gpu(machine: Machine, capability: tuple[int, int],
 def test_on_the_cpu_the_one_that_builds(machine: Machine) -> None:
     both(machine)
     assert find_library(CPU).name == RTX
+
+
+def test_a_broken_one_is_imported_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    both(machine)
+    imports: list[str] = []
+
+    def fail(name: str) -> object:
+        imports.append(name)
+        raise ImportError("libnvinfer.so.11: cannot open shared object file")
+
+    monkeypatch.setattr(library.importlib, "import_module", fail)
+    machine.capability = (9, 0)
+    for _ in range(5):
+        with pytest.raises(BackendUnavailable, match="cannot be imported: libnvinfer"):
+            find_library(CUDA)
+    assert imports == ["tensorrt"]
+
+
+def test_something_that_stands_in_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extensions put such modules there; looking for them must not raise."""
+    stub = ModuleType("tensorrt")
+    stub.__spec__ = None
+    monkeypatch.setitem(sys.modules, "tensorrt", stub)
+    assert not is_installed("tensorrt")
 
 
 def test_rtx_by_its_other_name(machine: Machine) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.core.errors import IncompatibleEngine
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import Precision
 from slipstream.tests.unit.trt_backend.support import (
@@ -66,12 +67,31 @@ def test_a_context_is_kept_for_each_set_of_shapes(tmp_path: Path) -> None:
     assert len(bench.script.lent) == 2, "no context takes other shapes than its first"
 
 
+def test_contexts_do_not_pile_up(tmp_path: Path) -> None:
+    bench = Bench("11.4.0", tmp_path, make_spec(profiles=(DYNAMIC,)))
+    engine = bench.load()
+    engine.update_weights(weights := make_weights())
+    before = engine.generation
+    sizes = [(batch, height) for batch in (1, 2) for height in range(8, 24)]
+    for batch, height in sizes:
+        shapes = {"x": (batch, 4, height, 12), "timesteps": (batch,), "context": (batch, 5, 8)}
+        inputs = make_inputs(bench.spec, shapes)
+        assert error(engine(**inputs), weights, inputs) < 1e-5
+    assert engine.generation > before, "what was captured of contexts that are gone is void"
+    assert len(engine._contexts) < len(sizes)
+
+
 def test_baked_weights(release: str, tmp_path: Path) -> None:
     weights = make_weights(seed=3)
     bench = Bench(release, tmp_path, numbers=weights)
     engine, inputs = bench.load(), make_inputs(bench.spec)
-    engine.update_weights({})
+    engine.update_weights(weights)
     assert error(engine(**inputs), weights, inputs) < 1e-5
+    weights["conv.weight"].data[0, 0, 0, 0] += 1  # as hosts do it, unseen by torch
+    with pytest.raises(IncompatibleEngine, match="others than those that are baked .*'conv.weight' and 0 more"):
+        engine.update_weights(weights)
+    with pytest.raises(IncompatibleEngine, match="no weights"):
+        engine(**inputs)
     assert not engine.copies_weights and not bench.script.set_weights
     assert not {"REFIT", "REFIT_INDIVIDUAL", "STRIP_PLAN"} & bench.script.builds[0].flags
 
