@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Started in the background, a program ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # More threads than free cores spin against each other: measured up to 26 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -24,7 +24,6 @@ class PlanBuilder:
     """Builds one plan.
 
     Args:
-        options: see `TensorRTBackend.options`.
         refittable: weights that are to be replaced later; none for a plan that holds its weights.
         sparse_share: of the weights, that have two zeros in every four.
         exact: names of nodes that are computed in fp32, whatever TensorRT would choose.

@@ -20,7 +20,7 @@ from .requirements import is_installed, runs_rtx
 RTX = "tensorrt-rtx"
 FULL = "tensorrt"
 _MODULES = {RTX: ("tensorrt_rtx_bindings", "tensorrt_rtx"), FULL: ("tensorrt",)}
-_LOADED_OPSETS = (((10, 15), 23), ((10, 9), 21), ((10, 0), 18), ((8, 6), 17))
+_OPSETS = (((10, 15), 23), ((10, 9), 21), ((10, 0), 18), ((8, 6), 17))
 """The newest set of ONNX operators that is worth exporting for, by version of TensorRT."""
 
 
@@ -86,7 +86,7 @@ class Library:
     def opset(self) -> int:
         if self.is_rtx:
             return 23
-        return next(opset for oldest, opset in _LOADED_OPSETS if self.numbers >= oldest)
+        return next(opset for oldest, opset in _OPSETS if self.numbers >= oldest)
 
     @property
     def is_strongly_typed(self) -> bool:
@@ -135,9 +135,11 @@ class Library:
             exact: names of nodes that are computed in fp32, with all that leads to them: a network without types of its
                 own is computed in fp16 throughout, where 999 timesteps are no numbers.
         """
+        flags = self.trt.BuilderFlag
+        if precision is Precision.FP32:
+            config.clear_flag(flags.TF32)  # on unless it is cleared, and no fp32
         if self.is_strongly_typed or precision is not Precision.FP16:
             return
-        flags = self.trt.BuilderFlag
         config.set_flag(flags.FP16)
         config.set_flag(flags.PREFER_PRECISION_CONSTRAINTS)
         for layer in _up_to(network, exact, self.trt.LayerType.CONSTANT):

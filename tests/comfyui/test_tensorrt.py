@@ -6,7 +6,7 @@ What runs on a GPU is in `test_gpu.py`.
 from __future__ import annotations
 
 import importlib.util
-import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -234,12 +234,14 @@ def test_one_flipped_byte_is_refused(source: ComfyUNetSource, entry: Entry, tmp_
 
 
 def test_a_cancelled_build_leaves_nothing(source: ComfyUNetSource, tmp_path: Path) -> None:
-    store, cancel = EngineStore(tmp_path / "store"), CancelToken()
+    store, cancel, pressed = EngineStore(tmp_path / "store"), CancelToken(), [0.0]
 
     def stop(progress: Progress) -> None:
-        if progress.phase == "compile":  # TensorRT is at work
-            threading.Timer(0.0, cancel.cancel).start()
+        if progress.phase == "compile" and not cancel.cancelled:  # TensorRT is at work
+            pressed[0] = time.monotonic()
+            cancel.cancel()
 
     with pytest.raises(BuildCancelled):
         build_engine(plan_of(source), store, stop, cancel)
+    assert time.monotonic() - pressed[0] < 2.0
     assert not store.list() and not inside(store)

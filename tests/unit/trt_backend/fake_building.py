@@ -244,6 +244,12 @@ class IBuilderConfig:
             raise TypeError(f"set_flag(): incompatible function arguments: {flag!r}")
         self._flags.add(flag.name)
 
+    def clear_flag(self, flag: Any) -> None:
+        if not isinstance(flag, self._trt.BuilderFlag):
+            raise TypeError(f"clear_flag(): incompatible function arguments: {flag!r}")
+        self._flags.discard(flag.name)
+        self._values["cleared"] = [*self._values.get("cleared", []), flag.name]
+
     def set_preview_feature(self, feature: Any, enable: bool) -> None:
         if not isinstance(feature, self._trt.PreviewFeature):
             raise TypeError(f"set_preview_feature(): incompatible function arguments: {feature!r}")

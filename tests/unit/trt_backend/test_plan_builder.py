@@ -41,6 +41,14 @@ def test_without_strong_types_timesteps_stay_in_fp32(tmp_path: Path) -> None:
     assert bench.script.builds[0].flags == {"REFIT"} and not bench.script.builds[0].wide
 
 
+def test_fp32_is_not_rounded_on_its_way(release: str, tmp_path: Path) -> None:
+    """TensorRT computes fp32 in TF32 unless it is told."""
+    for precision, cleared in ((Precision.FP32, ["TF32"]), (Precision.FP16, None)):
+        bench = Bench(release, tmp_path / precision.value, make_spec(precision))
+        bench.build()
+        assert bench.script.builds[0].settings.get("cleared") == cleared
+
+
 def test_profiles(release: str, tmp_path: Path) -> None:
     bench = Bench(release, tmp_path, make_spec(profiles=(DYNAMIC,)))
     bench.build()
