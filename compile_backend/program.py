@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..core.dtypes import input_dtypes
-from ..core.errors import UnsupportedModel
+from ..core.errors import UnsupportedModel, first_line
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
@@ -94,7 +94,7 @@ def _trace(spec: EngineSpec, module: torch.nn.Module, example: Tensors) -> torch
         with torch.no_grad():
             return torch.export.export(module, (), dict(example), strict=False)
     except Exception as error:  # torch.export raises whatever the model's code and its own passes raise
-        raise UnsupportedModel(f"torch.export cannot trace {spec.describe()}: {_first_line(error)}") from error
+        raise UnsupportedModel(f"torch.export cannot trace {spec.describe()}: {first_line(error)}") from error
 
 
 def _name_constants(program: torch.export.ExportedProgram) -> None:
@@ -135,8 +135,3 @@ def load_constants(directory: Path, device: torch.device) -> dict[str, torch.Ten
     from safetensors.torch import load_file
 
     return load_file(directory / CONSTANTS, device=str(device))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -60,3 +60,9 @@ class CorruptEngine(SlipstreamError):
 
 class StoreError(SlipstreamError):
     """The engine store cannot be read or written: no space, no permission, or a lock that never came free."""
+
+
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error of others, which may say pages."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

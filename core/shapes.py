@@ -11,6 +11,14 @@ from typing import Any
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
+UNET_AXES: Mapping[str, tuple[str | None, ...]] = {
+    "x": ("batch", None, "height", "width"),
+    "timesteps": ("batch",),
+    "context": ("batch", "tokens", None),
+    "y": ("batch", None),
+}
+"""What each axis of a UNet's inputs counts; None for one that is the same in every call."""
+
 
 @dataclass(frozen=True)
 class ShapeRange:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import StoreError
-from .files import replace_text, store_errors
-from .locks import locked
+from .memo_file import MemoFile
 
 KEPT = 500
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,34 +38,18 @@ class PastBuild:
 
 
 class BuildHistory:
-    """The builds that were made under one engine store, the newest last.
-
-    It only helps to foretell: what cannot be read or written counts as not remembered.
-    """
+    """The builds that were made under one engine store, the newest last."""
 
     def __init__(self, root: Path | str) -> None:
-        self._folder = Path(root) / "memo"
-        self._file = self._folder / "builds.json"
+        self._memo = MemoFile(root, "builds", "a build", "builds")
 
     def add(self, build: PastBuild) -> bool:
         """Remember a build; False where it was not kept, e.g. in a read-only store."""
-        try:
-            with store_errors("Remembering a build", self._folder):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with locked(self._folder / "builds.lock", "Another process is remembering builds", timeout=10):
-                    kept = [*self.builds(), build][-KEPT:]
-                    replace_text(self._file, json.dumps([asdict(known) for known in kept], indent=1), self._folder)
-        except (OSError, StoreError) as error:
-            log.debug("A build is not remembered: %s", error)
-            return False
-        return True
+        return self._memo.write("A build", lambda: [asdict(known) for known in [*self.builds(), build][-KEPT:]])
 
     def builds(self) -> list[PastBuild]:
         """All that are known; damaged records are left out."""
-        try:
-            data = json.loads(self._file.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return []
+        data = self._memo.read()
         found = map(_past_build, data if isinstance(data, list) else [])
         return [build for build in found if build is not None]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import StoreError
-from .files import Identity, identity, replace_text, store_errors
-from .locks import locked
+from .files import Identity, identity
+from .memo_file import MemoFile
 
 KEPT = 1000
 SETTLED_SECONDS = 2.0
@@ -20,14 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class WeightsMemo:
-    """File identity (path, size, mtime, inode) -> digest, kept under the engine store.
-
-    It only saves time: what cannot be read or written counts as not remembered.
-    """
+    """File identity (path, size, mtime, inode) -> digest, kept under the engine store."""
 
     def __init__(self, root: Path | str) -> None:
-        self._folder = Path(root) / "memo"
-        self._file = self._folder / "weights.json"
+        self._memo = MemoFile(root, "weights", "a digest", "digests")
 
     def get(self, path: Path | str, part: str = "") -> str | None:
         """The digest remembered for a file that is unchanged since.
@@ -55,27 +49,21 @@ class WeightsMemo:
             young = abs(time.time() - seen[1] / 1e9) < SETTLED_SECONDS
             if young or identity(Path(path)) != seen:
                 return False
-            self._write(_name(path, part), {"identity": list(seen), "digest": digest})
-        except (OSError, StoreError) as error:
+        except OSError as error:
             log.debug("The digest of %s is not remembered: %s", path, error)
             return False
-        return True
+        name, record = _name(path, part), {"identity": list(seen), "digest": digest}
+        return self._memo.write(f"The digest of {path}", lambda: self._with(name, record))
 
-    def _write(self, name: str, record: dict[str, Any]) -> None:
-        with store_errors("Remembering a digest", self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with locked(self._folder / "weights.lock", "Another process is remembering digests", timeout=10):
-                known = self._read()
-                known.pop(name, None)
-                kept = dict([*known.items(), (name, record)][-KEPT:])
-                replace_text(self._file, json.dumps(kept, indent=1), self._folder)
+    def _with(self, name: str, record: dict[str, Any]) -> dict[str, Any]:
+        known = self._read()
+        known.pop(name, None)
+        return dict([*known.items(), (name, record)][-KEPT:])
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            data = json.loads(self._file.read_bytes())
-            return {name: record for name, record in data.items() if _is_record(record)}
-        except (OSError, ValueError, AttributeError):
-            return {}
+        data = self._memo.read()
+        records = data if isinstance(data, dict) else {}
+        return {name: record for name, record in records.items() if _is_record(record)}
 
 
 def _name(path: Path | str, part: str) -> str:

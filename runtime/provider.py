@@ -303,7 +303,7 @@ class EngineProvider:
         loaded = self.pool.take(plan, entry, source.device)
         try:
             loaded.engine.update_weights(source.weights(plan.spec.precision))
-            self._verify_once(source, plan, loaded)
+            self._trust.prove(source, plan, loaded)
         except BaseException as error:
             ran_out = watch.ran_out(error)
             if ran_out or _may_be_spoiled(loaded, error):
@@ -337,9 +337,6 @@ class EngineProvider:
         hooks.drop_copies(plan.device)
         give_back_unused(plan.device)
         return self._shortages.note(plan.key.digest, plan.device, needed)
-
-    def _verify_once(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
-        self._trust.prove(source, plan, loaded)
 
 
 def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:

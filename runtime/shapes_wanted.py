@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.shapes import Shape, ShapeProfile, ShapeRange, Shapes
+from ..core.shapes import UNET_AXES, Shape, ShapeProfile, ShapeRange, Shapes
 from .settings import TOKENS, Resolution, Settings, ShapeChoice, latent_of, range_of
 
 _PIXELS = 8
 """Of a picture in each direction, to one value of a latent."""
-
-_CONSTANT = ""
-_UNET_AXES = {
-    "x": ("batch", _CONSTANT, "height", "width"),
-    "timesteps": ("batch",),
-    "context": ("batch", "tokens", _CONSTANT),
-    "y": ("batch", _CONSTANT),
-}
-"""What each axis of a UNet's inputs counts."""
 
 
 def profiles_wanted(shapes: Shapes, settings: Settings) -> tuple[ShapeProfile, ...]:
@@ -59,7 +50,7 @@ def clip_batch(shapes: Shapes, largest: int) -> dict[str, Shape]:
 
 
 def _is_unet_call(shapes: Shapes) -> bool:
-    known = all(len(shape) == len(_UNET_AXES.get(name, ())) for name, shape in shapes.items())
+    known = all(len(shape) == len(UNET_AXES.get(name, ())) for name, shape in shapes.items())
     return known and "x" in shapes and batch_of(shapes) is not None
 
 
@@ -77,8 +68,8 @@ def _profiles(shapes: Shapes, settings: Settings) -> tuple[ShapeProfile, ...]:
 
 def _profile(shapes: Shapes, ranges: dict[str, ShapeRange]) -> ShapeProfile:
     def axes(name: str) -> tuple[ShapeRange, ...]:
-        counted = zip(_UNET_AXES[name], shapes[name], strict=True)
-        return tuple(ranges.get(axis) or ShapeRange.exactly(size) for axis, size in counted)
+        counted = zip(UNET_AXES[name], shapes[name], strict=True)
+        return tuple(ranges[axis] if axis else ShapeRange.exactly(size) for axis, size in counted)
 
     return ShapeProfile({name: axes(name) for name in shapes})
 

@@ -23,6 +23,7 @@ from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precisi
 from slipstream.engine_cache import digest_tensors
 from slipstream.runtime.builder import Built
 from slipstream.runtime.plan import CallShape, Plan, plans
+from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.runtime.settings import BuildPolicy, Settings
 
 CPU = torch.device("cpu")
@@ -347,3 +348,19 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
+
+
+def ask(
+    provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE, call: CallShape | None = None
+) -> Offer:
+    """What a run is offered for a call; by default one of the usual shapes, in the precision of the host."""
+    usual = CallShape.of(make_inputs(dtype=dtype_of(source.precision)))
+    return provider.offer(source, call or usual, settings, HostHooks())
+
+
+def run_once(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE) -> Offer:
+    """A run, whose engine goes back afterwards."""
+    offer = ask(provider, source, settings)
+    if offer.engine is not None:
+        provider.pool.give_back(offer.engine)
+    return offer

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.dtypes import input_dtypes
-from ..core.errors import UnsupportedModel
+from ..core.errors import UnsupportedModel, first_line
 from ..core.protocols import BuildJob, Tensors
-from ..core.shapes import Shape
+from ..core.shapes import UNET_AXES, Shape
 from ..core.spec import EngineSpec
 from .weight_map import WeightMap, WeightSource
 
@@ -29,8 +29,6 @@ _ALIGNED = 64
 """Bytes: where a weight begins in its file is a multiple."""
 
 _WRAPPER = "module."
-_AXES = {"x": ("batch", None, "height", "width"), "context": ("batch", "tokens")}
-"""Names of the axes that a profile may leave open."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,8 @@ def export_graph(job: BuildJob, opset: int) -> ExportedGraph:
                 verbose=False,
             )
     except Exception as error:  # both raise whatever the model's code and their own passes raise
-        reason = (str(error).strip().splitlines() or ["no message"])[0]
         raise UnsupportedModel(
-            f"{spec.describe()} cannot be exported to ONNX: {type(error).__name__}: {reason}. Choose backend compiled"
+            f"{spec.describe()} cannot be exported to ONNX: {first_line(error)}. Choose backend compiled"
         ) from error
     assert exported is not None
     return _without_weights(exported.model, module)
@@ -98,7 +95,7 @@ def axis_name(tensor: str, axis: int) -> str | None:
     """E.g. "height"; the first axis of every input is the batch."""
     if axis == 0:
         return "batch"
-    names = _AXES.get(tensor, ())
+    names = UNET_AXES.get(tensor, ())
     return names[axis] if axis < len(names) else None
 
 
@@ -167,9 +164,8 @@ def _name_axes(model: onnx.ModelProto) -> None:
     known: dict[str, str] = {}
     for tensor in (*model.graph.input, *model.graph.output):
         for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
-            name = axis_name(tensor.name, axis) if tensor.name in _AXES or axis == 0 else None
             if dim.dim_param:
-                dim.dim_param = known.setdefault(dim.dim_param, name or dim.dim_param)
+                dim.dim_param = known.setdefault(dim.dim_param, axis_name(tensor.name, axis) or dim.dim_param)
     del model.graph.value_info[:]  # they speak of the old names, and surgery changes them
 
 

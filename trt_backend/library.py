@@ -182,7 +182,7 @@ class Library:
     # ------------------------------------------------------------------------------------------------- running
 
     def load(self, plan: bytes) -> Any:
-        """The engine of a plan, and the runtime that has to outlive it; (None, None) where it does not fit."""
+        """The engine of a plan, None where it does not fit, and the runtime that has to outlive it."""
         # Without a driver its runtime exists all the same, and crashes the process when it is touched.
         if not torch.cuda.is_available():
             raise BackendUnavailable("TensorRT engines run on NVIDIA GPUs only, and there is none")

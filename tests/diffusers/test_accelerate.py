@@ -32,22 +32,11 @@ from slipstream.runtime import provider as provider_module
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.tiny_unet import CONFIG
 
 pytestmark = pytest.mark.diffusers
 
 TOLERANCE = 1e-4
-CONFIG: dict[str, Any] = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 32,
-    "attention_head_dim": 4,
-    "norm_num_groups": 8,
-}
 SDXL: dict[str, Any] = {
     **CONFIG,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..weight_map import WeightMap
+from .names import fresh_name
 
 if TYPE_CHECKING:
     import onnx
@@ -81,11 +82,7 @@ class Operation:
 
     def fresh(self, name: str) -> str:
         """`name`, or the like, such that no tensor bears it yet."""
-        number, free = 1, name
-        while free in self._names:
-            number, free = number + 1, f"{name}_{number}"
-        self._names.add(free)
-        return free
+        return fresh_name(name, self._names)
 
     def constant(self, name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
         import onnx_graphsurgeon as gs

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .names import fresh_name
+
 if TYPE_CHECKING:
     import onnx
 
@@ -76,7 +78,7 @@ class Lowering:
 
         key = tuple(values)
         if key not in self._made:
-            self._made[key] = self._fresh("_".join(["slipstream", *map(str, key)]))
+            self._made[key] = fresh_name("_".join(["slipstream", *map(str, key)]), self._names)
             self._graph.initializer.append(onnx.numpy_helper.from_array(np.array(key, np.int64), self._made[key]))
         return self._made[key]
 
@@ -84,7 +86,7 @@ class Lowering:
         """A new node in front of the one that is being rewritten; returns the name of its output."""
         import onnx
 
-        output = self._fresh(name)
+        output = fresh_name(name, self._names)
         self.nodes.append(onnx.helper.make_node(kind, inputs, [output], f"slipstream_{output}"))
         return output
 
@@ -92,13 +94,6 @@ class Lowering:
         """The graph has the rewritten nodes from here on."""
         del self._graph.node[:]
         self._graph.node.extend(self.nodes)
-
-    def _fresh(self, name: str) -> str:
-        number, free = 1, name
-        while free in self._names:
-            number, free = number + 1, f"{name}_{number}"
-        self._names.add(free)
-        return free
 
 
 Rewrite = Callable[[Lowering, "onnx.NodeProto"], str | None]

@@ -21,6 +21,7 @@ from slipstream.benchmarks.variants import Variant, Workshop
 from slipstream.core.errors import ShapeOutsideProfile
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.trust import Trust
 from slipstream.tests.fakes import FakeSource, FakeWorker, NullBackend
 
 REPEATS, WARMUP = 4, 2
@@ -85,7 +86,7 @@ def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBac
 
     def prepare_and_spoil(self: EngineProvider, *given: Any) -> Any:
         result = checked(self, *given)
-        monkeypatch.setattr(EngineProvider, "_verify_once", lambda *_: None)
+        monkeypatch.setattr(Trust, "prove", lambda *_: None)
         backend.error = 1e-2
         return result
 

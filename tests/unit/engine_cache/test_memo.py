@@ -39,7 +39,7 @@ def test_a_file_is_read_once(checkpoint: Path, memo: WeightsMemo, monkeypatch: p
     digest = digest_module_file(checkpoint, memo)
     assert digest == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
     monkeypatch.setattr(weights, "sha256_of", lambda path: pytest.fail("read again"))
-    fresh = WeightsMemo(memo._folder.parent)
+    fresh = WeightsMemo(memo._memo.folder.parent)
     assert digest_module_file(checkpoint, fresh) == digest
     assert digest_module_file(str(checkpoint), fresh) == digest
 
@@ -95,19 +95,19 @@ def test_a_link_is_the_file_it_leads_to(checkpoint: Path, memo: WeightsMemo) -> 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"x": 5}', '{"x": {"digest": 5, "identity": 1}}', "\x00"])
 def test_a_damaged_memo_counts_as_empty(checkpoint: Path, memo: WeightsMemo, text: str) -> None:
-    memo._folder.mkdir(parents=True)
-    memo._file.write_text(text)
+    memo._memo.folder.mkdir(parents=True)
+    memo._memo.path.write_text(text)
     assert memo.get(checkpoint) is None
     assert memo.put(checkpoint, "d", identity(checkpoint))
     assert memo.get(checkpoint) == "d"
 
 
 def test_it_is_bounded_and_forgets_the_oldest(checkpoint: Path, memo: WeightsMemo) -> None:
-    memo._folder.mkdir(parents=True)
+    memo._memo.folder.mkdir(parents=True)
     record = {"identity": [1, 2, 3], "digest": "old"}
-    memo._file.write_text(json.dumps({f"/{number}": record for number in range(KEPT)}))
+    memo._memo.path.write_text(json.dumps({f"/{number}": record for number in range(KEPT)}))
     memo.put(checkpoint, "d", identity(checkpoint))
-    known = json.loads(memo._file.read_text())
+    known = json.loads(memo._memo.path.read_text())
     assert len(known) == KEPT and "/0" not in known and "/1" in known
     assert memo.get(checkpoint) == "d"
 
@@ -130,4 +130,4 @@ def test_threads_do_not_lose_each_others_records(tmp_path: Path, memo: WeightsMe
     for thread in threads:
         thread.join()
     assert [memo.get(path) for path in paths] == [path.name for path in paths]
-    assert not list(memo._folder.glob("*.part"))
+    assert not list(memo._memo.folder.glob("*.part"))

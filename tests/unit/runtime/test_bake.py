@@ -32,6 +32,7 @@ from slipstream.tests.fakes import (
     NullBackend,
     make_inputs,
     make_model,
+    run_once,
     wait_until,
 )
 
@@ -46,10 +47,7 @@ def _can_bake(backend: NullBackend) -> None:
 
 
 def ask(provider: EngineProvider, source: FakeSource, settings: Settings = BAKED) -> Offer:
-    offer = provider.offer(source, CALL, settings, HostHooks())
-    if offer.engine is not None:
-        provider.pool.give_back(offer.engine)
-    return offer
+    return run_once(provider, source, settings)
 
 
 def test_the_engine_holds_the_models_numbers(

@@ -21,6 +21,7 @@ from slipstream.tests.fakes import (
     FakeSource,
     FakeWorker,
     NullBackend,
+    ask,
     make_inputs,
     make_model,
     wait_until,
@@ -39,10 +40,6 @@ def source() -> FakeSource:
 @pytest.fixture(autouse=True)
 def _fp16_overflows(backend: NullBackend) -> None:
     backend.overflows = {Precision.FP16}
-
-
-def ask(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE, call: CallShape = CALL) -> Offer:
-    return provider.offer(source, call, settings, HostHooks())
 
 
 def restarted(provider: EngineProvider) -> EngineProvider:

@@ -37,6 +37,7 @@ from slipstream.tests.fakes import (
     FakeSource,
     FakeWorker,
     NullBackend,
+    ask,
     make_inputs,
     make_model,
     wait_until,
@@ -48,10 +49,6 @@ POLICIES = [FIRST_USE, BACKGROUND, MANUAL]
 
 class Interrupted(Exception):
     """What a host raises when its user presses cancel."""
-
-
-def ask(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE, call: CallShape = CALL) -> Offer:
-    return provider.offer(source, call, settings, HostHooks())
 
 
 def assert_serves(offer: Offer, source: FakeSource, seed: int = 3) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.plan import CallShape
-from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
-from slipstream.tests.fakes import FIRST_USE, FakeSource, NullBackend, NullEngine, make_inputs, make_model
+from slipstream.runtime.provider import EngineProvider, HostHooks
+from slipstream.tests.fakes import FIRST_USE, FakeSource, NullBackend, NullEngine, make_inputs, make_model, run_once
 
 CALL = CallShape.of(make_inputs())
 
@@ -15,14 +15,6 @@ CALL = CallShape.of(make_inputs())
 @pytest.fixture(autouse=True)
 def _copying(backend: NullBackend) -> None:
     backend.copies_weights = True
-
-
-def ask(provider: EngineProvider, source: FakeSource) -> Offer:
-    """One run, whose engine goes back afterwards."""
-    offer = provider.offer(source, CALL, FIRST_USE, HostHooks())
-    if offer.engine is not None:
-        provider.pool.give_back(offer.engine)
-    return offer
 
 
 def only_engine(backend: NullBackend) -> NullEngine:
@@ -33,23 +25,23 @@ def only_engine(backend: NullBackend) -> NullEngine:
 def test_the_same_weights_again_are_not_compared_again(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     calls = only_engine(backend).calls
     for _ in range(3):
-        assert ask(provider, source).engine is not None
+        assert run_once(provider, source).engine is not None
     assert only_engine(backend).calls == calls
 
 
 def test_a_lora_that_came_and_went_is_compared_each_time(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     references = source.reference_calls
     for lora in (0.25, 0.0):
         source.lora = lora
         calls = only_engine(backend).calls
         for _ in range(2):
-            assert ask(provider, source).engine is not None
+            assert run_once(provider, source).engine is not None
         assert only_engine(backend).calls == calls + 1
     assert source.reference_calls == references, "one call of engine and plain model, none in fp32"
 
@@ -59,39 +51,39 @@ def test_the_first_comparison_of_a_process_is_one(
 ) -> None:
     provider.prepare(source, CALL, FIRST_USE, HostHooks())
     later = EngineProvider(EngineStore(provider.store.root), [backend])
-    ask(later, source)
+    run_once(later, source)
     assert backend.engines[-1].calls == 1
 
 
 def test_a_refit_that_went_wrong_never_serves_and_is_not_kept(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     source.lora, backend.refits = 0.25, False
-    offer = ask(provider, source)
+    offer = run_once(provider, source)
     assert offer.engine is None and "the model's weights did not reach the engine" in offer.reason
     assert only_engine(backend).closed
-    assert ask(provider, source).engine is not None, "loaded anew it takes them"
+    assert run_once(provider, source).engine is not None, "loaded anew it takes them"
 
 
 @pytest.mark.parametrize("effect", [2e-3, 4e-3, 1e-2])
 def test_a_lora_of_little_effect_that_did_not_arrive_shows(
     provider: EngineProvider, source: FakeSource, backend: NullBackend, effect: float
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     source.lora, backend.refits = effect, False
-    assert ask(provider, source).engine is None
+    assert run_once(provider, source).engine is None
 
 
 def test_what_was_wrong_with_a_lora_is_right_without(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     source.lora, backend.error = 0.25, 1e-2
     for _ in range(4):
-        assert ask(provider, source).engine is None
+        assert run_once(provider, source).engine is None
     source.lora, backend.error = 0.0, 0.0
-    assert ask(provider, source).engine is not None
+    assert run_once(provider, source).engine is not None
 
 
 def test_failures_with_successes_in_between_do_not_add_up(
@@ -99,23 +91,23 @@ def test_failures_with_successes_in_between_do_not_add_up(
 ) -> None:
     for lora in (0.1, 0.2, 0.3):
         source.lora, backend.refits = lora, True
-        assert ask(provider, source).engine is not None
+        assert run_once(provider, source).engine is not None
         source.lora, backend.refits = lora + 0.05, False
-        assert ask(provider, source).engine is None
+        assert run_once(provider, source).engine is None
     backend.refits = True
-    assert ask(provider, source).engine is not None
+    assert run_once(provider, source).engine is not None
 
 
 def test_an_engine_that_is_wrong_twice_is_left_alone(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    ask(provider, source)
+    run_once(provider, source)
     source.lora, backend.error = 0.25, 1e-2
-    reasons = {ask(provider, source).reason for _ in range(5)}
+    reasons = {run_once(provider, source).reason for _ in range(5)}
     assert len(reasons) == 1 and "differs from the model" in reasons.pop()
     assert len(backend.engines) == 2 and all(engine.closed for engine in backend.engines)
     backend.error = 0.0
-    assert ask(provider, source).engine is None
+    assert run_once(provider, source).engine is None
 
 
 def test_an_engine_that_is_wrong_for_one_checkpoint_serves_another(
@@ -123,9 +115,9 @@ def test_an_engine_that_is_wrong_for_one_checkpoint_serves_another(
 ) -> None:
     backend.error = 1e-2
     for _ in range(3):
-        assert ask(provider, source).engine is None
+        assert run_once(provider, source).engine is None
     backend.error = 0.0
-    assert ask(provider, FakeSource(make_model(5))).engine is not None
+    assert run_once(provider, FakeSource(make_model(5))).engine is not None
 
 
 def test_an_interrupt_in_the_comparison_leaves_no_unproven_engine(
@@ -134,13 +126,13 @@ def test_an_interrupt_in_the_comparison_leaves_no_unproven_engine(
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 
-    ask(provider, source)
+    run_once(provider, source)
     source.lora, backend.refits = 0.25, False
     with monkeypatch.context() as cancelling:
         cancelling.setattr(source, "eager", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            ask(provider, source)
-    offer = ask(provider, source)
+            run_once(provider, source)
+    offer = run_once(provider, source)
     assert offer.engine is not None
     wanted = source.weights(source.precision)["shift"]
     assert offer.engine.engine.weights["shift"].equal(wanted)  # type: ignore[attr-defined]
@@ -151,9 +143,9 @@ def test_weights_that_cannot_be_had_do_not_cost_the_engine(
 ) -> None:
     from slipstream.core.errors import UnsupportedModel
 
-    ask(provider, source)
+    run_once(provider, source)
     source.unavailable = UnsupportedModel("the weights are offloaded")
-    assert ask(provider, source).engine is None
+    assert run_once(provider, source).engine is None
     source.unavailable = None
-    assert ask(provider, source).engine is not None
+    assert run_once(provider, source).engine is not None
     assert not only_engine(backend).closed

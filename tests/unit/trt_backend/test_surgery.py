@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.core.errors import UnsupportedModel
+from slipstream.tests.tiny_unet import CONFIG
 from slipstream.trt_backend.surgery import PASSES, lower_to_opset_17, operate
 from slipstream.trt_backend.weight_map import WeightMap, WeightSource
 
@@ -759,18 +760,7 @@ def test_an_opset_is_only_raised_where_operators_keep_their_meaning() -> None:
 
 # ----------------------------------------------------------------------------------------------------- a whole UNet
 
-UNET: dict[str, Any] = {
-    "sample_size": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (32, 64),
-    "layers_per_block": 1,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 36,
-    "attention_head_dim": 4,
-    "norm_num_groups": 8,
-}
+UNET = {**CONFIG, "cross_attention_dim": 36}
 LAYERS = 4 * 2  # transformer blocks, each with attention to itself and to the prompt
 KEPT = {
     "Conv": 33, "Gemm": 10, "LayerNormalization": 12, "Resize": 1, "Split": 4, "Transpose": 5 * LAYERS, "Pad": 1
