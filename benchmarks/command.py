@@ -9,7 +9,8 @@ import sys
 import tempfile
 import uuid
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import TypeVar
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize, Precision
 from ..runtime.measure import commit
-from .cases import CASES, enter
+from .cases import CASES, Case, enter
 from .rows import RESULTS, Row, append, read, result_file
 from .variants import MAX, USUAL, Variant
+from .workshop import Workshop
 
 _SCRIPT = Path(__file__).resolve().with_name("run.py")
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -34,6 +36,8 @@ def main(words: Sequence[str]) -> int:
     try:
         if options.case_in_this_process:
             return _measure_here(options)
+        if options.profile:
+            return _profile_here(options)
         return _measure_all(options, words)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -43,7 +47,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="benchmarks/run.py", description="Times single calls of models at real size.")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/run.py", description="Times single calls of models at real size, and whole pictures."
+    )
     add = parser.add_argument
     usual = ",".join(case.name for case in CASES.values() if case.usual)
     add(
@@ -54,8 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(CASES)}; default: {usual}",
     )
     add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help="default: %(default)s")
-    add("--repeats", type=_count, default=30, metavar="N", help="timed calls; default: %(default)s")
-    add("--warmup", type=_count, default=5, metavar="N", help="calls before; default: %(default)s")
+    add("--repeats", type=_count, default=30, metavar="N", help="timed calls or pictures; default: %(default)s")
+    add("--warmup", type=_count, default=5, metavar="N", help="of them before; default: %(default)s")
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     add("--optimize", choices=["balanced", MAX], default="balanced", help="build time to spend on our engines")
     add("--precision", choices=[each.value for each in Precision], help="of our engines; default: the model's own")
@@ -63,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=_count, metavar="SECONDS", help="for one case; what was measured by then is kept")
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--commit", help="of the code that is measured, where its folder is no git clone")
+    add("--profile", action="store_true", help="instead of rows: where one call's or picture's time goes, by variant")
     add("--case-in-this-process", help=argparse.SUPPRESS)
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--run", help=argparse.SUPPRESS)
@@ -188,25 +195,45 @@ def _say(text: str) -> None:
 
 
 def _measure_here(options: Namespace) -> int:
+    from .measure import Schedule, measure
+
+    with _opened(options, options.case_in_this_process) as (case, workshop):
+        schedule = Schedule(options.repeats, options.warmup, {"commit": options.commit or commit(), "run": options.run})
+        measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
+    return OK
+
+
+def _profile_here(options: Namespace) -> int:
+    """One process for all: compiled code and engines of one case do not slow another's GPU work down."""
+    from .profiling import profile_case
+
+    for name in options.cases:
+        with _opened(options, name) as (case, workshop):
+            for found in profile_case(case, wanted(options), workshop):
+                print(*found.lines(), "", sep="\n", flush=True)
+    return OK
+
+
+@contextmanager
+def _opened(options: Namespace, name: str) -> Iterator[tuple[Case, Workshop]]:
+    """A case and where its variants are set up, with ComfyUI entered.
+
+    Raises:
+        ValueError: there is no ComfyUI, or no GPU.
+    """
     from ..engine_cache import EngineStore
     from ..hosts.comfy import standalone
-    from .measure import Schedule, measure
-    from .variants import Workshop
 
     checkout = standalone.find_checkout(options.comfyui)
     if checkout is None:
         raise ValueError("No ComfyUI was found; name the folder of yours with --comfyui FOLDER or COMFYUI_DIR")
     enter(checkout)
-    case = CASES[options.case_in_this_process]
+    case = CASES[name]
     if case.needs_gpu and not _has_gpu():
         raise ValueError(f"{case.name} needs a CUDA GPU, and there is none; tiny-sd15-64-b2 runs on any machine")
-    common = {"commit": options.commit or commit(), "run": options.run}
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmarks-", ignore_cleanup_errors=True) as scratch:
         store = EngineStore(options.store or Path(scratch) / "engines")
-        workshop = Workshop(store, Path(scratch), lambda text: _say(f"{case.name}: {text}"))
-        schedule = Schedule(options.repeats, options.warmup, common)
-        measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
-    return OK
+        yield case, Workshop(store, Path(scratch), lambda text: _say(f"{case.name}: {text}"))
 
 
 def _write(part: Path, row: Row) -> None:

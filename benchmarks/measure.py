@@ -7,7 +7,6 @@ written too, marked by being followed by another row of the same variant: a time
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,15 +17,17 @@ import torch
 
 from ..core.environment import Environment
 from ..core.protocols import Tensors
-from ..runtime.measure import milliseconds, statistics_of, versions
+from ..runtime.measure import statistics_of, versions
 from ..runtime.memory import give_back_unused
-from ..runtime.verify import LIMITS, exact_fp32, relative_error
-from .cases import SEED, Case, Subject
+from ..runtime.verify import exact_fp32
+from . import job_variants, model_variants
+from .cases import Case
+from .jobs import Job
+from .models import SEED, Model
 from .rows import Row, complete
-from .variants import EAGER, Ready, Variant, Workshop, set_up
-
-SETS = 3
-"""Inputs that the calls rotate through; one more is kept for the end, which no variant has seen before."""
+from .subject import Example, Judge, Subject, synchronize
+from .variants import EAGER, Variant
+from .workshop import Ready, Workshop
 
 Write = Callable[[Row], None]
 
@@ -41,25 +42,55 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Example:
-    """Inputs and what fp32 makes of them."""
+class Challenge:
+    """What every variant of a case is put to.
 
-    inputs: Tensors
-    reference: Tensors
+    Attributes:
+        engine_calls: of one call, where all of it runs on engines.
+    """
+
+    examples: Sequence[Example]
+    judge: Judge
+    engine_calls: int
+
+    @classmethod
+    def of(cls, subject: Subject) -> Challenge:
+        """
+        Raises:
+            ValueError: results of this subject cannot be judged.
+        """
+        inputs = [subject.inputs(SEED + number) for number in range(subject.sets + subject.unseen)]
+        with exact_fp32():
+            references = subject.references(inputs)
+        for reference in references:
+            _check_size(reference)
+        examples = [Example(*each) for each in zip(inputs, references, strict=True)]
+        return cls(examples, subject.judge(examples), subject.engine_calls)
+
+
+def _check_size(reference: Tensors) -> None:
+    size = max(float(tensor.abs().max()) for tensor in reference.values())
+    if not 1e-3 < size < 1e4:
+        raise ValueError(f"The model's random weights make values of size {size:.1e}, by which nothing can be judged")
 
 
 class Contender:
-    """One variant: its calls, its error, its samples."""
+    """One variant: its calls, its errors, its samples."""
 
-    def __init__(self, name: str, ready: Ready, examples: Sequence[Example]) -> None:
+    def __init__(self, name: str, ready: Ready, challenge: Challenge) -> None:
         self.name = name
         self.ready = ready
-        self.error = 0.0
+        self.errors: dict[str, float] = {}
         self.calls = 0
         self.vram_mb: float | None = None
         self.build_s: float | None = None
-        self._examples = examples
-        self._taken = [ready.prepare(example.inputs) for example in examples]
+        self._challenge = challenge
+        self._taken = [ready.prepare(example.inputs) for example in challenge.examples]
+
+    @property
+    def error(self) -> float:
+        """The largest of all."""
+        return max(self.errors.values(), default=0.0)
 
     def call(self, number: int) -> Any:
         """Compute with one set of inputs."""
@@ -70,23 +101,26 @@ class Contender:
         """Compare with fp32; the largest error counts."""
         for number in numbers:
             given = self.ready.result(self._taken[number], self.call(number))
-            self.error = max(self.error, relative_error(given, self._examples[number].reference))
+            found = self._challenge.judge.errors(given, self._challenge.examples[number].reference)
+            self.errors = {output: max(error, self.errors.get(output, 0.0)) for output, error in found.items()}
 
     def row(self, samples: Sequence[float]) -> Row:
         """What was found out, with the reason why it may not be trusted, if there is one."""
         ready = self.ready
         found = {"build_s": self.build_s, **ready.facts, "vram_mb": self.vram_mb, "precision": ready.precision.value}
-        calls = {"engine_calls": ready.engine_calls() or 0}
-        return {**statistics_of(samples), "error": self.error, **found, **calls, "failed": self._failure()}
+        found |= {"engine_calls": ready.engine_calls() or 0, **self._challenge.judge.facts(self.errors)}
+        return {**statistics_of(samples), "error": self.error, **found, "failed": self._failure()}
 
     def _failure(self) -> str | None:
-        served = self.ready.engine_calls()
-        if served is not None and served != self.calls:
-            return f"the engine served {served} of {self.calls} calls: {self.ready.reasons() or 'no reason was given'}"
-        # Our engines are held to the limit that they serve under; what others compute is reported as it is.
-        limit = LIMITS[self.ready.precision] if served is not None else sys.float_info.max
-        if not self.error <= limit:
-            return f"differs from fp32 by {self.error:.1e}, allowed is {limit:.0e} in {self.ready.precision.value}"
+        served, reasons = self.ready.engine_calls(), self.ready.reasons()
+        wanted = self.calls * self._challenge.engine_calls
+        if served is not None and (served != wanted or reasons):
+            return f"the engine served {served} of {wanted} calls: {reasons or 'no reason was given'}"
+        precision = self.ready.precision
+        for output, error in self.errors.items():
+            limit = self._challenge.judge.limit(output, precision, served is not None)
+            if not error <= limit:
+                return f"differs from fp32 by {error:.1e}, allowed is {limit:.0e} in {precision.value}"
         return None
 
 
@@ -111,8 +145,10 @@ class Measurement:
     ) -> None:
         self._case, self._subject, self._schedule = case, subject, schedule
         self._workshop, self._write, self._ending = workshop, write, ending
-        self._device = subject.source.device
-        self._examples = _examples(subject)
+        self._device = subject.device
+        self._challenge = Challenge.of(subject)
+        if doubts := self._challenge.judge.doubts(subject.precision):
+            workshop.tell(doubts)
         self._common = {**schedule.common, **circumstances(subject), "case": case.name, "seed": SEED}
         self._common |= {"repeats": schedule.repeats, "warmup": schedule.warmup}
         self._model_bytes = self._held()
@@ -132,7 +168,7 @@ class Measurement:
         ending = ExitStack()
         try:
             contender = self._set_up(variant, ending)
-            alone = [milliseconds(lambda: contender.call(0), self._device) for _ in range(self._schedule.repeats)]
+            alone = [self._subject.milliseconds(lambda: contender.call(0)) for _ in range(self._schedule.repeats)]
             self._put(contender.name, contender.row(alone))
         except Exception as error:
             ending.close()
@@ -145,23 +181,24 @@ class Measurement:
     def _set_up(self, variant: Variant, ending: ExitStack) -> Contender:
         others = self._held() - self._model_bytes
         started = time.perf_counter()
-        contender = Contender(variant.name, set_up(variant, self._subject, self._workshop, ending), self._examples)
+        contender = Contender(variant.name, set_up(variant, self._subject, self._workshop, ending), self._challenge)
         contender.call(0)
-        _synchronize(self._device)
+        synchronize(self._device)
         if variant.name != EAGER:
             contender.build_s = round(time.perf_counter() - started, 3)
         with self._peak(contender, others + contender.ready.copied_bytes):
             for number in range(self._schedule.warmup):
-                contender.call(number % SETS)
-            contender.check(range(SETS))
+                contender.call(number % self._subject.sets)
+            contender.check(range(self._subject.sets))
         return contender
 
     def _take_turns(self, contenders: list[Contender]) -> None:
+        sets = self._subject.sets
         samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for turn in range(self._schedule.repeats):
             for contender in list(contenders):
                 try:
-                    took = milliseconds(lambda: contender.call(turn % SETS), self._device)  # noqa: B023
+                    took = self._subject.milliseconds(lambda: contender.call(turn % sets))  # noqa: B023
                 except Exception as error:
                     contenders.remove(contender)
                     self._put_failure(contender.name, error)
@@ -169,7 +206,7 @@ class Measurement:
                     samples[contender.name].append(took)
         for contender in contenders:
             try:
-                contender.check(range(SETS + 1))
+                contender.check(range(sets + self._subject.unseen))
                 self._put(contender.name, contender.row(samples[contender.name]))
             except Exception as error:
                 self._put_failure(contender.name, error)
@@ -199,39 +236,32 @@ class Measurement:
         self._held()
         torch.cuda.reset_peak_memory_stats(self._device)
         yield
-        _synchronize(self._device)
+        synchronize(self._device)
         contender.vram_mb = round((torch.cuda.max_memory_reserved(self._device) - others) / 2**20, 1)
+
+
+def set_up(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Ready:
+    """Make a variant ready; what it holds is let go with `ending`.
+
+    Raises:
+        Exception: whatever stops it; no variant's failure concerns another.
+    """
+    if isinstance(subject, Job):
+        return job_variants.set_up(variant, subject, workshop, ending)
+    assert isinstance(subject, Model)
+    return model_variants.set_up(variant, subject, workshop, ending)
 
 
 def circumstances(subject: Subject) -> Row:
     """On what a case was measured."""
     import comfyui_version
 
-    environment = Environment.current(subject.source.device)
+    environment = Environment.current(subject.device)
     return {
         "gpu": environment.gpu,
         "driver": environment.driver,
         "versions": {**versions(environment), "comfyui": comfyui_version.__version__},
         "shapes": {name: list(shape) for name, shape in subject.shapes.items()},
-        "precision": subject.source.precision.value,
+        "precision": subject.precision.value,
+        **({"steps": subject.steps} if isinstance(subject, Job) else {}),
     }
-
-
-def _examples(subject: Subject) -> list[Example]:
-    made = []
-    for number in range(SETS + 1):
-        inputs = subject.inputs(SEED + number)
-        with exact_fp32():
-            reference = subject.source.reference(inputs)
-        size = max(float(tensor.abs().max()) for tensor in reference.values())
-        if not 1e-3 < size < 1e4:
-            raise ValueError(
-                f"The model's random weights make values of size {size:.1e}, by which nothing can be judged"
-            )
-        made.append(Example(inputs, reference))
-    return made
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,39 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..runtime.settings import BackendChoice
 from .cases import CASES
 from .chart import chart
-from .rows import RESULTS, Row, gpu_of, read
-from .variants import COMPILE, EAGER, OURS, describe
+from .rows import RESULTS, Row, gpu_of, is_of_job, read
+from .tables import Group, tables
+from .variants import OURS, describe
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-@dataclass(frozen=True)
-class Group:
-    """The rows of one case from one run on one GPU."""
-
-    gpu: str
-    case: str
-    rows: tuple[Row, ...]
-
-    @property
-    def eager_ms(self) -> float | None:
-        return next((row["ms"] for row in self.sound if row["variant"] == EAGER), None)
-
-    @property
-    def best_compile_ms(self) -> float | None:
-        """The fastest mode of torch.compile that computes the right thing."""
-        return min((row["ms"] for row in self.sound if row["variant"].startswith(COMPILE)), default=None)
-
-    @property
-    def sound(self) -> list[Row]:
-        """Rows that may be trusted."""
-        return [row for row in self.rows if "failed" not in row]
 
 
 def main() -> int:
@@ -91,7 +68,8 @@ def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
 
 def report(groups: Sequence[Group]) -> tuple[str, str]:
     """The page in Markdown, and the chart in SVG."""
-    body = [_HEAD, *_measured(groups), _HOW, _variants(groups), _YOURSELF]
+    how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
+    body = [_HEAD, *_measured(groups), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 
 
@@ -106,7 +84,7 @@ def _measured(groups: Sequence[Group]) -> list[str]:
 
 
 def _section(gpu: str, groups: Sequence[Group]) -> str:
-    lines = [f"## {gpu}\n", _table(groups)]
+    lines = [f"## {gpu}\n", tables(groups)]
     failed = [row for group in groups for row in group.rows if "failed" in row]
     if failed:
         lines.append("\nNot to be trusted:\n")
@@ -121,40 +99,6 @@ def _notes(gpu: str) -> list[Path]:
     return sorted(RESULTS.glob(f"{gpu.lower().replace(' ', '-')}-*.md"))
 
 
-_COLUMNS = ("case", "variant", "ms", "over eager", "over torch.compile", "error", "build s", "load s", "VRAM MB")
-
-
-def _table(groups: Sequence[Group]) -> str:
-    lines = [_line(_COLUMNS), _line(["---", "---", *["---:"] * (len(_COLUMNS) - 2)])]
-    for group in groups:
-        lines += [_line(_cells(group, row)) for row in group.rows]
-    return "\n".join(lines)
-
-
-def _cells(group: Group, row: Row) -> list[str]:
-    head = [row["case"], f"`{row['variant']}`"]
-    if "failed" in row:
-        return [*head, "failed", *[""] * (len(_COLUMNS) - 3)]
-    return [
-        *head,
-        f"{row['ms']:.2f}",
-        _ratio(group.eager_ms, row["ms"]),
-        _ratio(group.best_compile_ms, row["ms"]),
-        f"{row['error']:.1e}",
-        "" if row["build_s"] is None else f"{row['build_s']:.0f}",
-        "" if row["load_s"] is None else f"{row['load_s']:.2f}",
-        "" if row["vram_mb"] is None else f"{row['vram_mb']:.0f}",
-    ]
-
-
-def _ratio(other: float | None, own: float) -> str:
-    return "" if other is None else f"{other / own:.2f}×"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def _circumstances(groups: Sequence[Group]) -> str:
     """One sentence for all that was alike; where runs differ, each of them is named."""
     found = dict.fromkeys(_circumstances_of(group.rows[0]) for group in groups)
@@ -167,7 +111,7 @@ def _circumstances_of(row: Row) -> str:
     parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
     driver = f", driver {row['driver']}" if row["driver"] else ""
     commit = f", commit {row['commit'][:12]}" if row["commit"] else ""
-    calls = f"median of {row['repeats']} calls after {row['warmup']}"
+    calls = f"median of {row['repeats']} {'pictures' if is_of_job(row) else 'calls'} after {row['warmup']}"
     return f"{', '.join(parts)}{driver}; Slipstream {row['versions']['slipstream']}{commit}; {calls}."
 
 
@@ -220,6 +164,14 @@ What is not finite is given no time; nor is an engine that is off by more than i
 torch's own modes in the same run. "build s" is a first time with empty caches: for torch it comes back with every start
 of the host (or a part of it, where torch finds its own cache), for an engine it is paid once, and later starts take
 "load s". "VRAM MB" is what the process reserves at most for the model and this variant alone.
+"""
+
+_HOW_JOBS = """Where "ms per picture" is given, a case is a whole picture: ComfyUI's own sampling and VAE, from noise
+that is there to pixels that are there, by the clock, with all that the host does in between. In rows of `torch.compile`
+and of Slipstream, UNet, ControlNet and VAE decoder are compiled or run on engines. Errors are those of the
+finished latent and of the picture, against the same picture in fp32 from end to end. They grow from step to step, so a
+row may be three times as far off as the plain model in its own precision, and 5e-2 at least. "nearest other" is how far
+pictures are apart that differ in one input alone (noise, prompts or hint), the least of these.
 """
 
 _YOURSELF = """## Measure it yourself

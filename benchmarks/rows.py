@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,15 @@ FIELDS = (
 )  # fmt: skip
 """Of every row. A row that may not be trusted has one more, `failed`: the reason."""
 
+OF_JOBS = ("steps", "errors", "distances")
+"""Of rows of whole pictures, too: `errors` by output, and how far pictures are apart that differ in one input."""
+
 
 def complete(row: Row) -> Row:
     """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
-    unknown = set(row) - {*FIELDS, "failed"}
+    unknown = set(row) - {*FIELDS, *OF_JOBS, "failed"}
     assert not unknown, unknown
-    known = {name: _plain(row.get(name)) for name in FIELDS}
+    known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in OF_JOBS if name in row))}
     return known if row.get("failed") is None else {**known, "failed": row["failed"]}
 
 
@@ -70,5 +73,12 @@ def gpu_of(row: Row) -> str:
     return row["gpu"] or CPU
 
 
+def is_of_job(row: Row) -> bool:
+    """Whether a whole picture was measured, not a single call."""
+    return "steps" in row
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

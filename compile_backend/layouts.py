@@ -13,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.dtypes import dtype_name, dtype_named
 
+_MANY_CHANNELS = 32
+
 
 @dataclass(frozen=True)
 class TensorLayout:
@@ -47,6 +49,14 @@ def use_channels_last(module: torch.nn.Module) -> None:
             _, channels, height, width = parameter.shape
             strides = (channels * height * width, 1, width * channels, channels)
             parameter.data = parameter.as_strided(parameter.shape, strides, parameter.storage_offset())
+
+
+def as_features(tensor: torch.Tensor) -> torch.Tensor:
+    """An input as convolutions hand it from one to the next, where it is what one of them gave: features of a network's
+    midst, unlike pictures and latents, have many channels."""
+    if tensor.ndim == 4 and tensor.shape[1] >= _MANY_CHANNELS:
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor
 
 
 def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:

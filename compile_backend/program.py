@@ -15,7 +15,7 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
-from .layouts import TensorLayout, use_channels_last
+from .layouts import TensorLayout, as_features, use_channels_last
 
 PROGRAM = "program.pt2"
 SIGNATURE = "signature.json"
@@ -72,6 +72,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
     skeleton = job.architecture.skeleton(spec.precision, job.device)
     if job.device.type == "cuda":
         use_channels_last(skeleton)
+        example = {name: as_features(tensor) for name, tensor in example.items()}
     program = _trace(spec, skeleton, example)
     signature = _signature_of(program, example)
     _name_constants(program)

@@ -39,8 +39,33 @@ def current_stream(device: torch.device) -> Stream:
 
 
 @functools.lru_cache(maxsize=16)
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+class Branch:
+    """Work on a second stream beside the current one, from `begin` to `join`.
+
+    What it hands over is to be allocated before it begins, and what it allocates is to be freed before it ends: then
+    no memory is used by one stream while the other gives it away.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._side = _stream(device, 1)
+        self._device = device
+        self._done = torch.cuda.Event()
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Inside, work goes to the second stream, after all that the current one was given."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+            self._done.record(self._side)
+
+    def join(self) -> None:
+        """The current stream waits for the second one from here on; the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Engines on disk: what one is (key), what is known about it (manifest), and where it lies (store)."""
 
+from .choices import ChoiceMemo
 from .entry import Entry, Hold
 from .files import identity as file_identity
 from .history import BuildHistory, PastBuild
@@ -16,6 +17,7 @@ __all__ = [
     "DEFAULT_LIMIT_BYTES",
     "BuildHistory",
     "BuildRecord",
+    "ChoiceMemo",
     "EngineKey",
     "EngineStore",
     "Entry",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +19,33 @@ from .source_code import source_digest
 
 RECIPE = 2
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
+
+
+_Known = TypeVar("_Known")
+
+
+class Remembered(Generic[_Known]):
+    """What was found out about live modules, for as long as they live.
+
+    Reading an architecture takes tens of milliseconds, which each picture would wait for.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[torch.nn.Module, tuple[type, dict[Hashable, _Known]]] = WeakKeyDictionary()
+
+    def get(self, module: torch.nn.Module, what: Hashable, find: Callable[[], _Known]) -> _Known:
+        """What is known about a module, or `find`'s answer, which is known from then on.
+
+        Args:
+            what: tells several things about one module apart.
+        """
+        kind, known = self._known.get(module, (type(module), {}))
+        if kind is not type(module):  # an extension made it one of another class
+            known = {}
+        if what not in known:
+            known[what] = find()
+            self._known[module] = type(module), known
+        return known[what]
 
 
 class Draw(Protocol):

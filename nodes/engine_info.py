@@ -18,8 +18,10 @@ class EngineInfo(io.ComfyNode):
             "model, and each reason for the plain model. Connect a picture or latent to `after`, so that it looks "
             "after sampling.",
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input("model", optional=True),
                 io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),
+                io.Vae.Input("vae", optional=True, tooltip="The output of Accelerate VAE."),
+                io.ControlNet.Input("control_net", optional=True, tooltip="The output of Accelerate ControlNet."),
             ],
             outputs=[io.String.Output(display_name="info")],
             is_output_node=True,
@@ -31,9 +33,19 @@ class EngineInfo(io.ComfyNode):
         return float("nan")  # counts change with every run
 
     @classmethod
-    def execute(cls, model: Any, after: Any = None) -> io.NodeOutput:
+    def execute(cls, model: Any = None, after: Any = None, vae: Any = None, control_net: Any = None) -> io.NodeOutput:
         from ..hosts.comfy.accelerate import accelerated_module
+        from ..hosts.comfy.accelerate_controlnet import accelerated_controlnet_module
+        from ..hosts.comfy.accelerate_vae import accelerated_vae_module
         from ..hosts.comfy.info import describe
 
-        text = describe(accelerated_module(model))
+        found = []
+        if model is not None:
+            found.append(describe(accelerated_module(model)))
+        if vae is not None:
+            found.append(describe(accelerated_vae_module(vae), "VAE", "Accelerate VAE"))
+        if control_net is not None:
+            module = accelerated_controlnet_module(control_net)
+            found.append(describe(module, "ControlNet", "Accelerate ControlNet"))
+        text = "\n\n".join(found) or "Connect what an Accelerate node has made."
         return io.NodeOutput(text, ui=ui.PreviewText(text))

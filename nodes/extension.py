@@ -6,6 +6,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..hosts.comfy.pictures import watch_prompts
 from .accelerate import AccelerateModel
+from .accelerate_controlnet import AccelerateControlNet
+from .accelerate_vae import AccelerateVAE
 from .build_engine import BuildEngine
 from .demo import SlipstreamDemoLoader, SlipstreamDemoPrompt
 from .engine_info import EngineInfo
@@ -14,4 +16,12 @@ from .engine_info import EngineInfo
 class SlipstreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         watch_prompts()  # here, since older ComfyUIs never call on_load
-        return [AccelerateModel, BuildEngine, EngineInfo, SlipstreamDemoLoader, SlipstreamDemoPrompt]
+        return [
+            AccelerateModel,
+            AccelerateControlNet,
+            AccelerateVAE,
+            BuildEngine,
+            EngineInfo,
+            SlipstreamDemoLoader,
+            SlipstreamDemoPrompt,
+        ]

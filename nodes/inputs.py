@@ -38,13 +38,14 @@ def optimize_input() -> io.Combo.Input:
     )
 
 
-def build_input() -> io.Combo.Input:
+def build_input(with_manual: bool = True) -> io.Combo.Input:
     return io.Combo.Input(
         "build",
-        options=[policy.value for policy in BuildPolicy],
+        options=[policy.value for policy in BuildPolicy if with_manual or policy is not BuildPolicy.MANUAL],
         default=BuildPolicy.BACKGROUND.value,
         tooltip="background: pictures keep coming from the plain model while the engine is built whenever ComfyUI is "
-        "idle. first use: the first picture waits for its engine. manual: only the Build Engine node builds.",
+        "idle. first use: the first picture waits for its engine."
+        + (" manual: only the Build Engine node builds." if with_manual else ""),
     )
 
 

@@ -10,14 +10,16 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ..core.dtypes import dtype_of
+from ..core.errors import NotFinite
 from ..core.protocols import ModelSource, Tensors
-from ..core.spec import EngineSpec
+from ..core.spec import EngineSpec, Precision
 from .memory import MemoryWatch
-from .plan import CallShape
+from .plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
 from .settings import Settings
 from .shapes_wanted import batch_of, largest_batch
 from .status import EngineUse, Status
+from .verify import is_finite
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +36,15 @@ class AcceleratedModule:
         self.status = Status()
 
     @contextmanager
-    def run(self, source: ModelSource, hooks: HostHooks | None = None) -> Iterator[Run]:
-        """One sampling run: weights stay as they are inside it, and engines are swapped only between runs."""
+    def run(self, source: ModelSource, hooks: HostHooks | None = None, *, finite_only: bool = False) -> Iterator[Run]:
+        """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
+
+        Args:
+            finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
+                are neither, the plain model computes instead, and fp16 is not used again for this model.
+        """
         self.provider.run_began()
-        run = Run(self, source, hooks or HostHooks())
+        run = Run(self, source, hooks or HostHooks(), finite_only)
         try:
             yield run
         finally:
@@ -48,9 +55,17 @@ class AcceleratedModule:
 
 
 class Run:
-    """The calls of one sampling run. See `AcceleratedModule.run`."""
+    """The calls of one sampling run. See `AcceleratedModule.run`.
 
-    def __init__(self, module: AcceleratedModule, source: ModelSource, hooks: HostHooks) -> None:
+    Attributes:
+        tally: told of each call that an engine served.
+    """
+
+    def __init__(
+        self, module: AcceleratedModule, source: ModelSource, hooks: HostHooks, finite_only: bool = False
+    ) -> None:
+        self.tally: Callable[[Offer], None] = self.count
+        self._finite_only = finite_only
         self._module = module
         self._source = source
         self._hooks = hooks
@@ -65,17 +80,22 @@ class Run:
             eager: the host's own module on the same inputs.
             veto: why this call cannot go to an engine, for reasons that only the host knows.
         """
-        reason = veto
-        if reason is None:
-            call = CallShape.of(inputs)
-            offer = self._offer(call)
-            result = self._try(offer, call, inputs) if offer.engine is not None else offer.reason
-            if not isinstance(result, str):
-                return result
-            reason = result
-        if self._module.status.count_eager(reason):
-            log.warning("Slipstream uses the plain model: %s", reason)
+        result = self.ask(inputs) if veto is None else veto
+        if not isinstance(result, str):
+            return result
+        if self._module.status.count_eager(result):
+            log.warning("Slipstream uses the plain model: %s", result)
         return eager()
+
+    def ask(self, inputs: Tensors) -> Tensors | str:
+        """An engine's answer, or why there is none."""
+        call = CallShape.of(inputs)
+        offer = self._offer(call)
+        result = self._try(offer, call, inputs) if offer.engine is not None else offer.reason
+        if call not in self._offers:  # fp16 overflowed and was taken away: bf16 may be there
+            offer = self._offer(call)
+            return self._try(offer, call, inputs) if offer.engine is not None else result
+        return result
 
     def _try(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors | str:
         """The engine's answer, or why there is none; then the engine is not asked again in this run."""
@@ -84,6 +104,8 @@ class Run:
             return self._compute(offer, call, inputs)
         except self._hooks.interruptions:
             raise
+        except NotFinite:
+            return self._overflowed(offer)
         except Exception as error:  # whatever compiled code raises: the picture goes on
             reason = f"the engine failed ({type(error).__name__}: {error})"
             ran_out = watch.ran_out(error)
@@ -99,6 +121,29 @@ class Run:
             provider.pool.give_back(offer.engine)
         self._offers |= dict.fromkeys(calls, Offer(reason=reason))
         return reason
+
+    def _overflowed(self, offer: Offer) -> str:
+        """Why there is no answer. This run's engines of the same precision are not asked again: fp16 gives way to bf16
+        where the user leaves that open, and everything else to the plain model."""
+        assert offer.plan is not None
+        precision = offer.plan.spec.precision
+        reason = self._module.provider.overflowed(self._source, offer.plan)
+        for call, other in list(self._offers.items()):
+            if other is offer or (other.plan is not None and other.plan.spec.precision is precision):
+                self._forget(call, other)
+                if precision is not Precision.FP16:
+                    self._offers[call] = Offer(reason=reason)
+        return reason
+
+    def _forget(self, call: CallShape, offer: Offer) -> None:
+        del self._offers[call]
+        if offer.engine is not None and all(other is not offer for other in self._offers.values()):
+            self._module.provider.pool.give_back(offer.engine)
+
+    def count(self, offer: Offer) -> None:
+        """Count a call that an engine served."""
+        assert offer.plan is not None
+        self._module.status.count_engine(offer.plan.key.digest)
 
     def close(self) -> None:
         """Give the engines back."""
@@ -138,7 +183,9 @@ class Run:
         results = []
         for part in _parts({name: tensor.to(wanted[name]) for name, tensor in inputs.items()}, spec):
             results.append(offer.engine.engine(**part))
-            self._module.status.count_engine(offer.plan.key.digest)
+            if self._finite_only:
+                _check_finite(results[-1], inputs, offer.plan)
+            self.tally(offer)
         if call not in self._computed:  # the first call may have taken memory for the next ones
             self._computed.add(call)
             self._module.provider.pool.on_change(offer.engine.device)
@@ -155,6 +202,18 @@ def _parts(inputs: Tensors, spec: EngineSpec) -> list[Tensors]:
         return [inputs]
     split = {name: tensor.tensor_split(count) for name, tensor in inputs.items()}
     return [{name: parts[index] for name, parts in split.items()} for index in range(count)]
+
+
+def _check_finite(result: Tensors, inputs: Tensors, plan: Plan) -> None:
+    """
+    Args:
+        inputs: as the host gave them, before they were cast for the engine.
+
+    Raises:
+        NotFinite: numbers that were finite became NaN or Inf.
+    """
+    if not is_finite(result) and is_finite(inputs):
+        raise NotFinite(f"The engine for {plan} computed NaN or Inf")
 
 
 def _joined(results: list[Tensors]) -> Tensors:

@@ -13,6 +13,7 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
+ADVICE = "Numbers of this model are too large for fp16: set precision to bf16, or to auto, which does so itself"
 _NOTE = "fp16 overflows in this model; built in bf16"
 
 
@@ -32,6 +33,12 @@ class Overflows:
         if _leaves_fp16_open(source, settings) and self._knows(source):
             return replace(settings, precision=Precision.BF16)
         return settings
+
+    def why_not(self, source: ModelSource, settings: Settings) -> str | None:
+        """Why a user's own choice of fp16 is not followed for a model that is known to overflow."""
+        if settings.precision is Precision.FP16 and self._knows(source):
+            return f"{source.architecture.fingerprint.architecture_name} overflows in fp16. {ADVICE}"
+        return None
 
     def note(self, source: ModelSource, spec: EngineSpec) -> None:
         """An engine of `spec` was not finite. A LoRA may be to blame: with one it is forgotten with this process."""

@@ -10,7 +10,7 @@ import torch
 
 from ..core.dtypes import WHOLE_NUMBERS, dtype_name, dtype_of
 from ..core.protocols import Architecture, Backend, Tensors
-from ..core.shapes import Shape, ShapeProfile, ShapeRange
+from ..core.shapes import Shape, ShapeProfile
 from ..core.spec import BackendConfig, EngineSpec, Precision
 from ..engine_cache import EngineKey
 from .backends import candidates
@@ -37,10 +37,10 @@ class Plan:
     save_weights: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        latents = [latent_of(profile.inputs) for profile in self.spec.profiles]
-        sizes = ", ".join(dict.fromkeys(map(_say_size, latents)))
-        batch = latents[0][0]
-        return f"{self.spec.fingerprint.architecture_name} {sizes} batch {_span(batch.min, batch.max)}"
+        sizes = ", ".join(dict.fromkeys(map(_say_size, self.spec.profiles)))
+        batch = latent_of(self.spec.profile.inputs)[0]
+        control = " with control" if any(name.startswith("control_") for name in self.spec.dtypes) else ""
+        return f"{self.spec.fingerprint.architecture_name} {sizes} batch {_span(batch.min, batch.max)}{control}"
 
     def serves(self, call: CallShape, settings: Settings) -> bool:
         """Whether `plans` would find this very engine for another call of the same model and settings."""
@@ -48,10 +48,15 @@ class Plan:
         return dtypes == self.spec.dtypes and profiles_wanted(call.shapes, settings) == self.spec.profiles
 
 
-def _say_size(latent: tuple[ShapeRange, ...]) -> str:
-    smallest, largest = (Resolution.of_latent(tuple(getattr(axis, end) for axis in latent)) for end in ("min", "max"))
+def _say_size(profile: ShapeProfile) -> str:
+    latent = latent_of(profile.inputs)
+    smallest, largest = (Resolution.of_call(_end(profile, end)) for end in ("min", "max"))
     frames = f" {latent[2]} latent frames" if len(latent) == 5 and latent[2].max > 1 else ""
     return f"{_span(smallest, largest)}{frames}"
+
+
+def _end(profile: ShapeProfile, end: str) -> dict[str, Shape]:
+    return {name: tuple(getattr(axis, end) for axis in axes) for name, axes in profile.inputs.items()}
 
 
 def _span(smallest: object, largest: object) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from ..core.protocols import Engine
 from ..engine_cache import Entry
-from .cuda_graphs import graphed
+from .cuda_graphs import CudaGraphs, graphed
 from .memory import free_bytes
 from .plan import Plan
 
@@ -21,7 +21,11 @@ SizeListener = Callable[[torch.device], None]
 
 
 class LoadedEngine:
-    """An engine in memory. While somebody owns it, its files are held against deletion."""
+    """An engine in memory. While somebody owns it, its files are held against deletion.
+
+    Attributes:
+        steps: CUDA graphs of larger pieces of work, of which its calls are a part.
+    """
 
     def __init__(self, plan: Plan, entry: Entry, device: torch.device) -> None:
         self._held = ExitStack()
@@ -31,10 +35,16 @@ class LoadedEngine:
             outputs = plan.architecture.outputs
             engine = plan.backend.load(plan.spec, outputs, entry.artifact, device)
             self.engine: Engine = graphed(engine, device)
+            self.steps = CudaGraphs(device)
         except BaseException:
             self._held.close()
             raise
         self.device = device
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it holds, weights of the host not counted."""
+        return self.engine.device_bytes + self.steps.bytes
 
     def is_of(self, entry: Entry) -> bool:
         """Whether it was loaded from these very files, not from an engine that was built anew since."""
@@ -58,6 +68,7 @@ class LoadedEngine:
 
     def close(self) -> None:
         try:
+            self.steps.drop()
             self.engine.close()
         finally:
             self._held.close()
@@ -130,7 +141,7 @@ class EnginePool:
         """What all engines hold on `device` themselves, weights of the host not counted."""
         with self._lock:
             engines = [*self._idle.values(), *self._used.values()]
-        return sum(loaded.engine.device_bytes for loaded in engines if loaded.device == device)
+        return sum(loaded.device_bytes for loaded in engines if loaded.device == device)
 
     def in_use(self, device: torch.device) -> bool:
         """Whether a run owns an engine on `device` at this moment."""
@@ -157,7 +168,7 @@ class EnginePool:
     def _pop_oldest_with_memory(self, device: torch.device) -> LoadedEngine | None:
         with self._lock:
             for number, loaded in self._idle.items():
-                if loaded.device == device and loaded.engine.device_bytes:
+                if loaded.device == device and loaded.device_bytes:
                     return self._idle.pop(number)
         return None
 
@@ -181,7 +192,7 @@ def _or_close(loaded: LoadedEngine, step: Callable[[], None]) -> None:
 
 def _close_and_measure(loaded: LoadedEngine) -> int:
     """Bytes freed; measured where possible, since engines may share what they hold."""
-    size, before = loaded.engine.device_bytes, free_bytes(loaded.device)
+    size, before = loaded.device_bytes, free_bytes(loaded.device)
     loaded.close()
     after = free_bytes(loaded.device)
     return size if before is None or after is None else max(0, after - before)

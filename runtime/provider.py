@@ -22,13 +22,14 @@ from ..core.errors import (
 )
 from ..core.progress import Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
-from ..engine_cache import BuildHistory, EngineStore, Entry, WeightsMemo
+from ..core.spec import Precision
+from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, WeightsMemo
 from . import bake
 from .backends import default_backends
 from .build import build_engine
 from .estimate import estimate, say_estimate
 from .memory import MemoryWatch, Shortages, give_back_unused
-from .overflow import Overflows
+from .overflow import ADVICE, Overflows
 from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
 from .queue import BuildQueue, Ticket
@@ -75,6 +76,19 @@ class Offer:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """What the next call on an engine takes of its device, beside the call's own tensors.
+
+    Attributes:
+        engine_bytes: that the engine will hold and does not hold yet.
+        compares: whether it will be compared with the plain model first, which takes what that takes.
+    """
+
+    engine_bytes: int
+    compares: bool
+
+
 class EngineProvider:
     """One per process and store.
 
@@ -92,6 +106,7 @@ class EngineProvider:
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
         self.history = BuildHistory(store.root)
+        self.choices = ChoiceMemo(store.root)
         self.pool = EnginePool()
         self._shortages = Shortages()
         self._overflows = Overflows(store.root)
@@ -130,7 +145,7 @@ class EngineProvider:
             whatever `hooks.check_interrupted` raises; the build that was waited for is cancelled then.
         """
         try:
-            if reason := settings.why_not_wanted(call.shapes):
+            if reason := settings.why_not_wanted(call.shapes) or self._overflows.why_not(source, settings):
                 return Offer(reason=reason)
             return self._or_wider(source, settings, lambda: self._offer(source, call, settings, hooks))
         except hooks.interruptions:
@@ -280,6 +295,32 @@ class EngineProvider:
         """Seconds that `prepare` will spend on a build; None where the engine is there, or nothing is known."""
         wanted = self.plans(source, call, settings)
         return None if self._find(wanted, source) else self.estimate(wanted[0])
+
+    def forecast(self, source: ModelSource, call: CallShape, settings: Settings) -> Forecast | None:
+        """What a call would take of memory; None where no engine is there, or nobody knows what it holds.
+
+        Raises:
+            SlipstreamError: no engine would serve.
+        """
+        if settings.why_not_wanted(call.shapes) or self._overflows.why_not(source, settings):
+            return None
+        found = self._find(self.plans(source, call, settings), source)
+        if found is None or not found[1].manifest.verifications:
+            return None
+        plan, entry = found
+        self._trust.check_not_refused(source, plan, entry)
+        needed = _known_bytes(entry)
+        if self._shortages.why_not(plan.key.digest, plan.device) or (not needed and plan.device.type != "cpu"):
+            return None
+        is_loaded = self.pool.has_idle(entry, plan.device)
+        return Forecast(0 if is_loaded else needed, not self._trust.knows(source, plan, entry))
+
+    def overflowed(self, source: ModelSource, plan: Plan) -> str:
+        """Note that an engine was not finite where its inputs were; what to tell people."""
+        self._overflows.note(source, plan.spec)
+        precision = plan.spec.precision.value
+        what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
+        return f"{what}. {ADVICE}" if plan.spec.precision is Precision.FP16 else what
 
     def explain_miss(self, plan: Plan) -> str:
         """In words: what the closest engine in the store differs in."""

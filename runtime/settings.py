@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -46,6 +46,37 @@ class ShapeChoice(str, Enum):
     PROFILES = "one with a profile per size"
 
 
+class Parallel(str, Enum):
+    """Whether a ControlNet and the half of the model that does not need it run at the same time."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class Levers:
+    """Work that is not repeated in every step, or not waited for. The defaults are what measurements speak for.
+
+    Attributes:
+        hint_once: a ControlNet's hint is embedded once a picture.
+        text_once: keys and values of the attention over the text are computed once a prompt.
+        parallel: "auto" measures both ways once and remembers.
+        one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
+    """
+
+    hint_once: bool = True
+    text_once: bool = False
+    parallel: str = Parallel.AUTO.value
+    one_graph: bool = True
+
+
+_PIXELS = {"x": 8, "z": 8, "pixels": 1, "skip_0": 8}
+"""Inputs that have a picture's size, and how many of its pixels in each direction one of their values is.
+
+The last is what a UNet's second half takes from the first block."""
+
+
 @dataclass(frozen=True)
 class Resolution:
     """Picture size in pixels."""
@@ -60,14 +91,19 @@ class Resolution:
         return smallest.width <= self.width <= largest.width and smallest.height <= self.height <= largest.height
 
     @classmethod
-    def of_latent(cls, shape: Shape, factor: int = 8) -> Resolution:
-        """The picture size of a latent [N, C, H, W] or [N, C, frames, H, W]."""
-        return cls(shape[-1] * factor, shape[-2] * factor)
+    def of_call(cls, shapes: Mapping[str, Shape]) -> Resolution:
+        """The picture size of a call's inputs, by its latent [N, C, H, W] or [N, C, frames, H, W], or its picture."""
+        name = _with_size(shapes)
+        return cls(shapes[name][-1] * _PIXELS[name], shapes[name][-2] * _PIXELS[name])
 
 
 def latent_of(shapes: Mapping[str, _Axes]) -> _Axes:
-    """The latent among a call's or a profile's inputs: UNets call it x, decoders z."""
-    return shapes["x"] if "x" in shapes else shapes["z"]
+    """The latent or picture among a call's or a profile's inputs: UNets call it x, decoders z, encoders pixels."""
+    return shapes[_with_size(shapes)]
+
+
+def _with_size(names: Iterable[str]) -> str:
+    return next(name for name in _PIXELS if name in set(names))
 
 
 def parse_resolutions(text: str) -> tuple[Resolution, ...]:
@@ -105,6 +141,7 @@ class Settings:
         resolutions: where not empty, only these get engines, and with `ShapeChoice.RANGE` those in between.
         max_batch, max_tokens: the most samples and the longest text of an engine that is not for one exact size.
         bake: put the model's numbers into the engine for good, where the backend can.
+        levers: for measurements.
 
     Raises:
         ValueError: a batch or text that no call has.
@@ -119,6 +156,7 @@ class Settings:
     max_batch: int = MAX_BATCH
     max_tokens: int = MAX_TOKENS
     bake: bool = False
+    levers: Levers = Levers()
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -160,7 +198,7 @@ class Settings:
         """Why these shapes get no engine; None when they do."""
         if self.backend is BackendChoice.OFF:
             return "acceleration is switched off in the node"
-        resolution = Resolution.of_latent(latent_of(shapes))
+        resolution = Resolution.of_call(shapes)
         if self.shapes is not ShapeChoice.EACH and not self.resolutions:
             return f"'{self.shapes.value}' needs a list of resolutions in the node, such as 512x512, 768x768"
         if self.shapes is ShapeChoice.RANGE:

@@ -55,6 +55,11 @@ class Status:
                 use.since, use.calls = known.since, known.calls
             self._engines[use.digest] = use
 
+    def note(self, what: str) -> None:
+        """Say something about this model before it runs, or instead of that."""
+        with self._lock:
+            self._last = what
+
     def count_engine(self, digest: str) -> None:
         with self._lock:
             use = self._engines[digest]

@@ -42,6 +42,10 @@ class Trust:
         if refused := self._refused.get((_case(source, plan, entry), source.is_patched)):
             raise copy.copy(refused)  # an error that is kept must not keep the caller's frames, and their model
 
+    def knows(self, source: ModelSource, plan: Plan, entry: Entry) -> bool:
+        """Whether an engine was compared with the model in this process; one that copies weights may be again."""
+        return _case(source, plan, entry) in self._known
+
     def prove(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
         """Compare an engine with the model unless it was, in this process and since it copied its weights.
 

@@ -14,6 +14,7 @@ from ..core.protocols import Engine, ModelSource, Tensors
 from ..core.shapes import Shape
 from ..core.spec import EngineSpec, Precision
 from ..engine_cache import Verification
+from .overflow import ADVICE
 
 LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 """Largest relative error ‖engine − fp32‖ / ‖fp32‖ with which an engine may serve."""
@@ -89,7 +90,7 @@ def check(
         if wanted is None:
             return  # nothing to compare with
         found = engine(**inputs)
-    if not _is_finite(found):
+    if not is_finite(found):
         raise _not_finite(spec)
     error = relative_error(found, wanted)
     limit = _limit_of_refitted(known) if refitted else _limit_of_known(spec, source, known)
@@ -120,21 +121,22 @@ def _both_errors(known: Verification) -> float:
 
 def _finite_answer(source: ModelSource, inputs: Tensors) -> Tensors | None:
     """The host's own; in fp32 where that overflows; None where the model's numbers are not finite at all."""
-    if _is_finite(answer := source.eager(inputs)):
+    if is_finite(answer := source.eager(inputs)):
         return answer
     with exact_fp32():
         answer = source.reference(inputs)
-    return answer if _is_finite(answer) else None
+    return answer if is_finite(answer) else None
 
 
-def _is_finite(answer: Tensors) -> bool:
+def is_finite(answer: Tensors) -> bool:
+    """Whether no number of it is NaN or Inf."""
     return all(bool(tensor.isfinite().all()) for tensor in answer.values())
 
 
 def _not_finite(spec: EngineSpec) -> NotFinite:
     advice = "Delete it and build again; where that does not help, choose another backend and report this"
     if spec.precision is Precision.FP16:
-        advice = "Numbers of this model are too large for fp16: set precision to bf16, or to auto, which does so itself"
+        advice = ADVICE
     return NotFinite(
         f"The engine for {spec.describe()} computes NaN or Inf where the model in fp32 does not, and is not used. "
         f"{advice}"
@@ -150,7 +152,7 @@ def _one_case(
             reference = source.reference(inputs)
         eager = relative_error(source.eager(inputs), reference)
         found = engine(**inputs)
-    if _is_finite(reference) and not _is_finite(found):
+    if is_finite(reference) and not is_finite(found):
         raise _not_finite(spec)
     return relative_error(found, reference), eager
 

@@ -17,18 +17,23 @@ from ...core.protocols import Tensors
 from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import architecture_digest, random_inputs
+from ..architecture import Remembered, architecture_digest, random_inputs
 from .checkout import use_checkout
 from .layers import layers_with_weights, plain_layers
 from .model_classes import ModelClass, class_named, class_of
+from .residuals import control_of
+from .text import take_projected
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
 
 
-def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
     """Positional and keyword arguments of a model: each class has names of its own for latent and timesteps."""
-    rest = {name: tensor for name, tensor in inputs.items() if name not in ("x", "timesteps")}
+    control, plain = control_of(inputs)
+    rest: dict[str, Any] = {name: tensor for name, tensor in plain.items() if name not in ("x", "timesteps")}
+    if control is not None:
+        rest["control"] = control
     return (inputs["x"], inputs["timesteps"]), rest
 
 
@@ -43,22 +48,22 @@ class DiffusionModelGraph(torch.nn.Module):
         """
         Args:
             inputs: x [N, C, H, W] or [N, C, frames, H, W], timesteps [N], and what else the class takes by name, such
-                as context [N, tokens, dim], y [N, dim], guidance [N].
+                as context [N, tokens, dim], y [N, dim], guidance [N], and the residuals of ControlNets.
 
         Raises:
             UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
         """
         versions = {name: tensor._version for name, tensor in inputs.items()}
         args, kwargs = split_inputs(inputs)
-        options = {"optimized_attention_override": _scaled_dot_product_attention}
-        with _plain_operators():
+        options = {"optimized_attention_override": scaled_dot_product_attention}
+        with plain_operators():
             out = self.model(*args, **kwargs, transformer_options=options)
         if written := [name for name, tensor in inputs.items() if tensor._version != versions[name]]:
             raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
         return (out,)
 
 
-def _scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """ComfyUI picks its attention by machine; an engine always gets the one operator that compilers know."""
     from comfy.ldm.modules.attention import attention_pytorch
 
@@ -66,7 +71,7 @@ def _scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> tor
 
 
 @contextmanager
-def _plain_operators() -> Iterator[None]:
+def plain_operators() -> Iterator[None]:
     """Newer ComfyUIs rotate by kernels of their own, which compilers cannot look into, except while they train."""
     import comfy.model_management as management
 
@@ -79,26 +84,41 @@ def _plain_operators() -> Iterator[None]:
 
 
 class ComfyDiffusionModel:
-    """What a ComfyUI diffusion model computes, apart from the model that was loaded."""
+    """What a ComfyUI diffusion model computes, apart from the model that was loaded.
+
+    Args:
+        projected: whether its text comes projected, see `text`; of UNets.
+    """
 
     role: Role = Role.UNET
     outputs: tuple[str, ...] = ("out",)
 
-    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str) -> None:
+    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str, projected: bool = False) -> None:
         self.kind = kind
         self.config = config
-        self._name = name
+        self.name = name
+        self.projected = projected
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self._name)
+        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self.name, self.projected)
 
     @classmethod
-    def of(cls, model: Any) -> ComfyDiffusionModel:
+    def of(cls, model: Any, projected: bool = False) -> ComfyDiffusionModel:
         """The architecture of a `comfy.model_base.BaseModel`.
+
+        Args:
+            projected: see the class; where its class knows no such thing, it is not.
 
         Raises:
             UnsupportedModel: engines cannot stand for its class.
         """
+        live = getattr(model, "diffusion_model", None)
+        if not isinstance(live, torch.nn.Module):
+            return cls._read(model, projected)
+        return _remembered.get(live, projected, lambda: cls._read(model, projected))
+
+    @classmethod
+    def _read(cls, model: Any, projected: bool) -> ComfyDiffusionModel:
         live = getattr(model, "diffusion_model", None)
         name = type(model.model_config).__name__
         kind = class_of(live)
@@ -109,14 +129,19 @@ class ComfyDiffusionModel:
         # Where and in which dtype the host holds its weights is no part of what the model computes.
         outside = ("dtype", "device", "disable_unet_model_creation")
         config = {key: value for key, value in model.model_config.unet_config.items() if key not in outside}
-        return cls(kind, config, name)
+        return cls(kind, config, name, projected and kind.takes_projected(config))
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self._without_numbers, self.config)
+        digest = architecture_digest(self._whole(), {**self.config, **self._variant})  # of ComfyUI's code alone
         weights = self._without_numbers.state_dict().values()
         parameters = sum(weight.numel() for weight in weights)
-        return ModelFingerprint(digest, self._name, layers=len(weights), parameters=parameters)
+        return ModelFingerprint(digest, self.name, layers=len(weights), parameters=parameters)
+
+    @property
+    def _variant(self) -> dict[str, Any]:
+        """What else tells it from other architectures of the same config."""
+        return {"text": "projected"} if self.projected else {}
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
@@ -142,6 +167,12 @@ class ComfyDiffusionModel:
         return random_inputs(shapes, dtypes, device, seed, {"timesteps": self.kind.timesteps})
 
     def _build(self, operations: Any = None) -> torch.nn.Module:
+        module = self._whole(operations)
+        if self.projected:
+            take_projected(module)
+        return module
+
+    def _whole(self, operations: Any = None) -> torch.nn.Module:
         import comfy.ops
 
         layers = operations or comfy.ops.disable_weight_init
@@ -149,6 +180,14 @@ class ComfyDiffusionModel:
         with layers_with_weights():
             module: torch.nn.Module = self.kind.load()(**self.config, **options)
         return module.requires_grad_(False).eval()
+
+
+_remembered: Remembered[ComfyDiffusionModel] = Remembered()
+
+
+def input_blocks(config: Mapping[str, Any]) -> int:
+    """Of a UNet: one at its beginning, those of each level, and one between levels."""
+    return 1 + sum(config["num_res_blocks"]) + len(config["channel_mult"]) - 1
 
 
 def checkout_in_use() -> str:
@@ -167,6 +206,8 @@ def enter_for_layers(checkout: str) -> None:
         args.cpu = True
 
 
-def _in_another_process(checkout: str, kind: str, config: dict[str, Any], name: str) -> ComfyDiffusionModel:
+def _in_another_process(
+    checkout: str, kind: str, config: dict[str, Any], name: str, projected: bool
+) -> ComfyDiffusionModel:
     enter_for_layers(checkout)
-    return ComfyDiffusionModel(class_named(kind), config, name)
+    return ComfyDiffusionModel(class_named(kind), config, name, projected)

@@ -10,10 +10,14 @@ from ...runtime.module import AcceleratedModule
 from ...trt_backend import TensorRTBackend
 
 
-def describe(module: AcceleratedModule | None) -> str:
-    """Lines for Engine Info."""
+def describe(module: AcceleratedModule | None, what: str = "model", node: str = "Accelerate Model") -> str:
+    """Lines for Engine Info.
+
+    Args:
+        what, node: for people: what should be accelerated, and by which node.
+    """
     if module is None:
-        return "This model is not accelerated: place Accelerate Model between it and this node."
+        return f"This {what} is not accelerated: place {node} between it and this node."
     status = module.status.to_json()
     lines = [
         f"now: {status['now']}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...engine_cache import WeightsMemo
 from ..architecture import cast_inputs
 from .checkpoint import unet_digest
 from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
+from .text import Within, project, projected_already
 from .weights import copies, current_weights, weights_token
 
 
@@ -23,13 +25,17 @@ class ComfyUNetSource:
     Args:
         patcher: loaded on its device for the length of the run.
         memo: remembers the digests of checkpoint files between starts.
+        projected: whether its engines take the text projected, see `text`; where the class knows no such thing, False.
     """
 
-    def __init__(self, patcher: Any, memo: WeightsMemo | None = None) -> None:
+    within: Within = None
+    """Names of the modules that count; None for all."""
+
+    def __init__(self, patcher: Any, memo: WeightsMemo | None = None, projected: bool = False) -> None:
         self._patcher = patcher
         self._memo = memo
         self.unet: torch.nn.Module = patcher.model.diffusion_model
-        self.architecture = ComfyDiffusionModel.of(patcher.model)
+        self.architecture = ComfyDiffusionModel.of(patcher.model, projected)
         self._digest: str | None = None
 
     @property
@@ -63,9 +69,17 @@ class ComfyUNetSource:
         found = current_weights(self.unet, names, dtype_of(precision), self.device, token)
         return {PREFIX + name: tensor for name, tensor in found.items()}
 
+    def project(self, context: torch.Tensor) -> torch.Tensor:
+        """A text as its engines take it."""
+        return project(self.unet, context, self.within) if self.architecture.projected else context
+
     def eager(self, inputs: Tensors) -> Tensors:
         args, kwargs = split_inputs(cast_inputs(inputs, dtype_of(self.precision)))
-        return {"out": self.unet(*args, **kwargs, transformer_options={})}
+        with self._text_as_given():
+            return {"out": self.unet(*args, **kwargs, transformer_options={})}
+
+    def _text_as_given(self) -> AbstractContextManager[None]:
+        return projected_already(self.unet, self.within) if self.architecture.projected else nullcontext()
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""

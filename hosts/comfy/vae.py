@@ -1,182 +1,168 @@
-"""The decoder of ComfyUI's image VAEs (SD1.x, SDXL, SD3, Flux) in the words of the runtime."""
+"""The halves of ComfyUI's image VAEs, decoder and encoder, in the words of the runtime."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
+from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ...engine_cache import digest_tensors
 from ...runtime.plan import CallShape
 from ...runtime.settings import Resolution
-from ..architecture import architecture_digest, cast_inputs, random_inputs
-from ..source_code import why_replaced
+from ..architecture import Remembered, architecture_digest, cast_inputs, random_inputs
+from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .diffusion_model import checkout_in_use, enter_for_layers
-from .layers import layers_with_weights
-from .weights import current_weights
+from .vae_vetoes import why_not_these_layers, why_not_this_vae
+from .weights import current_weights, weights_token
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
 
-_DECODER = "comfy.ldm.modules.diffusionmodules.model.Decoder"
-_REGULARIZER = "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"
+_digests: WeakKeyDictionary[torch.nn.Module, dict[Role, str]] = WeakKeyDictionary()
 
 
-class DecoderGraph(torch.nn.Module):
-    """The decoder as exported, with the one attention operator that compilers know."""
+class VaeGraph(torch.nn.Module):
+    """A half as exported, with the one attention operator that compilers know."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, half: Half) -> None:
         from comfy.ldm.modules.diffusionmodules.model import AttnBlock, pytorch_attention
 
         super().__init__()
         self.model = model
+        self._half = half
         for layer in model.modules():
             if isinstance(layer, AttnBlock):
                 layer.optimized_attention = pytorch_attention
 
-    def forward(self, z: torch.Tensor) -> tuple[torch.Tensor]:
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
         """
         Args:
-            z: latents [N, C, H, W].
+            inputs: latents z [N, C, H, W], or pixels [N, 3, 8H, 8W] from -1 to 1.
 
         Returns:
-            Pictures [N, 3, 8H, 8W], from -1 to 1.
+            The other of the two; for pixels the mean of what the encoder gives.
         """
-        return (self.model.decode(z),)
+        return (getattr(self.model, self._half.method)(inputs[self._half.input]),)
 
 
-class ComfyVaeDecoder:
-    """What a VAE's decoder computes, apart from the model that was loaded.
+class ComfyVaeHalf:
+    """What a VAE's decoder or encoder computes, apart from the model that was loaded."""
 
-    Args:
-        config: of ComfyUI's `Decoder`.
-        embed_dim: channels of latents that pass a convolution before the decoder; None where there is none.
-    """
-
-    role: Role = Role.VAE_DECODE
     outputs: tuple[str, ...] = ("out",)
 
-    def __init__(self, config: dict[str, Any], embed_dim: int | None) -> None:
+    def __init__(self, kind: Kind, half: Half, config: Config) -> None:
+        self.kind = kind
+        self.half = half
         self.config = config
-        self.embed_dim = embed_dim
+        self.role: Role = half.role
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_another_process, (checkout_in_use(), self.config, self.embed_dim)
+        return _in_another_process, (checkout_in_use(), self.kind.name, self.role, self.config)
 
     @classmethod
-    def of(cls, model: Any) -> ComfyVaeDecoder:
-        """The architecture of a live `first_stage_model`.
+    def of(cls, model: Any, half: Half = DECODER) -> ComfyVaeHalf:
+        """The architecture of one half of a live `first_stage_model`.
 
         Raises:
             UnsupportedModel: engines cannot stand for it.
         """
-        from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
-        from comfy.ldm.modules.diffusionmodules.model import Decoder
-
-        decoder: Any = getattr(model, "decoder", None)
-        plain = type(decoder) is Decoder and decoder.conv_in.weight.ndim == 4
-        if (
-            type(model) not in (AutoencoderKL, AutoencodingEngine)
-            or not plain
-            or getattr(model, "bn", None) is not None
-        ):
-            kind = f"{type(model).__name__} with {type(decoder).__name__}"
-            raise UnsupportedModel(f"VAEs of this kind ({kind}) have no engines yet; the plain model is used")
-        embedding = getattr(model, "post_quant_conv", None)
-        found = cls(_config_of(decoder), None if embedding is None else embedding.weight.shape[1])
-        live = model.state_dict()
-        if any(name not in live or live[name].shape != shape for name, shape in found.weight_shapes.items()):
-            raise UnsupportedModel("The VAE's layers are not those of ComfyUI's decoder; the plain model is used")
+        kind = kind_of(model)
+        if kind is None:
+            raise UnsupportedModel(
+                f"VAEs of this kind ({type(model).__name__}) have no engines yet; the plain model is used"
+            )
+        try:
+            config = kind.read(model, half)
+            found = _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
+        except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
+            raise UnsupportedModel(f"The VAE's layers cannot be read ({error}); the plain model is used") from error
+        if layer := why_other_layers(model, found._without_numbers):
+            raise UnsupportedModel(f"The VAE's {layer} is not as ComfyUI makes it; the plain model is used")
         return found
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        config = {**self.config, "embed_dim": self.embed_dim}
+        config = {**self.config, "kind": self.kind.name, "half": self.half.part}
         digest = architecture_digest(self._without_numbers, config)
-        shapes = self.weight_shapes.values()
-        parameters = sum(shape.numel() for shape in shapes)
-        return ModelFingerprint(digest, "VAE decoder", layers=len(shapes), parameters=parameters)
+        weights = self._without_numbers.state_dict().values()
+        parameters = sum(weight.numel() for weight in weights)
+        name = f"{self.kind.name} {self.half.part}"
+        return ModelFingerprint(digest, name, layers=len(weights), parameters=parameters)
 
     @functools.cached_property
-    def weight_shapes(self) -> Mapping[str, torch.Size]:
-        """By name, without `PREFIX`."""
-        return {name: tensor.shape for name, tensor in self._without_numbers.state_dict().items()}
+    def weight_names(self) -> frozenset[str]:
+        """Without `PREFIX`."""
+        return frozenset(self._without_numbers.state_dict())
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Of a picture in each direction, to one value of its latent."""
+        return self.kind.pixels_per_latent(self.config)
+
+    @property
+    def channels(self) -> int:
+        """Of its input."""
+        return self.kind.latent_channels(self.config) if self.half is DECODER else 3
 
     @functools.cached_property
     def _without_numbers(self) -> torch.nn.Module:
         return self.build()
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: DecoderGraph(self.build()), dtype_of(precision), device)
+        return hollow(lambda: VaeGraph(self.build(), self.half), dtype_of(precision), device)
 
-    random_inputs = staticmethod(random_inputs)
+    def random_inputs(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
+    ) -> Tensors:
+        return random_inputs(shapes, dtypes, device, seed, MappingProxyType({"pixels": _picture}))
 
     def build(self) -> torch.nn.Module:
-        """The VAE without encoder and without numbers."""
-        from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
-
-        with torch.device("meta"), layers_with_weights():
-            if self.embed_dim is None:
-                parts = {
-                    "encoder_config": {"target": "torch.nn.Identity"},
-                    "regularizer_config": {"target": _REGULARIZER},
-                }
-                model = AutoencodingEngine(decoder_config={"target": _DECODER, "params": self.config}, **parts)
-            else:
-                model = AutoencoderKL(ddconfig={"double_z": True, **self.config}, embed_dim=self.embed_dim)
-                del model.quant_conv
-        del model.encoder
-        result: torch.nn.Module = model.requires_grad_(False).eval()
-        return result
+        """The half without numbers."""
+        return build_half(self.kind, self.config, self.half)
 
 
-def _config_of(decoder: Any) -> dict[str, Any]:
-    """The arguments that made a live `Decoder`, which keeps some of them only in its layers."""
-    levels = range(decoder.num_resolutions)
-    upsamples = [decoder.up[level].upsample for level in levels if level > 0]
-    return {
-        "ch": decoder.ch,
-        "ch_mult": [decoder.up[level].block[0].out_channels // decoder.ch for level in levels],
-        "num_res_blocks": decoder.num_res_blocks,
-        "attn_resolutions": [decoder.resolution // 2**level for level in levels if len(decoder.up[level].attn)],
-        "in_channels": decoder.in_channels,
-        "resolution": decoder.resolution,
-        "z_channels": decoder.conv_in.weight.shape[1],
-        "out_ch": decoder.conv_out.weight.shape[0],
-        "resamp_with_conv": all(layer.with_conv for layer in upsamples),
-        "tanh_out": decoder.tanh_out,
-    }
+_remembered: Remembered[ComfyVaeHalf] = Remembered()
 
 
-def _in_another_process(checkout: str, config: dict[str, Any], embed_dim: int | None) -> ComfyVaeDecoder:
+def _picture(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:
+    return 2 * torch.rand(shape, generator=generator) - 1
+
+
+def _in_another_process(checkout: str, kind: str, role: Role, config: Config) -> ComfyVaeHalf:
     enter_for_layers(checkout)
-    return ComfyVaeDecoder(config, embed_dim)
+    return ComfyVaeHalf(KINDS[kind], HALVES[role], config)
 
 
 class ComfyVaeSource:
-    """The decoder of a `comfy.sd.VAE`.
+    """One half of a `comfy.sd.VAE`.
 
     Args:
-        vae: loaded on its device for as long as this is used, see `open_vae`.
+        vae: loaded on its device while weights are asked for, see `open_vae`.
 
     Raises:
         UnsupportedModel: engines cannot stand for it.
     """
 
-    def __init__(self, vae: Any) -> None:
+    def __init__(self, vae: Any, half: Half = DECODER) -> None:
         self._vae = vae
-        self._model: torch.nn.Module = vae.first_stage_model
-        self.architecture = ComfyVaeDecoder.of(self._model)
-        if reason := why_replaced(self._model):
+        self._model: torch.nn.Module = vars(vae)["first_stage_model"]  # an accelerated VAE shows something else
+        if self._model is None:
+            raise UnsupportedModel("There is no VAE: the file that was loaded contains none")
+        if reason := why_not_this_vae(vae.patcher, self._model):
             raise UnsupportedModel(f"An engine would not be used: {reason}")
-        self._digest: str | None = None
+        self.architecture = ComfyVaeHalf.of(self._model, half)
+        if reason := why_not_these_layers(self._model):
+            raise UnsupportedModel(f"An engine would not be used: {reason}")
 
     @property
     def device(self) -> torch.device:
@@ -188,31 +174,48 @@ class ComfyVaeSource:
 
     @property
     def is_patched(self) -> bool:
-        return bool(self._vae.patcher.patches)
+        """Whether a LoRA or another function changes its weights."""
+        return any(getattr(self._vae.patcher, kind, None) for kind in ("patches", "weight_wrapper_patches"))
 
     def weights_digest(self) -> str:
-        if self._digest is None:
-            names = self.architecture.weight_shapes
-            self._digest = digest_tensors({name: self._model.state_dict()[name] for name in names})
-        return self._digest
+        known = _digests.setdefault(self._model, {})
+        role = self.architecture.role
+        if role not in known:
+            # Whatever is applied now, the original comes first in each list: (weight, convert function).
+            original = self._vae.patcher.get_key_patches()
+            known[role] = digest_tensors({name: original[name][0][0] for name in self.architecture.weight_names})
+        return known[role]
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        return {PREFIX + name: tensor for name, tensor in self._weights(dtype_of(precision)).items()}
+        found = self._weights(dtype_of(precision), weights_token(self._vae.patcher))
+        return {PREFIX + name: tensor for name, tensor in found.items()}
 
     def eager(self, inputs: Tensors) -> Tensors:
-        return {"out": self._vae.first_stage_model.decode(cast_inputs(inputs, dtype_of(self.precision))["z"])}
+        half = self.architecture.half
+        given = cast_inputs(inputs, dtype_of(self.precision))[half.input]
+        return {"out": plain_method(self._model, half)(self._model, given)}
 
     def reference(self, inputs: Tensors) -> Tensors:
-        """In fp32, with a copy of the weights: decoders are small."""
-        graph = DecoderGraph(self.architecture.build())
-        weights = {PREFIX + name: tensor for name, tensor in self._weights(torch.float32).items()}
+        """In fp32, with a copy of the weights: autoencoders are small."""
+        graph = VaeGraph(self.architecture.build(), self.architecture.half)
+        weights = {PREFIX + name: tensor for name, tensor in self._weights(torch.float32, None).items()}
         return {"out": torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32))[0]}
 
-    def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return current_weights(self._model, self.architecture.weight_shapes, dtype, self.device)
+    def call(self, shape: Shape) -> CallShape:
+        """The engine's call for inputs of this shape."""
+        return CallShape(((self.architecture.half.input, shape, dtype_of(self.precision)),))
+
+    def _weights(self, dtype: torch.dtype, token: Any) -> dict[str, torch.Tensor]:
+        names, owner = self.architecture.weight_names, self.architecture.role.value
+        return current_weights(self._model, names, dtype, self.device, token, owner)
 
 
-def open_vae(vae: Any) -> ComfyVaeSource:
+def plain_method(model: Any, half: Half) -> Any:
+    """How the class of `model` computes a half: what others put into the instance calls it in turn."""
+    return getattr(type(model), half.method)
+
+
+def open_vae(vae: Any, half: Half = DECODER) -> ComfyVaeSource:
     """Load a `comfy.sd.VAE` onto its device, where it stays, ready to be measured and checked.
 
     Raises:
@@ -221,12 +224,11 @@ def open_vae(vae: Any) -> ComfyVaeSource:
     import comfy.model_management
 
     comfy.model_management.load_models_gpu([vae.patcher])
-    return ComfyVaeSource(vae)
+    return ComfyVaeSource(vae, half)
 
 
 def vae_call(source: ComfyVaeSource, resolution: Resolution, batch: int) -> CallShape:
-    """The call that decoding pictures of this resolution will make."""
-    channels = source.architecture.embed_dim or source.architecture.config["z_channels"]
-    scale = 2 ** (len(source.architecture.config["ch_mult"]) - 1)
-    z = (batch, channels, resolution.height // scale, resolution.width // scale)
-    return CallShape((("z", z, dtype_of(source.precision)),))
+    """The call that decoding or encoding pictures of this resolution will make."""
+    architecture = source.architecture
+    scale = architecture.pixels_per_latent if architecture.half is DECODER else 1
+    return source.call((batch, architecture.channels, resolution.height // scale, resolution.width // scale))

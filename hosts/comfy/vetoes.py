@@ -49,11 +49,9 @@ def why_not_this_call(given: Mapping[str, Any]) -> str | None:
     """Reasons that hold for one call of the UNet.
 
     Args:
-        given: all arguments of the call that are no tensors, by name.
+        given: all arguments of the call that are no tensors, by name, a ControlNet's apart.
     """
-    if given.get("control"):
-        return "a ControlNet is active, which engines do not take yet"
-    if reason := _why_not_these_options(given.get("transformer_options") or {}):
+    if reason := why_not_these_options(given.get("transformer_options") or {}):
         return reason
     for name, value in given.items():
         if name != "transformer_options" and value not in (None, [], {}):
@@ -61,7 +59,8 @@ def why_not_this_call(given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _why_not_these_options(options: Mapping[str, Any]) -> str | None:
+def why_not_these_options(options: Mapping[str, Any]) -> str | None:
+    """Reasons in a call's `transformer_options`."""
     if any(options.get("patches", {}).values()):
         names = sorted(name for name, patches in options["patches"].items() if patches)
         return f"another node patches the model ({', '.join(names)})"

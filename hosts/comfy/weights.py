@@ -19,6 +19,7 @@ def current_weights(
     dtype: torch.dtype,
     device: torch.device,
     token: Hashable | None = None,
+    owner: str = "",
 ) -> Weights:
     """State-dict name -> tensor in `dtype` on `device`, LoRA included.
 
@@ -28,13 +29,14 @@ def current_weights(
 
     Args:
         token: see `weights_token`. Copies are kept for the next call with an equal one; None keeps none.
+        owner: of the copies; those of another owner stay.
 
     Raises:
         UnsupportedModel: weights are missing, or the copies would not fit into the device's memory.
     """
     wanted = set(names)
     layers = {name: layer for name, layer in unet.named_modules() if _casts(layer)}
-    kept = copies.of(device, dtype, token)
+    kept = copies.of(device, dtype, token, owner)
     _check_memory(unet, layers, wanted - set(kept), dtype, device)
     found: Weights = {}
     with torch.no_grad():
@@ -47,7 +49,7 @@ def current_weights(
         raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
     found = {name: found[name] for name in wanted}
     if token is not None:
-        copies.keep(device, dtype, token, dict(_without_own(unet, found)))
+        copies.keep(device, dtype, token, dict(_without_own(unet, found)), owner)
     return found
 
 
@@ -64,33 +66,39 @@ def weights_token(patcher: Any) -> Hashable | None:
 
 
 class WeightCopies:
-    """Copies of the last model's weights on each device; `Residency` shows them to ComfyUI, which may drop them."""
+    """Copies of the weights that each owner used last on each device; the diffusion model's owner has no name.
+
+    `Residency` shows them to ComfyUI, which may drop them.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[torch.device, tuple[Hashable, Weights]] = {}
+        self._kept: dict[tuple[torch.device, str], tuple[Hashable, Weights]] = {}
 
-    def of(self, device: torch.device, dtype: torch.dtype, token: Hashable | None) -> Weights:
-        """What was kept under these; others are dropped, so that there is room for new copies."""
-        known, weights = self._kept.get(device, (None, {}))
+    def of(self, device: torch.device, dtype: torch.dtype, token: Hashable | None, owner: str = "") -> Weights:
+        """What was kept under these; the owner's others are dropped, so that there is room for new copies."""
+        known, weights = self._kept.get((device, owner), (None, {}))
         if known == (dtype, token):
             return weights
         if token is not None:
-            self.free(device)
+            self._kept.pop((device, owner), None)
         return {}
 
-    def has(self, device: torch.device, dtype: torch.dtype, token: Hashable | None) -> bool:
-        return token is not None and self._kept.get(device, (None, {}))[0] == (dtype, token)
+    def has(self, device: torch.device, dtype: torch.dtype, token: Hashable | None, owner: str = "") -> bool:
+        return token is not None and self._kept.get((device, owner), (None, {}))[0] == (dtype, token)
 
-    def keep(self, device: torch.device, dtype: torch.dtype, token: Hashable, weights: Weights) -> None:
-        self._kept[device] = ((dtype, token), weights)
+    def keep(
+        self, device: torch.device, dtype: torch.dtype, token: Hashable, weights: Weights, owner: str = ""
+    ) -> None:
+        self._kept[device, owner] = ((dtype, token), weights)
 
     def bytes(self, device: torch.device) -> int:
-        return sum(tensor.nbytes for tensor in self._kept.get(device, (None, {}))[1].values())
+        kept = [weights for (place, _), (_, weights) in self._kept.items() if place == device]
+        return sum(tensor.nbytes for weights in kept for tensor in weights.values())
 
     def free(self, device: torch.device) -> int:
         """Returns the bytes freed."""
         freed = self.bytes(device)
-        self._kept.pop(device, None)
+        self._kept = {place: kept for place, kept in self._kept.items() if place[0] != device}
         return freed
 
 

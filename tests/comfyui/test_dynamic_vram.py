@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from slipstream.core.spec import Precision
+from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
-from slipstream.hosts.comfy.vae import ComfyVaeDecoder
+from slipstream.hosts.comfy.vae import ComfyVaeHalf
 from slipstream.tests.comfyui.support import tiny
 
 CPU = torch.device("cpu")
@@ -45,11 +46,13 @@ def test_a_model_is_the_same_with_and_without(family: str, dynamic_vram: Any) ->
     assert dynamic_vram.memory.aimdo_enabled, "ComfyUI's own models are built as before"
 
 
-def test_a_vaes_decoder_is_the_same_with_and_without(dynamic_vram: Any) -> None:
-    config = {
+@pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
+def test_a_vae_is_the_same_with_and_without(half: Any, dynamic_vram: Any) -> None:
+    layers = {
         "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1, "out_ch": 3, "in_channels": 3, "z_channels": 4,
-        "attn_resolutions": [], "resolution": 64,
+        "attn_resolutions": [], "resolution": 64, "double_z": True,
     }  # fmt: skip
-    wanted = ComfyVaeDecoder(config, 4).fingerprint
+    config = {"layers": layers, "embed_dim": 4}
+    wanted = ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint
     dynamic_vram()
-    assert ComfyVaeDecoder(config, 4).fingerprint == wanted
+    assert ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint == wanted

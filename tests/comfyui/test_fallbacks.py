@@ -71,12 +71,6 @@ def hooked_prompt() -> list[Any]:
     return tiny.conditioning(seed=1, hooks=group)
 
 
-def controlled_prompt() -> list[Any]:
-    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
-    control = tiny.controlnet().copy().set_cond_hint(hint, 0.8, (0.0, 1.0))
-    return tiny.conditioning(seed=1, control=control, control_apply_to_uncond=True)
-
-
 @dataclass(frozen=True)
 class Case:
     """
@@ -91,7 +85,6 @@ class Case:
 
 
 CASES = {
-    "controlnet": Case("ControlNet", sample=lambda: {"positive": controlled_prompt()}),
     "weight hooks": Case("hooks", sample=lambda: {"positive": hooked_prompt()}),
     "attention patch": Case("attn1_patch", attention_patch),
     "attention replacement": Case("attn2", attention_replacement),
@@ -235,20 +228,6 @@ def test_off_leaves_everything_alone(tmp_path: Any) -> None:
     fast, module = accelerated(EngineStore(tmp_path), model, Settings(backend=BackendChoice.OFF))
     assert torch.equal(tiny.sample(fast), tiny.sample(model))
     assert module.status.engine_calls == 0
-
-
-def test_controlnet_for_part_of_the_run_changes_over_and_back(engine_store: EngineStore) -> None:
-    def prompt() -> list[Any]:
-        conditioning = controlled_prompt()
-        conditioning[0][1]["control"].timestep_percent_range = (0.4, 0.8)
-        return conditioning
-
-    model = tiny.model()
-    wanted = tiny.sample(model, positive=prompt(), steps=6)
-    fast, module = accelerated(engine_store, model, FIRST_USE)
-    found = tiny.sample(fast, positive=prompt(), steps=6)
-    assert module.status.engine_calls > 0 and module.status.eager_calls > 0
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
 
 
 def test_unsupported_architecture_says_so(tmp_path: Any) -> None:

@@ -240,7 +240,7 @@ def low_vram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copied() -> set[int]:
-    return {tensor.data_ptr() for tensor in copies._kept[gpu()][1].values()}
+    return {tensor.data_ptr() for tensor in copies._kept[gpu(), ""][1].values()}
 
 
 def assert_right_and_copied_once(accelerate: Any, model: Any) -> None:

@@ -22,8 +22,10 @@ from slipstream.core.protocols import BuildJob
 from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision, Role
 from slipstream.engine_cache import EngineStore, Entry
+from slipstream.hosts.comfy.autoencoders import HALVES, Half
 from slipstream.hosts.comfy.demo_model import load_demo_model
 from slipstream.hosts.comfy.source import ComfyUNetSource
+from slipstream.hosts.comfy.vae import ComfyVaeSource, open_vae, vae_call
 from slipstream.runtime.bake import baked
 from slipstream.runtime.build import build_engine
 from slipstream.runtime.plan import CallShape, Plan, plans
@@ -151,6 +153,41 @@ def test_a_graph_without_numbers_is_small_and_lets_tensorrt_replace_every_weight
     assert len(weights) == len(source.architecture.weight_names)
 
 
+def vae_job(source: ComfyVaeSource, precision: Precision, directory: Path) -> BuildJob:
+    dtype = dtype_name(dtype_of(precision))
+    profile = ShapeProfile.static(vae_call(source, Resolution(96, 64), batch=1).shapes)
+    config = BackendConfig("tensorrt", TensorRTBackend().options(CPU, precision, Optimize.BALANCED))
+    architecture = source.architecture
+    dtypes = {architecture.half.input: dtype}
+    spec = EngineSpec(
+        architecture.role, architecture.fingerprint, profile, dtypes, dtype, precision, Optimize.BALANCED, config
+    )
+    return BuildJob(directory, spec, architecture, CPU, Environment.current(CPU))
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+@pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
+@pytest.mark.parametrize("make", [tiny.vae, tiny.taesd])
+def test_the_graph_of_a_vae_computes_what_the_vae_computes(
+    make: Any, half: Half, precision: Precision, tmp_path: Path
+) -> None:
+    source = open_vae(make(), half)
+    job = vae_job(source, precision, tmp_path)
+    exported = export_graph(job, 23)
+    weights = dict(exported.weights)
+    model, _ = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})
+    assert {each.name for each in weights.values()} == {f"model.{name}" for name in source.architecture.weight_names}
+    numbers = {name: tensor.detach() for name, tensor in source.weights(precision).items()}
+    path = save_graph(model, weights, tmp_path, numbers)
+    inputs = source.architecture.random_inputs(job.spec.profile.opt, input_dtypes(job.spec), CPU, seed=3)
+    with torch.no_grad():
+        wanted = source.reference(inputs)
+    assert relative_error(run_graph(path, inputs), wanted) < TOLERANCE[precision]
+    marked, _ = operate(model, weights, opset=23, only={FOR_TENSORRT_ALONE})
+    path = save_graph(marked, weights, tmp_path, numbers)
+    assert plan_bytes(job.spec, path, len(marked.graph.node)) > exported.weight_bytes
+
+
 # ---------------------------------------------------------------------------------------------------- the plan
 
 
@@ -202,6 +239,17 @@ def test_a_plan_is_built_and_found_again(source: ComfyUNetSource, store: EngineS
     again = build_engine(plan_of(source), store, said.append, CancelToken())
     assert again.digest == entry.digest and not said, "nothing was built"
     assert not inside(store)
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
+def test_a_plan_of_a_vae_is_built(half: Half, store: EngineStore) -> None:
+    source = open_vae(tiny.vae(), half)
+    settings = Settings(backend=BackendChoice.TENSORRT, bake=True)
+    call = vae_call(source, Resolution(96, 64), batch=1)
+    (plan,) = plans(source.architecture, call, source.precision, CPU, settings, [BuildsHere()])
+    entry = build_engine(baked(plan, source), store, ignore_progress, CancelToken())
+    assert entry.manifest.details["nodes"] > 20
+    assert entry.bytes > 4 * source.architecture.fingerprint.parameters, "its weights are inside"
 
 
 def test_one_of_three_profiles_tells_its_parts_while_it_is_built(source: ComfyUNetSource, store: EngineStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import comfy.ops
 import comfy.utils
@@ -12,6 +13,8 @@ from comfy.cldm.cldm import ControlNet
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.taesd.taesd import TAESD
 from safetensors.torch import save_file
+
+from slipstream.demo.model import comfy_unet_config
 
 from .architectures import SD2, SD15, SDXL, Family
 from .weights import randomise_controlnet, randomise_taesd, randomise_unet
@@ -63,7 +66,12 @@ class ModelFiles:
 
     def lora(self, family: str = "sd15", seed: int = 1) -> str:
         """Make a LoRA for LoraLoaderModelOnly, over attention, projections and convolutions."""
-        return self._made("loras", f"{family}-{seed}", lambda: _lora(FAMILIES[family], seed))
+        shape = FAMILIES[family]
+        return self._made("loras", f"{family}-{seed}", lambda: _lora({**shape.config(), **shape.heads}, seed))
+
+    def demo_lora(self, seed: int = 1) -> str:
+        """Make such a LoRA for the demo model."""
+        return self._made("loras", f"demo-{seed}", lambda: _lora(comfy_unet_config(), seed))
 
     def _made(self, kind: str, name: str, make: Callable[[], Tensors]) -> str:
         path = self.folder / kind / f"{name}.safetensors"
@@ -92,13 +100,13 @@ def _vae(seed: int) -> Tensors:
     return vae.state_dict()
 
 
-def _lora(family: Family, seed: int) -> Tensors:
+def _lora(config: dict[str, Any], seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        unet = UNetModel(**family.config(), **family.heads, operations=comfy.ops.disable_weight_init)
+        unet = UNetModel(**config, operations=comfy.ops.disable_weight_init)
     weights = unet.state_dict()
     lora: Tensors = {}
-    for theirs, ours in sorted(comfy.utils.unet_to_diffusers(family.config()).items()):
+    for theirs, ours in sorted(comfy.utils.unet_to_diffusers(config).items()):
         layer = theirs.removesuffix(".weight")
         if theirs.endswith(".weight") and layer.endswith(LORA_TARGETS) and ours in weights:
             lora |= _lora_layer("lora_unet_" + layer.replace(".", "_"), weights[ours].shape, generator)

@@ -14,10 +14,11 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 import comfy.supported_models
+import comfy.taesd.taesd
 import torch
 
 from .architectures import TINY_FLUX, TINY_QWEN, TINY_SD2, TINY_SD3, TINY_SD15, TINY_SDXL, TINY_WAN, Transformer
-from .weights import randomise, randomise_controlnet, randomise_unet
+from .weights import randomise, randomise_controlnet, randomise_taesd, randomise_unet
 
 FAMILIES = {family.name: family for family in (TINY_SD15, TINY_SD2, TINY_SDXL)}
 CONFIGS = {
@@ -96,6 +97,14 @@ def vae(seed: int = 1, quantised: bool = True) -> Any:
         )
     randomise(made.first_stage_model, seed)
     return made
+
+
+def taesd(seed: int = 1) -> Any:
+    """Return a `comfy.sd.VAE` over the tiny autoencoder of previews, at its real size."""
+    weights = comfy.taesd.taesd.TAESD()
+    with torch.no_grad():
+        randomise_taesd(weights, seed)
+    return comfy.sd.VAE(sd=weights.state_dict(), dtype=torch.float32)
 
 
 def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras: Any) -> list[Any]:

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from slipstream.benchmarks import measure as measuring
-from slipstream.benchmarks import variants
-from slipstream.benchmarks.cases import Case, Subject, randomise
-from slipstream.benchmarks.measure import SETS, Schedule, measure
+from slipstream.benchmarks import model_variants, ours
+from slipstream.benchmarks.cases import Case
+from slipstream.benchmarks.measure import Schedule, measure
+from slipstream.benchmarks.models import Model
 from slipstream.benchmarks.rows import FIELDS, Row
-from slipstream.benchmarks.variants import Variant, Workshop
+from slipstream.benchmarks.variants import Variant
+from slipstream.benchmarks.weights import randomise
+from slipstream.benchmarks.workshop import Workshop
 from slipstream.core.errors import ShapeOutsideProfile
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.provider import EngineProvider
@@ -25,7 +28,7 @@ from slipstream.runtime.trust import Trust
 from slipstream.tests.fakes import FakeSource, FakeWorker, NullBackend
 
 REPEATS, WARMUP = 4, 2
-CALLS = 1 + WARMUP + SETS + 2 * REPEATS + SETS + 1
+CALLS = 1 + WARMUP + Model.sets + 2 * REPEATS + Model.sets + Model.unseen
 """Of each variant: the first one, warm-up, check, alone, in turns, check with one more set of inputs."""
 
 Measure = Callable[..., list[Row]]
@@ -34,7 +37,7 @@ Measure = Callable[..., list[Row]]
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> NullBackend:
     backend = NullBackend("compiled")
-    monkeypatch.setattr(variants, "EngineProvider", functools.partial(EngineProvider, backends=[backend]))
+    monkeypatch.setattr(ours, "EngineProvider", functools.partial(EngineProvider, backends=[backend]))
     monkeypatch.setattr("slipstream.runtime.build.run_build", FakeWorker([backend]))
     monkeypatch.setitem(sys.modules, "comfyui_version", types.SimpleNamespace(__version__="0.99"))
     return backend
@@ -54,7 +57,7 @@ def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
 
     def run(*names: str) -> list[Row]:
         shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 3, 5)}
-        subject = Subject(source, source.model, call, shapes)
+        subject = Model(source, source.model, call, shapes)
         case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
         rows: list[Row] = []
         schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"})
@@ -99,11 +102,11 @@ def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBac
 
 def test_a_stale_result_is_found(run: Measure, monkeypatch) -> None:
     """An engine that answers with what it computed first is right on that input alone."""
-    plain = variants._ours
+    plain = model_variants._ours
     first: list[Any] = []
 
-    def stale(variant: Variant, subject: Subject, *given: Any) -> Any:
-        ready = plain(variant, subject, *given)
+    def stale(variant: Variant, model: Model, *given: Any) -> Any:
+        ready = plain(variant, model, *given)
         compute = ready.compute
 
         def again(inputs: Any) -> Any:
@@ -113,14 +116,14 @@ def test_a_stale_result_is_found(run: Measure, monkeypatch) -> None:
         ready.compute = again
         return ready
 
-    monkeypatch.setattr(variants, "_ours", stale)
+    monkeypatch.setattr(model_variants, "_ours", stale)
     monkeypatch.setattr(measuring.Contender, "calls", property(lambda self: 1, lambda self, value: None), raising=False)
     row = run("slipstream:compiled")[-1]
     assert "differs from fp32" in row.get("failed", ""), row
 
 
 def test_calls_that_went_elsewhere_fail_the_row(run: Measure, backend: NullBackend, monkeypatch) -> None:
-    plain = variants._ours
+    plain = model_variants._ours
 
     def breaks_later(*given: Any) -> Any:
         ready = plain(*given)
@@ -134,7 +137,7 @@ def test_calls_that_went_elsewhere_fail_the_row(run: Measure, backend: NullBacke
         ready.compute = once
         return ready
 
-    monkeypatch.setattr(variants, "_ours", breaks_later)
+    monkeypatch.setattr(model_variants, "_ours", breaks_later)
     row = run("slipstream:compiled")[-1]
     assert row["engine_calls"] == 1 and row["error"] < 1e-6
     assert row["failed"].startswith(f"the engine served 1 of {CALLS} calls: the engine failed")

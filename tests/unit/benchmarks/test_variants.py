@@ -47,4 +47,7 @@ def test_levers_go_behind_our_engines_only() -> None:
 def test_the_usual_cases() -> None:
     usual = [case.name for case in CASES.values() if case.usual]
     assert usual == ["sd15-512-b2", "sdxl-1024-b2", "vae-decode-1024", "sd3-1024-b2"]
-    assert {name for name, case in CASES.items() if not case.needs_gpu} == {"tiny-sd15-64-b2"}
+    assert {name for name, case in CASES.items() if not case.needs_gpu} == {
+        "tiny-sd15-64-b2",
+        "tiny-sd15-canny-64-3steps",
+    }

@@ -66,17 +66,19 @@ class Graph:
     error: BaseException | None = None
     bytes = 10
 
-    def __init__(self, inputs: Tensors, outputs: Tensors, device: torch.device, memory: Memory) -> None:
+    def __init__(
+        self, inputs: Tensors, outputs: Tensors, device: torch.device, memory: Memory, constant: frozenset[str]
+    ) -> None:
         self.size = len(inputs["x"])
         self.generation = -1
         self._memory = memory
         self.open.append(self.size)
 
-    def capture(self, engine: EngineProtocol) -> None:
+    def capture(self, compute: EngineProtocol, generation: int) -> None:
         if self.error is not None:
             raise self.error
         self.captures.append(self.size)
-        self.generation = engine.generation
+        self.generation = generation
         self._memory.bytes = max(self._memory.bytes, 100 * self.size)
 
     def replay(self, tensors: Tensors) -> Tensors:

@@ -50,7 +50,7 @@ class Graph:
 @pytest.fixture
 def captured() -> GraphedEngine:
     engine = GraphedEngine(Engine(), torch.device("cuda", 0))
-    engine._graphs[_call_of({"x": torch.zeros(1)})] = Graph()  # type: ignore[assignment]
+    engine._graphs._graphs[_call_of({"x": torch.zeros(1)})] = Graph()  # type: ignore[assignment]
     engine.update_weights({})
     assert engine(x=torch.zeros(1)) == {"out": "replayed"}
     return engine

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from slipstream.core.errors import NotFinite
+from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
+from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.runtime.settings import BuildPolicy, Settings
@@ -181,3 +183,111 @@ def test_the_refused_engine_is_out_of_the_way(
     backend.copies_weights = True
     assert_bf16_serves(ask(provider, source))
     assert [engine.closed for engine in backend.engines] == [True, False]
+
+
+# ----------------------------------------------------------------------------- found out by a picture itself
+
+SMALL = make_inputs(dtype=torch.float16)
+LARGE = {**SMALL, "x": SMALL["x"] * 1000}
+OTHER_SIZE = make_inputs(16, dtype=torch.float16)
+
+
+@pytest.fixture
+def _only_large_ones_do(backend: NullBackend) -> None:
+    """Verification finds nothing."""
+    backend.overflows_above = 100.0
+
+
+def compute(module: AcceleratedModule, source: FakeSource, *calls: Tensors) -> list[torch.Tensor]:
+    """A run that looks at its results."""
+    with module.run(source, finite_only=True) as run:
+        return [run(inputs, lambda inputs=inputs: source.eager(inputs))["out"] for inputs in calls]  # type: ignore[misc]
+
+
+def assert_right(found: torch.Tensor, source: FakeSource, inputs: Tensors) -> None:
+    wanted = source.eager(inputs)["out"]
+    assert found.dtype == wanted.dtype and torch.allclose(
+        found, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max())
+    )
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_a_picture_that_overflows_is_computed_in_bf16(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = AcceleratedModule(provider, FIRST_USE)
+    calls = [SMALL, OTHER_SIZE, LARGE, SMALL, OTHER_SIZE]
+    for found, inputs in zip(compute(module, source, *calls), calls, strict=True):
+        assert_right(found, source, inputs)
+    assert (module.status.engine_calls, module.status.eager_calls) == (5, 0)
+    assert built(worker) == ["fp16", "fp16", "bf16", "bf16"]
+    assert caplog.text.count("fp16 overflows in Tiny") == 1
+    assert not provider.pool._used
+    compute(AcceleratedModule(restarted(provider), FIRST_USE), source, LARGE)
+    assert built(worker) == ["fp16", "fp16", "bf16", "bf16"]
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_a_picture_that_overflows_is_the_plain_models_while_bf16_is_built(
+    provider: EngineProvider, source: FakeSource
+) -> None:
+    provider.obtain(source, CALL, MANUAL, HostHooks())
+    module = AcceleratedModule(provider, BACKGROUND)
+    assert_right(compute(module, source, LARGE)[0], source, LARGE)
+    assert (module.status.engine_calls, module.status.eager_calls) == (0, 1)
+    assert "computed NaN or Inf in fp16" in module.status.to_json()["now"]
+    wait_until(lambda: not provider.queue.pending())
+    assert_right(compute(module, source, LARGE)[0], source, LARGE)
+    assert module.status.engine_calls == 1
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_who_chose_fp16_gets_the_plain_model_and_advice(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    module = AcceleratedModule(provider, FP16)
+    for found, inputs in zip(compute(module, source, SMALL, LARGE, SMALL), (SMALL, LARGE, SMALL), strict=True):
+        assert_right(found, source, inputs)
+    assert (module.status.engine_calls, module.status.eager_calls) == (1, 2)
+    first, second = module.status.to_json()["reasons"]
+    assert "computed NaN or Inf in fp16, and the plain model took over" in first and "set precision to bf16" in first
+    assert "Tiny overflows in fp16" in second and "set precision to bf16" in second
+    later = AcceleratedModule(restarted(provider), FP16)
+    compute(later, source, SMALL)
+    assert later.status.engine_calls == 0 and built(worker) == ["fp16"] and not provider.pool._used
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_numbers_that_were_none_before_blame_nobody(provider: EngineProvider, source: FakeSource) -> None:
+    module = AcceleratedModule(provider, FIRST_USE)
+    broken = {**SMALL, "x": SMALL["x"] * float("nan")}
+    assert compute(module, source, broken)[0].isnan().all()
+    compute(module, source, SMALL)
+    assert module.status.engine_calls == 2
+    assert [use["precision"] for use in module.status.to_json()["engines"]] == ["fp16"]
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_another_precision_that_overflows_is_left_for_the_rest_of_the_run(
+    provider: EngineProvider, backend: NullBackend, worker: FakeWorker
+) -> None:
+    backend.overflows = {Precision.FP32}
+    source, large = FakeSource(), {name: tensor.float() for name, tensor in LARGE.items()}
+    small = {name: tensor.float() for name, tensor in SMALL.items()}
+    module = AcceleratedModule(provider, FIRST_USE)
+    for found, inputs in zip(compute(module, source, large, small), (large, small), strict=True):
+        assert torch.equal(found, source.eager(inputs)["out"])
+    assert (module.status.engine_calls, module.status.eager_calls) == (0, 2)
+    assert "set precision" not in module.status.to_json()["now"]
+    compute(module, source, small)
+    assert module.status.engine_calls == 1 and built(worker) == ["fp32"] and not provider.pool._used
+
+
+def test_a_run_that_does_not_ask_for_it_waits_for_no_result(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.overflows_above = 100.0
+    module = AcceleratedModule(provider, FIRST_USE)
+    with module.run(source) as run:
+        assert run(LARGE, lambda: source.eager(LARGE))["out"].isinf().any()
+    assert module.status.engine_calls == 1

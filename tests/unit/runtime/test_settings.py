@@ -59,9 +59,17 @@ def test_a_number_too_long_is_refused() -> None:
 
 
 def test_the_size_of_a_latent_is_width_by_height() -> None:
-    assert Resolution.of_latent((2, 4, 96, 64)) == Resolution(width=512, height=768)
+    assert Resolution.of_call({"timesteps": (2,), "x": (2, 4, 96, 64)}) == Resolution(width=512, height=768)
+    assert Resolution.of_call({"z": (1, 4, 96, 64)}) == Resolution(width=512, height=768)
     assert str(Resolution(512, 768)) == "512×768"
     assert parse_resolutions(str(Resolution(512, 768))) == (Resolution(512, 768),)
+
+
+def test_the_size_of_a_picture_is_its_own() -> None:
+    pixels = {"pixels": (1, 3, 768, 512)}
+    assert Resolution.of_call(pixels) == Resolution(width=512, height=768)
+    assert Settings(resolutions=parse_resolutions("512x768")).why_not_wanted(pixels) is None
+    assert Settings(resolutions=parse_resolutions("768x512")).why_not_wanted(pixels) is not None
 
 
 def test_everything_is_wanted_by_default() -> None:

@@ -1,0 +1,140 @@
+"""Whole pictures, by each variant: model, ControlNet and VAE made fast in the way that a user would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..core.protocols import Tensors
+from ..core.spec import Precision
+from ..engine_cache import EngineStore
+from ..runtime.module import AcceleratedModule
+from ..runtime.settings import BuildPolicy
+from .jobs import Applied, Job, Parts
+from .ours import provider_of, settings_of
+from .variants import CHANNELS_LAST, COMPILE, EAGER, MODES, OURS, Variant
+from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
+
+_METHODS = {"AutoencoderKL": "decode"}
+"""What is called of a network, where it is not the network itself."""
+
+
+def set_up(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+    """Make a variant ready; what it holds is let go with `ending`.
+
+    Raises:
+        Exception: whatever stops it; no variant's failure concerns another.
+    """
+    makers = {EAGER: _eager, COMPILE: _compiled, OURS: _ours}
+    return makers[variant.kind](variant, job, workshop, ending)
+
+
+def _ready(job: Job, parts: Parts, **more: Any) -> Ready:
+    compute = {"compute": lambda applied: job.paint(parts, applied), "prepare": lambda wish: job.apply(parts, wish)}
+    return Ready(**{"precision": job.precision, **compute, **more})
+
+
+def _eager(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+    return _ready(job, job.parts)
+
+
+def _compiled(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+    """Each network computes by compiled code for as long as a picture takes; other variants have it as it was."""
+    ending.enter_context(compiler_cache(workshop))
+    networks, copied = job.parts.networks, 0
+    sources = networks
+    if CHANNELS_LAST in variant.levers:
+        sources = [copy.deepcopy(each).to(memory_format=torch.channels_last) for each in networks]  # type: ignore[call-overload]
+        copied = sum(map(bytes_of, sources))
+    mode = MODES[variant.mode]
+    compiled = []
+    for network, source in zip(networks, sources, strict=True):
+        method = _METHODS.get(type(network).__name__, "forward")
+        function = torch.compile(apart(getattr(source, method)), mode=mode)
+        compiled.append((network, method, _kept(function) if mode else function))
+
+    def compute(applied: Applied) -> Tensors:
+        with ExitStack() as swapped:
+            for network, method, function in compiled:
+                swapped.enter_context(_in_place_of(network, method, function))
+            return job.paint(job.parts, applied)
+
+    return _ready(job, job.parts, compute=compute, copied_bytes=copied)
+
+
+def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """What a CUDA graph computes is gone with the next call of any: the model needs the ControlNet's residuals."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return _cloned(compiled(*args, **kwargs))
+
+    return call
+
+
+def _cloned(given: Any) -> Any:
+    """Tensors as they are, or by kind as ControlNets give them."""
+    if torch.is_tensor(given):
+        return given.clone()
+    if isinstance(given, Mapping):
+        return {kind: _cloned(each) for kind, each in given.items()}
+    return [_cloned(each) for each in given]
+
+
+@contextmanager
+def _in_place_of(network: torch.nn.Module, method: str, function: Callable[..., Any]) -> Iterator[None]:
+    setattr(network, method, function)
+    try:
+        yield
+    finally:
+        delattr(network, method)
+
+
+def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+    """Engines are built by a first picture, which is not counted as a call."""
+    from ..hosts.comfy.accelerate import accelerate_model
+    from ..hosts.comfy.accelerate_controlnet import accelerate_controlnet
+    from ..hosts.comfy.accelerate_vae import accelerate_vae
+
+    provider = provider_of(variant, workshop.store)
+    ending.callback(provider.pool.clear)
+    settings = settings_of(variant, BuildPolicy.FIRST_USE)
+    modules = [AcceleratedModule(provider, settings) for _ in range(3)]
+    plain = job.parts
+    parts = Parts(
+        accelerate_model(plain.model, modules[0]),
+        None if plain.control is None else accelerate_controlnet(plain.control, modules[1]),
+        accelerate_vae(plain.vae, modules[2]),
+    )
+    workshop.tell(f"{variant.name}: building what is missing, and a first picture")
+    job.paint(parts, job.apply(parts, job.inputs(seed=0)))
+    first = _engine_calls(modules)
+    return _ready(
+        job,
+        parts,
+        precision=job.precision if (used := modules[0].status.last_engine) is None else Precision(used.precision),
+        facts=_facts(modules, workshop.store),
+        engine_calls=lambda: _engine_calls(modules) - first,
+        reasons=lambda: "; ".join(reason for module in modules for reason in module.status.to_json()["reasons"]),
+    )
+
+
+def _engine_calls(modules: list[AcceleratedModule]) -> int:
+    return sum(module.status.engine_calls for module in modules)
+
+
+def _facts(modules: list[AcceleratedModule], store: EngineStore) -> dict[str, Any]:
+    """Of all engines together."""
+    digests = {use["digest"] for module in modules for use in module.status.to_json()["engines"]}
+    entries = [entry for digest in digests if (entry := store.lookup(digest)) is not None]
+    return {
+        "build_s": round(sum(entry.manifest.build.seconds for entry in entries), 3),
+        "size_mb": round(sum(entry.bytes for entry in entries) / 2**20, 2),
+        "versions": {
+            name: of for entry in entries for name, of in entry.manifest.factors["environment"]["versions"].items()
+        },
+    }

@@ -1,0 +1,88 @@
+"""Tables of rows in Markdown: one of single calls, one of whole pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .rows import Row, is_of_job
+from .variants import COMPILE, EAGER
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one case from one run on one GPU."""
+
+    gpu: str
+    case: str
+    rows: tuple[Row, ...]
+
+    @property
+    def is_job(self) -> bool:
+        """Whether whole pictures were measured."""
+        return any(map(is_of_job, self.rows))
+
+    @property
+    def eager_ms(self) -> float | None:
+        return next((row["ms"] for row in self.sound if row["variant"] == EAGER), None)
+
+    @property
+    def best_compile_ms(self) -> float | None:
+        """The fastest mode of torch.compile that computes the right thing."""
+        return min((row["ms"] for row in self.sound if row["variant"].startswith(COMPILE)), default=None)
+
+    @property
+    def sound(self) -> list[Row]:
+        """Rows that may be trusted."""
+        return [row for row in self.rows if "failed" not in row]
+
+
+_CALLS = ("case", "variant", "ms", "over eager", "over torch.compile", "error", "build s", "load s", "VRAM MB")
+_JOBS = (
+    "case", "variant", "ms per picture", "over eager", "over torch.compile", "error of latent", "error of picture",
+    "nearest other", "build s", "VRAM MB",
+)  # fmt: skip
+
+
+def tables(groups: Sequence[Group]) -> str:
+    """Of single calls, then of whole pictures; what was not measured has no table."""
+    calls = [group for group in groups if not group.is_job]
+    jobs = [group for group in groups if group.is_job]
+    found = [_table(columns, part) for columns, part in ((_CALLS, calls), (_JOBS, jobs)) if part]
+    return "\n\n".join(found)
+
+
+def _table(columns: Sequence[str], groups: Sequence[Group]) -> str:
+    lines = [_line(columns), _line(["---", "---", *["---:"] * (len(columns) - 2)])]
+    for group in groups:
+        lines += [_line(_cells(columns, group, row)) for row in group.rows]
+    return "\n".join(lines)
+
+
+def _cells(columns: Sequence[str], group: Group, row: Row) -> list[str]:
+    head = [row["case"], f"`{row['variant']}`"]
+    if "failed" in row:
+        return [*head, "failed", *[""] * (len(columns) - 3)]
+    speed = [f"{row['ms']:.2f}", _ratio(group.eager_ms, row["ms"]), _ratio(group.best_compile_ms, row["ms"])]
+    built, held = _rounded(row["build_s"], 0), _rounded(row["vram_mb"], 0)
+    if is_of_job(row):
+        errors = [f"{row['errors'][output]:.1e}" for output in ("latent", "picture")]
+        return [*head, *speed, *errors, f"{_nearest(row):.1e}", built, held]
+    return [*head, *speed, f"{row['error']:.1e}", built, _rounded(row["load_s"], 2), held]
+
+
+def _nearest(row: Row) -> float:
+    """How far the picture is away that differs least: by its noise, its prompts or its hint alone."""
+    return min(float(distances["picture"]) for distances in row["distances"].values())
+
+
+def _rounded(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _ratio(other: float | None, own: float) -> str:
+    return "" if other is None else f"{other / own:.2f}×"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,76 @@
+"""What setting up a variant takes and gives, and what variants of models and of jobs have in common."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.protocols import Tensors
+from ..core.spec import Precision
+from ..engine_cache import EngineStore
+
+
+@dataclass
+class Ready:
+    """A variant that computes.
+
+    Attributes:
+        compute: one call, which is what is timed.
+        prepare: from a subject's inputs to what `compute` takes.
+        result: from what `compute` took and gave to a subject's outputs.
+        facts: further fields of its row.
+        copied_bytes: of weights that it holds beside the host's, only because the host's serve the other variants.
+        engine_calls: made so far; None where there is no engine.
+        reasons: why calls went to the plain model; empty where none did.
+    """
+
+    compute: Callable[[Any], Any]
+    precision: Precision
+    prepare: Callable[[Any], Any] = lambda inputs: inputs
+    result: Callable[[Any, Any], Tensors] = lambda taken, given: given
+    facts: dict[str, Any] = field(default_factory=dict)
+    copied_bytes: int = 0
+    engine_calls: Callable[[], int | None] = lambda: None
+    reasons: Callable[[], str] = lambda: ""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Where variants are set up: the engines' store, a folder of ours for scratch, and who hears of progress."""
+
+    store: EngineStore
+    scratch: Path
+    tell: Callable[[str], None]
+
+
+def apart(module: Callable[..., Any]) -> Callable[..., Any]:
+    """The module as a function whose code nobody else has: torch keeps what it compiled with the code object, where
+    another variant's would be found and its guards be asked."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()
+    return forward
+
+
+@contextmanager
+def compiler_cache(workshop: Workshop) -> Iterator[None]:
+    """An empty one, so that no variant gains from what was compiled for another: `build_s` is of a first time."""
+    # Only the environment: these folders are asked for at each compilation, and read again later in the process.
+    folder = tempfile.mkdtemp(dir=workshop.scratch)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+    yield
+
+
+def bytes_of(module: torch.nn.Module) -> int:
+    """Of its weights."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())

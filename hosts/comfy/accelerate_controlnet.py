@@ -1,0 +1,291 @@
+"""A CONTROL_NET whose network runs on engines.
+
+ComfyUI copies a ControlNet each time that it is applied, and calls it between `pre_run` and `cleanup` of a run.
+The accelerated one is a ControlNet in all else: hints, strengths, timing and chains are ComfyUI's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from comfy.controlnet import ControlNet, StrengthType
+from comfy.patcher_extension import CallbacksMP
+
+from ...core.errors import SlipstreamError, UnsupportedModel
+from ...core.protocols import Tensors
+from ...runtime.module import AcceleratedModule, Run
+from ...runtime.settings import BackendChoice
+from .accelerate import KEY, RunRecorder
+from .controlnet import ComfyControlNet, ComfyControlNetSource
+from .waiting import waiting_hooks
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "slipstream_module"
+
+_PICTURES_KEPT = 4
+"""Hints of one ControlNet whose embeddings are kept in a run; more than so many in one chain are rare."""
+
+_EVERY_STEP = 999999999.0, 0.0
+"""Bounds of the noise level beyond which ComfyUI's windows reach where they leave no step out."""
+
+_Picture = tuple[torch.Tensor, int, tuple[int, ...]]
+"""A hint, its version, and a Union's types."""
+
+
+def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
+    """A copy of `control` whose network's calls go through `module`.
+
+    One that engines cannot stand for is copied as it is, and the reason is told.
+
+    Args:
+        after_run: given what happened in each sampling run, see `Status.since`.
+    """
+    copy = control.copy()
+    copy.previous_controlnet = control.previous_controlnet
+    try:
+        if type(control) not in (ControlNet, AcceleratedControlNet):
+            raise UnsupportedModel(
+                f"ControlNets of this kind ({type(control).__name__}) have no engines yet; it runs as ever"
+            )
+        ComfyControlNet.of(control.control_model)
+    except SlipstreamError as error:
+        module.status.note(str(error))
+        log.warning("Slipstream: %s", error)
+    else:
+        copy.__class__ = AcceleratedControlNet
+        copy.acceleration = Acceleration(module, after_run)
+    setattr(copy, _ATTRIBUTE, module)
+    return copy
+
+
+def accelerated_controlnet_module(control: Any) -> AcceleratedModule | None:
+    """The module that `accelerate_controlnet` put into this ControlNet or one it was copied from."""
+    found = getattr(control, _ATTRIBUTE, None)
+    return found if isinstance(found, AcceleratedModule) else None
+
+
+class Acceleration:
+    """What copies of an accelerated ControlNet share: they are called in turn, and one engine serves all."""
+
+    def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
+        self.module = module
+        self._after_run = after_run
+        self._calls: dict[torch.nn.Module, ControlCalls] = {}
+        self._users: dict[torch.nn.Module, set[int]] = {}
+
+    def calls_of(self, control: AcceleratedControlNet) -> ControlCalls:
+        """Of the run that is under way, which begins with the first of them."""
+        network = control.control_model
+        if network not in self._calls:
+            self._calls[network] = ControlCalls(control, self.module, self._after_run)
+        self._users.setdefault(network, set()).add(id(control))
+        return self._calls[network]
+
+    def leave(self, control: AcceleratedControlNet) -> None:
+        """`control` is called no more in this run."""
+        network = control.control_model
+        users = self._users.get(network, set())
+        users.discard(id(control))
+        if not users and network in self._calls:
+            self._calls.pop(network).close()
+
+
+class AcceleratedControlNet(ControlNet):
+    """A ControlNet as its user sees it; made by changing the class of one."""
+
+    acceleration: Acceleration
+    control_model: Any
+    timestep_range: Any
+    _decided: bool | None = None
+
+    def copy(self) -> AcceleratedControlNet:
+        made: AcceleratedControlNet = super().copy()
+        made.__class__ = type(self)
+        made.acceleration = self.acceleration
+        setattr(made, _ATTRIBUTE, self.acceleration.module)
+        return made
+
+    def get_control(self, *args: Any, **kwargs: Any) -> Any:
+        if self._decided is False:
+            before = self.previous_controlnet
+            return None if before is None else before.get_control(*args, **kwargs)
+        network, window = self.control_model, self.timestep_range
+        self.control_model = self.calls()
+        if self._decided:
+            self.timestep_range = None
+        try:
+            return super().get_control(*args, **kwargs)
+        finally:
+            self.control_model, self.timestep_range = network, window
+
+    def control_merge(self, control: Any, control_prev: Any, output_dtype: Any) -> Any:
+        is_as_it_is = self.strength == 1.0 and self.strength_type is StrengthType.CONSTANT
+        if is_as_it_is and not self.global_average_pooling and control_prev is None and output_dtype is None:
+            return {"input": [], **control}  # nothing to scale: a kernel less for each residual
+        return super().control_merge(control, control_prev, output_dtype)
+
+    def calls(self) -> ControlCalls:
+        """Of the run that is under way."""
+        return self.acceleration.calls_of(self)
+
+    def is_active(self, timestep: torch.Tensor) -> bool:
+        """Whether a step lies in this ControlNet's window, without a wait where every step does."""
+        if self.timestep_range is None:
+            return True
+        start, end = self.timestep_range
+        if start >= _EVERY_STEP[0] and end <= _EVERY_STEP[1]:
+            return True
+        now = timestep[:1].cpu()[0]  # waits: the only thing that a whole step cannot know beforehand
+        return not (bool(now > start) or bool(now < end))
+
+    @contextmanager
+    def decided(self, active: bool) -> Iterator[None]:
+        """Meanwhile the window is not asked."""
+        self._decided = active
+        try:
+            yield
+        finally:
+            self._decided = None
+
+    def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().pre_run(model, *args, **kwargs)
+        patcher = getattr(model, "current_patcher", None)
+        if patcher is None:
+            return
+        # After an error or a cancel ComfyUI does not clean ControlNets up, but models it does.
+        key = f"{KEY} {id(self)}"
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, functools.partial(self._after_run, key))
+
+    def cleanup(self) -> None:
+        self.acceleration.leave(self)
+        super().cleanup()
+
+    def _after_run(self, key: str, patcher: Any) -> None:
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+        self.acceleration.leave(self)
+
+
+class ControlCalls:
+    """The network's calls in one sampling run; in the network's place while ComfyUI asks for control.
+
+    Attributes:
+        dtype: the network's own, by which ComfyUI casts what it hands over.
+        run: None where no engine may answer.
+    """
+
+    def __init__(
+        self, control: AcceleratedControlNet, module: AcceleratedModule, after_run: RunRecorder | None
+    ) -> None:
+        self._network = control.control_model
+        self.dtype: torch.dtype = self._network.dtype
+        self._module = module
+        self._after_run = after_run
+        self._before = self._module.status.to_json()
+        self._ending = ExitStack()
+        self.run: Run | None = None
+        self._source: ComfyControlNetSource | None = None
+        self._veto: str | None = None
+        self._embedded: list[tuple[_Picture, Tensors]] = []
+        self._given: dict[int, Tensors] = {}
+        self._begin(control)
+
+    def _begin(self, control: AcceleratedControlNet) -> None:
+        if self._module.settings.backend is BackendChoice.OFF:
+            self._veto = "acceleration is switched off in the node"
+            return
+        try:
+            self._source = ComfyControlNetSource(control)
+            self._source.precision  # noqa: B018  an unsupported dtype is a reason too
+            self._veto = self._source.why_not()
+            self.run = self._ending.enter_context(self._module.run(self._source, waiting_hooks()))
+        except SlipstreamError as error:
+            self._veto = str(error)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        hint: torch.Tensor,
+        timesteps: torch.Tensor,
+        context: torch.Tensor,
+        y: torch.Tensor | None = None,
+        **extra: Any,
+    ) -> dict[str, list[torch.Tensor]]:
+        """As ComfyUI's network: residuals by kind, each a fresh tensor, since ComfyUI scales them in place."""
+
+        def plain() -> dict[str, list[torch.Tensor]]:
+            given: dict[str, list[torch.Tensor]] = self._network(
+                x=x, hint=hint, timesteps=timesteps, context=context, y=y, **extra
+            )
+            return given
+
+        if self.run is None or self._source is None:
+            if self._module.status.count_eager(self._veto or "") and self._veto:
+                log.warning("Slipstream uses the plain ControlNet: %s", self._veto)
+            return plain()
+        inputs = {"x": x, "timesteps": timesteps, "context": context}
+        if y is not None and self._network.num_classes is not None:
+            inputs["y"] = y
+        veto = self._veto or _why_not_this_call(inputs, extra)
+        if veto is None:
+            inputs |= self._once(hint, extra.get("control_type"))
+        return _by_kind(self.run(inputs, lambda: _by_name(plain()), veto))
+
+    def _once(self, hint: torch.Tensor, types: list[int] | None) -> Tensors:
+        """The embeddings of a picture; ComfyUI hands over the same hint in every step."""
+        assert self._source is not None
+        if (given := self._given.get(id(hint))) is not None:
+            return given
+        picture = hint, 0 if hint.is_inference() else hint._version, tuple(types or ())
+        for known, embedded in self._embedded:
+            if known[0] is picture[0] and known[1:] == picture[1:]:
+                return embedded
+        found = self._source.embed(hint, types)
+        if self._module.settings.levers.hint_once:
+            self._embedded = [(picture, found), *self._embedded[: _PICTURES_KEPT - 1]]
+        return found
+
+    def embedding_of(self, hint: torch.Tensor) -> Tensors | None:
+        """What a hint that was used in this run was embedded to."""
+        return next((embedded for picture, embedded in self._embedded if picture[0] is hint), None)
+
+    @contextmanager
+    def given(self, hint: torch.Tensor, embedded: Tensors) -> Iterator[None]:
+        """Meanwhile `hint` counts as embedded to these tensors."""
+        self._given[id(hint)] = embedded
+        try:
+            yield
+        finally:
+            del self._given[id(hint)]
+
+    def close(self) -> None:
+        """Give the engines back."""
+        self._embedded = []
+        self._ending.close()
+        if self._after_run is not None:
+            self._after_run(self._module.status.since(self._before))
+
+
+def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:
+    if strange := [name for name, value in extra.items() if name != "control_type" and value is not None]:
+        return f"the ControlNet is given {strange[0]!r}, which engines do not take"
+    if any(tensor.requires_grad for tensor in inputs.values()):
+        return "gradients are asked for, which engines do not give"
+    return None
+
+
+def _by_name(control: dict[str, list[torch.Tensor]]) -> Tensors:
+    return {f"{kind}_{place}": tensor for kind in control for place, tensor in enumerate(control[kind])}
+
+
+def _by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {"middle": [], "output": []}
+    for name, tensor in tensors.items():
+        found[name.partition("_")[0]].append(tensor)
+    return found

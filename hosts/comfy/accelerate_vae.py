@@ -1,0 +1,279 @@
+"""A VAE whose decoder and encoder run on engines.
+
+ComfyUI's own code goes on loading the model, cutting pictures into tiles, scaling and moving them. Only
+`first_stage_model` is a stand-in, which shares everything with the real one but computes by engines.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ...core.dtypes import dtype_of
+from ...core.errors import SlipstreamError
+from ...runtime.module import AcceleratedModule, Run
+from ...runtime.settings import BackendChoice
+from .accelerate import RunRecorder
+from .autoencoders import DECODER, ENCODER, HALVES, Half
+from .vae import ComfyVaeSource, plain_method
+from .vae_memory import memory_needed
+from .vae_vetoes import why_not_this_call
+from .waiting import waiting_hooks
+
+log = logging.getLogger(__name__)
+
+_MODEL = "first_stage_model"
+
+
+def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
+    """A copy of a `comfy.sd.VAE` that decodes and encodes through `module`; the weights are the same.
+
+    Args:
+        after_run: given what happened in each call of the VAE, see `Status.since`.
+    """
+    made = copy.copy(vae)
+    kind: type = type(vae)
+    made.__class__ = _accelerated(kind)
+    made.slipstream = Acceleration(module, after_run)
+    if module.settings.backend is not BackendChoice.OFF and (reason := _why_never(vae)):
+        module.status.note(f"eager: {reason}")
+        log.warning("Slipstream: %s", reason)
+    return made
+
+
+def accelerated_vae_module(vae: Any) -> AcceleratedModule | None:
+    """The module that `accelerate_vae` put into this VAE or one it was copied from."""
+    return vae.slipstream.module if isinstance(vae, AcceleratedVae) else None
+
+
+def _why_never(vae: Any) -> str | None:
+    """Why engines can stand for neither half, or not for one."""
+    try:
+        for half in HALVES.values():
+            ComfyVaeSource(vae, half).precision  # noqa: B018  an unsupported dtype is a reason too
+    except SlipstreamError as error:
+        return str(error)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ ComfyUI's VAE
+
+
+class AcceleratedVae:
+    """Mixed into ComfyUI's `VAE`. Copies of it are accelerated as well, each with its own patcher and device."""
+
+    slipstream: Acceleration
+
+    @property
+    def first_stage_model(self) -> Any:
+        model = vars(self).get(_MODEL)
+        return None if model is None else _stand_in(model, self)
+
+    @first_stage_model.setter
+    def first_stage_model(self, model: Any) -> None:
+        vars(self)[_MODEL] = model.slipstream_model if isinstance(model, StandIn) else model
+
+    @property
+    def memory_used_decode(self) -> Any:
+        return self._memory_used(DECODER, vars(self)["memory_used_decode"])
+
+    @memory_used_decode.setter
+    def memory_used_decode(self, estimate: Any) -> None:
+        vars(self)["memory_used_decode"] = estimate
+
+    @property
+    def memory_used_encode(self) -> Any:
+        return self._memory_used(ENCODER, vars(self)["memory_used_encode"])
+
+    @memory_used_encode.setter
+    def memory_used_encode(self, estimate: Any) -> None:
+        vars(self)["memory_used_encode"] = estimate
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_one_run(super().decode, args, kwargs)  # type: ignore[misc]
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_one_run(super().encode, args, kwargs)  # type: ignore[misc]
+
+    def decode_tiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_one_run(super().decode_tiled, args, kwargs, tiled=True)  # type: ignore[misc]
+
+    def encode_tiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._in_one_run(super().encode_tiled, args, kwargs, tiled=True)  # type: ignore[misc]
+
+    def _in_one_run(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tiled: bool = False
+    ) -> Any:
+        with self.slipstream.session(self, tiled):
+            return method(*args, **kwargs)
+
+    def _memory_used(self, half: Half, estimate: Any) -> Any:
+        if self.slipstream.is_tiling(self):  # asked for the whole picture, of which no engine sees more than a tile
+            return estimate
+        return functools.partial(memory_needed, self, self.slipstream.module, half, estimate)
+
+
+@functools.cache
+def _accelerated(kind: type) -> type:
+    return kind if issubclass(kind, AcceleratedVae) else type(f"Accelerated{kind.__name__}", (AcceleratedVae, kind), {})
+
+
+# -------------------------------------------------------------------------------------------------- its model
+
+
+class StandIn:
+    """Mixed into the class of an autoencoder. It has the very attributes of the real one, parameters included."""
+
+    __slots__ = ("slipstream_model", "slipstream_vae")
+
+    slipstream_model: Any
+    slipstream_vae: Any
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        vae = self.slipstream_vae
+        return vae.slipstream.compute(vae, self.slipstream_model, DECODER, args, kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        vae = self.slipstream_vae
+        return vae.slipstream.compute(vae, self.slipstream_model, ENCODER, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is one of the real model
+        return self.slipstream_model.__reduce_ex__(protocol)
+
+
+def _stand_in(model: Any, vae: Any) -> Any:
+    """Made anew each time that it is asked for, so that it belongs to no other copy of the VAE."""
+    kind: type = type(model)
+    made: Any = object.__new__(_standing_in(kind))
+    object.__setattr__(made, "__dict__", vars(model))
+    object.__setattr__(made, "slipstream_model", model)
+    object.__setattr__(made, "slipstream_vae", vae)
+    return made
+
+
+@functools.cache
+def _standing_in(kind: type) -> type:
+    return type(kind.__name__, (StandIn, kind), {"__slots__": ()})
+
+
+# ------------------------------------------------------------------------------------------------------ runs
+
+
+class Acceleration:
+    """What copies of an accelerated VAE share."""
+
+    def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
+        self.module = module
+        self._after_run = after_run
+        self._local = threading.local()
+
+    def __deepcopy__(self, memo: object) -> Acceleration:
+        return self
+
+    def compute(self, vae: Any, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the stand-in: part of a call of the VAE, or a run of its own where other nodes make it."""
+        with self.session(vae, self.is_tiling(vae)) as session:
+            return session.compute(model, half, args, kwargs)
+
+    @contextmanager
+    def session(self, vae: Any, tiled: bool) -> Iterator[Session]:
+        """The session that is open for this VAE in this thread, or a new one."""
+        if (known := self._open.get(id(vae))) is not None:
+            yield known
+            return
+        before = self.module.status.to_json()
+        session = self._open[id(vae)] = Session(self.module, vae, tiled)
+        try:
+            yield session
+        finally:
+            del self._open[id(vae)]
+            try:
+                session.close()
+            finally:
+                if self._after_run is not None:
+                    self._after_run(self.module.status.since(before))
+
+    def is_tiling(self, vae: Any) -> bool:
+        return id(vae) in self._open and self._open[id(vae)].tiled
+
+    @property
+    def _open(self) -> dict[int, Session]:
+        if not hasattr(self._local, "open"):
+            self._local.open = {}
+        found: dict[int, Session] = self._local.open
+        return found
+
+
+class Session:
+    """One call of a VAE, whole or in tiles: a run for each half, which begins once ComfyUI has loaded the model."""
+
+    def __init__(self, module: AcceleratedModule, vae: Any, tiled: bool) -> None:
+        self.tiled = tiled
+        self._module = module
+        self._vae = vae
+        self._runs: dict[Half, tuple[Run, ComfyVaeSource] | str] = {}
+        self._ending = ExitStack()
+
+    def compute(self, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        plain = plain_method(model, half)
+        found = self._run(half)
+        given = args[0] if args else None
+        veto = found if isinstance(found, str) else _why_not(found[1], given, args, kwargs)
+        if isinstance(found, str) or veto:
+            self._tell(str(veto))
+            return plain(model, *args, **kwargs)
+        assert given is not None
+        return _one_by_one(found[0], half, given, functools.partial(plain, model))
+
+    def close(self) -> None:
+        """Give the engines back."""
+        self._ending.close()
+
+    def _run(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
+        if half not in self._runs:
+            self._runs[half] = self._begin(half)
+        return self._runs[half]
+
+    def _begin(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
+        """Or why every call goes to the plain model."""
+        if self._module.settings.backend is BackendChoice.OFF:
+            return "acceleration is switched off in the node"
+        try:
+            source = ComfyVaeSource(self._vae, half)
+            source.precision  # noqa: B018  an unsupported dtype is a reason too
+        except SlipstreamError as error:
+            return str(error)
+        return self._ending.enter_context(self._module.run(source, waiting_hooks(), finite_only=True)), source
+
+    def _tell(self, reason: str) -> None:
+        if self._module.status.count_eager(reason):
+            log.warning("Slipstream uses the plain VAE: %s", reason)
+
+
+def _why_not(source: ComfyVaeSource, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    extra = kwargs or args[1:]
+    return why_not_this_call(given, extra, source.architecture.channels, dtype_of(source.precision), source.device)
+
+
+def _one_by_one(run: Run, half: Half, given: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Picture by picture, so that one engine serves every batch."""
+
+    def compute(picture: torch.Tensor) -> torch.Tensor:
+        return run({half.input: picture.contiguous()}, lambda: {"out": plain(picture)})["out"]
+
+    first, *others = given.split(1)
+    result = compute(first)
+    if not others:
+        return result
+    results = result.new_empty((len(given), *result.shape[1:]))
+    results[:1] = result
+    for number, picture in enumerate(others, 1):
+        results[number : number + 1] = compute(picture)
+    return results

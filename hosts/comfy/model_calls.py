@@ -1,0 +1,265 @@
+"""The calls of a diffusion model in one sampling run: to an engine, to its two halves, or to the plain model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.errors import SlipstreamError
+from ...core.protocols import Tensors
+from ...runtime.module import AcceleratedModule, Run
+from ...runtime.provider import Offer
+from ...runtime.settings import BackendChoice, Parallel, ShapeChoice
+from ...runtime.verify import LIMITS, relative_error
+from .hook import Plain
+from .model_classes import ModelClass
+from .residuals import residuals_of
+from .source import ComfyUNetSource
+from .text import Within
+from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
+from .vetoes import why_not_these_layers, why_not_this_call
+from .waiting import waiting_hooks
+
+
+class NotServed(SlipstreamError):
+    """No engine answered a call that only engines may answer."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One call that an engine answered.
+
+    Attributes:
+        counts: whether it is a call of its own, not a part of another.
+    """
+
+    run: Run
+    offer: Offer
+    counts: bool = True
+
+    def count(self) -> None:
+        """Count it once more."""
+        if self.counts:
+            self.run.count(self.offer)
+
+
+class Tally:
+    """Counts calls, or notes them for somebody who counts."""
+
+    def __init__(self) -> None:
+        self._notes: list[Served] | None = None
+
+    def follow(self, run: Run, counts: bool = True) -> None:
+        """Hear of a run's calls from now on."""
+        run.tally = lambda offer: self._hear(Served(run, offer, counts))
+
+    def _hear(self, served: Served) -> None:
+        if self._notes is None:
+            served.count()
+        else:
+            self._notes.append(served)
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Served]]:
+        """Meanwhile calls are put into a list, not counted."""
+        before, self._notes = self._notes, []
+        try:
+            yield self._notes
+        finally:
+            self._notes = before
+
+
+class ModelCalls:
+    """The calls of a model.
+
+    Args:
+        whole: the run of the whole model.
+        run_veto: why no call of this run may go to an engine.
+        halves: those of its halves; None where they are not wanted.
+
+    Attributes:
+        join: called when a call needs what the ControlNet gives; until then that may be in the making.
+        engines_only: raise `NotServed` instead of asking the plain model.
+        options: `transformer_options` of the last call.
+        texts: projected ones to be used instead of projecting, by the modules that read them.
+    """
+
+    def __init__(
+        self, whole: Run, source: ComfyUNetSource, run_veto: str | None, halves: Halves | None, tally: Tally
+    ) -> None:
+        self.whole = whole
+        self.source = source
+        self.halves = halves
+        self.tally = tally
+        tally.follow(whole)
+        self.join: Callable[[], None] = lambda: None
+        self.engines_only = False
+        self.options: dict[str, Any] = {}
+        self.texts: dict[Within, torch.Tensor] = {}
+        self._kind: ModelClass = source.architecture.kind
+        self._run_veto = run_veto
+
+    def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """See `hook.Compute`."""
+        try:
+            given = self._kind.arguments(args, kwargs)
+        except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
+            reason = f"{self._kind.name} is called in an unknown way ({error})"
+            return self.whole({}, lambda: self._plain(plain, args, kwargs), reason)["out"]
+        self.options = given.get("transformer_options") or {}
+        control = given.pop("control", None)
+        inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
+        veto = self._why_not(module, inputs, given)
+        if veto is None and self.halves is not None:
+            reference = functools.partial(self._undisturbed, plain, args, kwargs)
+            if (out := self.halves(inputs, control, self, reference)) is not None:
+                return out
+        self._join()
+        if veto is None and "context" in inputs:
+            inputs["context"] = self.text_of(self.source, inputs["context"])
+        residuals = residuals_of(control, inputs["x"])
+        if isinstance(residuals, str):
+            veto, residuals = veto or residuals, {}
+        return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
+
+    def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
+        """A text as a source's engines take it: projected once where it is the same in every step."""
+        return self.texts[source.within] if source.within in self.texts else source.project(context)
+
+    def _join(self) -> None:
+        self.join()
+
+    def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
+        if module is not self.source.unet:
+            return "this part of the batch runs on another GPU's copy of the model"
+        if veto := self._veto_of_run:
+            return veto
+        if any(tensor.requires_grad for tensor in inputs.values()):
+            return "gradients are asked for, which engines do not give"
+        return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
+
+    @functools.cached_property
+    def _veto_of_run(self) -> str | None:
+        # Not before the first call: in between ComfyUI loads the model, and other packs change it then.
+        return self._run_veto or why_not_these_layers(self.source.unet)
+
+    def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        if self.engines_only:
+            raise NotServed("the plain model would have to answer")
+        return {"out": plain(*args, **kwargs)}
+
+    def _undisturbed(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        """The plain model's answer; it empties the lists of residuals that it is given."""
+        copied = [_copied(value) for value in args], {name: _copied(value) for name, value in kwargs.items()}
+        return self._plain(plain, tuple(copied[0]), copied[1])
+
+
+def _copied(value: Any) -> Any:
+    """A ControlNet's lists anew; everything else as it is."""
+    if isinstance(value, dict) and value and all(isinstance(entries, list) for entries in value.values()):
+        return {name: list(entries) for name, entries in value.items()}
+    return value
+
+
+class Halves:
+    """A UNet with ControlNet as two engines, between which a step waits for the ControlNet.
+
+    Args:
+        ending: closes the runs of the halves, which begin with the first call.
+    """
+
+    _proved: set[tuple[str, str]] = set()
+    """Architecture and weights of models whose halves gave what the whole model gives, in this process."""
+
+    def __init__(self, module: AcceleratedModule, patcher: Any, ending: ExitStack, tally: Tally) -> None:
+        self._module, self._patcher, self._ending, self._tally = module, patcher, ending, tally
+        self._runs: dict[str, Run] = {}
+        self.sources: dict[str, ComfyUNetHalfSource] = {}
+        self._is_refused = False
+
+    def __call__(
+        self,
+        inputs: Tensors,
+        control: Any,
+        calls: ModelCalls,
+        reference: Callable[[], Tensors],
+    ) -> torch.Tensor | None:
+        """One call of the model; None where the halves are not for it, or one of them has no engine.
+
+        Args:
+            calls: whose call it is.
+            reference: the plain model's answer to the same call.
+        """
+        if self._is_refused or not is_for_halves(_names(control)):
+            return None
+        run = self._run(ENCODER)
+        middle = run.ask({**inputs, **self._text(ENCODER, inputs, calls)})
+        if isinstance(middle, str):
+            return None
+        calls.join()
+        residuals = residuals_of(control, inputs["x"])
+        if isinstance(residuals, str):
+            return None
+        run = self._run(DECODER)
+        result = run.ask({**middle, **self._text(DECODER, inputs, calls), **residuals})
+        if isinstance(result, str) or not self._is_right(result, reference):
+            return None
+        return result["out"]
+
+    def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
+        return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
+
+    def _run(self, half: str) -> Run:
+        if half not in self._runs:
+            projected = self._module.settings.levers.text_once
+            source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
+            self.sources[half] = source
+            self._runs[half] = self._ending.enter_context(self._module.run(source, waiting_hooks()))
+            self._tally.follow(self._runs[half], counts=half == DECODER)  # both together are one call of the model
+        return self._runs[half]
+
+    def _is_right(self, result: Tensors, reference: Callable[[], Tensors]) -> bool:
+        """Each engine was compared with its half; whether the halves are the whole is asked once in a process."""
+        source = self.sources[DECODER]
+        case = source.architecture.fingerprint.architecture, source.weights_digest()
+        if case in self._proved:
+            return True
+        error = relative_error(result, reference())
+        limit = max(LIMITS[source.precision], LIMITS[self._module.settings.precision or source.precision])
+        self._is_refused = not error <= limit
+        if self._is_refused:
+            self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
+        else:
+            self._proved.add(case)
+        return not self._is_refused
+
+
+def _names(control: Any) -> list[str]:
+    """Names of residuals that a ControlNet gives, without a look at the tensors, which may be in the making."""
+    if not isinstance(control, dict):
+        return []
+    lists = {kind: entries for kind, entries in control.items() if isinstance(entries, (list, tuple))}
+    return [
+        f"control_{kind}_{place}_of_{len(entries)}"
+        for kind, entries in lists.items()
+        for place, tensor in enumerate(entries)
+        if tensor is not None
+    ]
+
+
+def halves_of(
+    module: AcceleratedModule, source: ComfyUNetSource, patcher: Any, ending: ExitStack, tally: Tally
+) -> Halves | None:
+    """The halves of a model where they are wanted: on a GPU, where a ControlNet can run beside the first."""
+    settings, kind = module.settings, source.architecture.kind
+    wanted = settings.levers.parallel
+    if wanted == Parallel.OFF.value or (wanted == Parallel.AUTO.value and source.device.type != "cuda"):
+        return None
+    if settings.backend is BackendChoice.TENSORRT or settings.shapes is not ShapeChoice.EACH or settings.bake:
+        return None
+    return Halves(module, patcher, ending, tally) if can_be_halved(kind, source.architecture.config) else None

@@ -1,0 +1,182 @@
+"""What a step of a run consists of, read from ComfyUI's guider: is it the same work each time, and on what?"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.protocols import Tensors
+from .vetoes import why_not_these_options
+
+_PREFIX = "cond_"
+_NOT_EACH_STEP = ("area", "mask", "hooks", "gligen", "default", "timestep_start", "timestep_end")
+_OTHERS_COMBINE = (
+    "model_function_wrapper",
+    "sampler_cfg_function",
+    "sampler_calc_cond_batch_function",
+    "context_handler",
+    "multigpu_clones",
+)
+_OTHERS_LOOK = ("sampler_pre_cfg_function", "sampler_post_cfg_function")
+
+
+def why_not_whole(guider: Any, model_options: dict[str, Any], x: torch.Tensor, key: str) -> str | None:
+    """Why a step is not the same work as any other of its run; None where it is.
+
+    Args:
+        key: of our own wrappers.
+    """
+    from comfy.samplers import CFGGuider
+
+    if type(guider).predict_noise is not CFGGuider.predict_noise:
+        return "this guider combines prompts in a way of its own"
+    if any(model_options.get(name) is not None for name in _OTHERS_COMBINE) or any(
+        model_options.get(name) for name in _OTHERS_LOOK
+    ):
+        return "another node has a part in how prompts are combined"
+    options = model_options.get("transformer_options", {})
+    if reason := _why_not_these_wrappers(options, key) or why_not_these_options(options):
+        return reason
+    if _has_callbacks(guider.model_patcher):
+        return "another node is told of each step"
+    if x.requires_grad or x.ndim not in (4, 5) or getattr(x, "is_nested", False):
+        return "the latent is of a rare kind"
+    return _why_not_these_conds(guider)
+
+
+def _why_not_these_wrappers(options: dict[str, Any], key: str) -> str | None:
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = options.get("wrappers", {})
+    for kind in (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
+        if any(those for owner, those in wrappers.get(kind, {}).items() if owner != key):
+            return "another node wraps the model"
+    return None
+
+
+def _has_callbacks(patcher: Any) -> bool:
+    from comfy.patcher_extension import CallbacksMP
+
+    kind = getattr(CallbacksMP, "ON_PREPARE_STATE", None)
+    return kind is not None and bool(patcher.get_all_callbacks(kind))
+
+
+def _why_not_these_conds(guider: Any) -> str | None:
+    from comfy.conds import CONDCrossAttn, CONDNoiseShape, CONDRegular
+
+    lists = [guider.conds.get("positive"), guider.conds.get("negative")]
+    conds = [entries[0] for entries in lists if entries]
+    if not lists[0] or any(entries is not None and len(entries) != 1 for entries in lists):
+        return "a picture of several prompts"
+    for cond in conds:
+        if any(cond.get(name) is not None for name in _NOT_EACH_STEP) or cond.get("strength", 1.0) != 1.0:
+            return "a prompt for a part of the picture or of the run"
+        if any(
+            type(value) not in (CONDRegular, CONDNoiseShape, CONDCrossAttn) for value in cond["model_conds"].values()
+        ):
+            return "a rare kind of conditioning"
+    if len({frozenset(cond["model_conds"]) for cond in conds}) != 1:
+        return "prompts of different kinds"
+    if any(cond.get("control") is not conds[0].get("control") for cond in conds):
+        return "a ControlNet for one of the prompts"
+    return _why_not_this_chain(conds[0].get("control"))
+
+
+def _why_not_this_chain(control: Any) -> str | None:
+    if control is None:
+        return None
+    from .accelerate_controlnet import AcceleratedControlNet
+
+    while control is not None:
+        if type(control) is not AcceleratedControlNet or control.calls().run is None:
+            return "a ControlNet without an engine"
+        control = control.previous_controlnet
+    return None
+
+
+def chain_of(guider: Any) -> list[Any]:
+    """The ControlNets of a step, in the order in which they are computed."""
+    control, found = guider.conds["positive"][0].get("control"), []
+    while control is not None:
+        found.append(control)
+        control = control.previous_controlnet
+    return found[::-1]
+
+
+def kind_of_control(control: Any) -> Hashable:
+    """All of a ControlNet that ends up as fixed numbers in a graph."""
+    extra = tuple(sorted((name, repr(value)) for name, value in control.extra_args.items()))
+    return (
+        weakref.ref(control.control_model),
+        control.strength,
+        control.strength_type,
+        control.global_average_pooling,
+        control.manual_cast_dtype,
+        tuple(control.extra_conds),
+        extra,
+    )
+
+
+def kind_of_sampling(model: Any) -> Hashable:
+    """The model, and all of its noise schedule that ends up as fixed numbers in a graph."""
+    sampling = model.model_sampling
+    numbers = {name: value for name, value in vars(sampling).items() if isinstance(value, (bool, int, float, str))}
+    return weakref.ref(model), weakref.ref(sampling), tuple(sorted(numbers.items()))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What conditions the model in every step of a run, as one batch on its device.
+
+    Attributes:
+        tensors: by the name of the model's argument behind a prefix.
+        texts: what is made of them once.
+    """
+
+    tensors: Tensors
+    _sources: tuple[Any, ...]
+    _batch: int
+    texts: Tensors = field(default_factory=dict)
+
+    @property
+    def context(self) -> torch.Tensor | None:
+        """The text."""
+        return self.tensors.get(_PREFIX + "c_crossattn")
+
+    @classmethod
+    def of(cls, guider: Any, x: torch.Tensor, order: tuple[int, ...], device: torch.device) -> Conditions:
+        """
+        Args:
+            order: which prompts make up the batch, see `Pattern`.
+        """
+        sources = _model_conds(guider, order)
+        each = [
+            {name: cond.process_cond(batch_size=x.shape[0], area=None) for name, cond in them.items()}
+            for them in sources
+        ]
+        first, *others = each
+        tensors = {
+            _PREFIX + name: cond.concat([other[name] for other in others]).to(device) for name, cond in first.items()
+        }
+        return cls(tensors, sources, x.shape[0])
+
+    def are_of(self, guider: Any, x: torch.Tensor, order: tuple[int, ...]) -> bool:
+        """Whether they are what these very conditions give."""
+        now = _model_conds(guider, order)
+        same = len(now) == len(self._sources) and all(map(operator.is_, now, self._sources))
+        return same and x.shape[0] == self._batch
+
+    @staticmethod
+    def named(tensors: Tensors) -> dict[str, Any]:
+        """Those of a graph's inputs, by the names of the model's arguments."""
+        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+
+
+def _model_conds(guider: Any, order: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+    lists = {0: guider.conds.get("positive"), 1: guider.conds.get("negative")}
+    return tuple(lists[place][0]["model_conds"] for place in order)

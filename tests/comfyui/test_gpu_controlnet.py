@@ -1,0 +1,182 @@
+"""The demo model with ControlNet and VAE on a CUDA GPU, a step replayed as a whole. SLIPSTREAM_TEST_DEVICE=cuda.
+
+`-k compiled` and `-k tensorrt` pick a backend.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import pytest
+import torch
+from comfy.cli_args import args
+
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
+from slipstream.hosts.comfy.demo_model import (
+    encode_demo_prompt,
+    load_demo_controlnet,
+    load_demo_model,
+    load_demo_vae,
+)
+from slipstream.hosts.comfy.whole_step import PARALLEL, SERIAL
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
+from slipstream.tests.comfyui.support import tiny
+
+from .test_unet_engines import relative_difference, with_lora
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_TEST_DEVICE is not cuda")]
+
+SIZE, STEPS = 256, 8
+CLOSE = 3e-2
+"""Relative difference of two pictures in fp16 that are meant to be the same."""
+PROMPTS = ("a red circle left of a yellow square on a blue background", "a green square on a white background")
+
+
+def say(what: str) -> None:
+    """Figures, for those who run the tests with -s."""
+    sys.stderr.write(f"{what}\n")
+
+
+def edges(seed: int) -> torch.Tensor:
+    """White frames on black, as canny edges of rectangles are."""
+    hint = torch.zeros(1, 3, SIZE, SIZE)
+    for number in range(3):
+        left, top = 20 + 30 * seed + 25 * number, 30 + 40 * number
+        hint[:, :, top : top + 60, [left, left + 50]] = 1
+        hint[:, :, [top, top + 60], left : left + 50] = 1
+    return hint
+
+
+class Bench:
+    """Model, ControlNet and VAE, plain and accelerated."""
+
+    def __init__(self, folder: Path, backend: str, **levers: Any) -> None:
+        self.provider = EngineProvider(EngineStore(folder))
+        self.settings = Settings(backend=BackendChoice(backend), policy=BuildPolicy.FIRST_USE, levers=Levers(**levers))
+        self.model, self.control, self.vae = load_demo_model(), load_demo_controlnet(), load_demo_vae()
+        self.modules = [AcceleratedModule(self.provider, self.settings) for _ in range(3)]
+        self.fast_model = accelerate_model(self.model, self.modules[0])
+        self.fast_control = accelerate_controlnet(self.control, self.modules[1])
+        self.fast_vae = accelerate_vae(self.vae, self.modules[2])
+
+    def sample(self, model: Any, control: Any = None, prompt: int = 0, hint: int = 0, **options: Any) -> torch.Tensor:
+        window = options.pop("strength", 1.0), options.pop("window", (0.0, 1.0))
+        extras: dict[str, Any] = {}
+        if control is not None:
+            extras["control"] = control.copy().set_cond_hint(edges(hint), *window)
+        given = {}
+        for name, text in (("positive", PROMPTS[prompt]), ("negative", "")):
+            given[name] = [[encode_demo_prompt(text)[0][0], {**extras, "control_apply_to_uncond": False}]]
+        return tiny.sample(model, steps=STEPS, size=SIZE, **given, **options).float().cpu()
+
+    def both(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain and accelerated."""
+        return self.sample(self.model, self.control, **options), self.sample(
+            self.fast_model, self.fast_control, **options
+        )
+
+    def assert_same(self, **options: Any) -> torch.Tensor:
+        plain, fast = self.both(**options)
+        say(f"apart: {relative_difference(fast, plain):.1e} {sorted(options)}")
+        assert relative_difference(fast, plain) < CLOSE
+        return fast
+
+    @property
+    def calls(self) -> list[int]:
+        assert [module.status.eager_calls for module in self.modules] == [0, 0, 0], [
+            module.status.to_json()["reasons"] for module in self.modules
+        ]
+        return [module.status.engine_calls for module in self.modules]
+
+    @property
+    def replayed_bytes(self) -> int:
+        """Of graphs of whole steps."""
+        loaded = [*self.provider.pool._idle.values(), *self.provider.pool._used.values()]
+        return sum(each.steps.bytes for each in loaded)
+
+
+@pytest.fixture(scope="module", params=["compiled", "tensorrt"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("engines"), request.param)
+
+
+def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
+    first = bench.assert_same()
+    model, control, _ = bench.calls
+    assert (model, control) == (STEPS, STEPS)
+    assert bench.replayed_bytes > 0, "no whole step was captured"
+    graphs = bench.replayed_bytes
+    another = bench.assert_same(prompt=1, hint=2, seed=11)
+    assert relative_difference(another, first) > 10 * CLOSE, "the pictures are alike: no proof"
+    assert bench.replayed_bytes == graphs, "another prompt and hint were captured anew"
+    bench.assert_same(strength=0.4)
+    bench.assert_same(cfg=3.0)
+    bench.assert_same(batch=2)
+    bench.assert_same(window=(0.2, 0.7))
+    bench.assert_same(sampler="dpmpp_2m", scheduler="karras")
+    assert bench.calls[0] == 7 * STEPS
+
+
+def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
+    plain, fast = bench.sample(bench.model), bench.sample(bench.fast_model)
+    assert relative_difference(fast, plain) < CLOSE
+    _ = bench.calls
+
+
+def test_lora_reaches_captured_steps(bench: Bench) -> None:
+    before = bench.assert_same()
+    wanted = bench.sample(with_lora(bench.model), bench.control)
+    found = bench.sample(with_lora(bench.fast_model), bench.fast_control)
+    assert relative_difference(found, wanted) < CLOSE < relative_difference(wanted, before) / 3
+    assert relative_difference(bench.assert_same(), before) < 1e-3
+
+
+def test_vae_both_ways(bench: Bench) -> None:
+    latent = bench.sample(bench.fast_model, bench.fast_control)
+    wanted, found = bench.vae.decode(latent), bench.fast_vae.decode(latent)
+    assert wanted.std() > 0.05 and relative_difference(found.cpu(), wanted.cpu()) < CLOSE
+    wanted, found = bench.vae.encode(wanted), bench.fast_vae.encode(wanted)
+    assert relative_difference(found.cpu(), wanted.cpu()) < CLOSE
+    assert bench.calls[2] == 2
+
+
+def test_a_cancel_in_the_midst_of_replays(bench: Bench) -> None:
+    wanted = bench.sample(bench.fast_model, bench.fast_control)
+
+    def stop(step: int, *_: Any) -> None:
+        if step == 3:
+            raise comfy.model_management.InterruptProcessingException()
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        bench.sample(bench.fast_model, bench.fast_control, callback=stop)
+    assert relative_difference(bench.sample(bench.fast_model, bench.fast_control), wanted) < 1e-3
+
+
+def test_memory_comes_back(bench: Bench) -> None:
+    bench.sample(bench.fast_model, bench.fast_control)
+    bench.provider.pool.clear()
+    assert bench.replayed_bytes == 0
+    bench.assert_same()
+
+
+@pytest.mark.parametrize("way", ["on", "off", "auto"])
+def test_streams_beside_each_other_change_nothing(bench: Bench, way: str) -> None:
+    if bench.settings.backend is BackendChoice.TENSORRT:
+        pytest.skip("TensorRT runs the model whole")
+    folder = Path(bench.provider.store.root)
+    other = Bench(folder, "compiled", parallel=way)
+    for seed in range(4):
+        other.assert_same(seed=seed, hint=seed % 3)
+    assert other.calls[:2] == [4 * STEPS, 4 * STEPS]
+    if way == "auto":
+        (measured,) = other.provider.choices._known().values()
+        say(f"measured: {measured}")
+        assert set(measured) == {SERIAL, PARALLEL}

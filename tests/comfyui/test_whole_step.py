@@ -1,0 +1,232 @@
+"""A step as a whole, replayed: on a CPU by calling what a graph would hold, which shows that it is the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.model_management
+import pytest
+import torch
+
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy import whole_step
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.runtime.cuda_graphs import CudaGraphs
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings import BuildPolicy, Levers, Settings
+from slipstream.tests.comfyui.support import tiny
+
+from .test_controlnet import applied, chained, prompts
+from .test_unet_engines import easy_cache, masked, relative_difference, with_lora
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def provider(engine_store: EngineStore) -> EngineProvider:
+    return EngineProvider(engine_store)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What was replayed: kinds of steps, and their inputs' names."""
+    done: list[Any] = []
+
+    def run(graphs: Any, compute: Any, generation: Any, tensors: Any, what: Any = None, constant: Any = ()) -> Any:
+        done.append((what, sorted(tensors), frozenset(constant), generation))
+        return compute(**tensors)
+
+    monkeypatch.setattr(whole_step, "can_replay", lambda device: True)
+    monkeypatch.setattr(CudaGraphs, "run", run)
+    yield done
+
+
+class Fast:
+    def __init__(
+        self, provider: EngineProvider, family: str = "sd15", levers: Levers | None = None, **sampling: Any
+    ) -> None:
+        settings = Settings(policy=BuildPolicy.FIRST_USE, levers=levers or Levers())
+        self.model_module, self.control_module = (AcceleratedModule(provider, settings) for _ in range(2))
+        self.model = accelerate_model(tiny.model(family, **sampling), self.model_module)
+        self.control = accelerate_controlnet(tiny.controlnet(family), self.control_module)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        modules = self.model_module, self.control_module
+        assert [module.status.eager_calls for module in modules] == [0, 0]
+        return self.model_module.status.engine_calls, self.control_module.status.engine_calls
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        control: puts the ControlNet into the prompts; None for none.
+        replayed: of the steps.
+    """
+
+    replayed: int
+    control: Callable[[Any], Any] | None = None
+    family: str = "sd15"
+    v_prediction: bool = False
+    change: Callable[[Any], Any] = lambda model: model
+    sample: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Case(4),
+    "v-prediction": Case(4, family="sd2", v_prediction=True),
+    "sdxl": Case(4, family="sdxl"),
+    "cfg 1": Case(4, sample={"cfg": 1.0}),
+    "batch of two": Case(4, sample={"batch": 2}),
+    "lora": Case(4, change=with_lora),
+    "long prompt": Case(4, sample={"positive": tiny.conditioning(seed=1, tokens=154)}),
+    "inpaint mask": Case(4, sample={"noise_mask": torch.ones(1, 1, 64, 64).tril()}),
+    "img2img": Case(4, sample={"denoise": 0.5}),
+    "second-order sampler": Case(8, sample={"sampler": "heun"}),
+    "stochastic sampler": Case(4, sample={"sampler": "euler_ancestral"}),
+    "multistep sampler": Case(4, sample={"sampler": "dpmpp_2m", "scheduler": "karras"}),
+    "controlnet": Case(4, applied),
+    "controlnet of full strength": Case(4, lambda control: applied(control, 1.0)),
+    "controlnet sdxl": Case(4, applied, family="sdxl"),
+    # The first of each kind of step goes the usual way: with the first alone, with both, with the second alone.
+    "two controlnets with overlapping ranges": Case(5, chained, sample={"steps": 8}),
+    "controlnet for part of the run": Case(3, lambda control: applied(control, start=0.4, end=0.8)),
+    # Not the same work in every step:
+    "area": Case(0, sample={"positive": tiny.conditioning(seed=1, area=(4, 8, 0, 0), strength=1.0)}),
+    "mask": Case(0, sample={"positive": masked(1, 1.0)}),
+    "easycache": Case(0, change=easy_cache),
+    "post cfg": Case(0, sample={"sampler": "euler_cfg_pp"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: list[Any]) -> None:
+    case = CASES[name]
+    sample = {"steps": 5, **case.sample}
+    fast = Fast(provider, case.family, v_prediction=case.v_prediction)
+    model, control = tiny.model(case.family, v_prediction=case.v_prediction), tiny.controlnet(case.family)
+
+    def given(of: Any) -> dict[str, Any]:
+        return prompts(case.control(of), case.family) if case.control else {}
+
+    wanted = tiny.sample(case.change(model), case.family, **given(control), **sample)
+    found = tiny.sample(case.change(fast.model), case.family, **given(fast.control), **sample)
+    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    calls, of_control = fast.calls
+    assert len(replays) == case.replayed
+    assert calls >= (sample["steps"] if name not in ("easycache",) else 1)
+    assert bool(of_control) == bool(case.control)
+
+
+def test_counts_are_as_without(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    assert fast.calls == (5, 5) and len(replays) == 4
+
+
+def test_what_is_told_apart(provider: EngineProvider, replays: list[Any]) -> None:
+    """Prompts, hints and seeds are inputs of one graph; strengths and CFG are part of it."""
+    fast = Fast(provider)
+
+    def kinds(**sample: Any) -> set[Any]:
+        replays.clear()
+        tiny.sample(fast.model, steps=3, **sample)
+        return {what for what, *_ in replays}
+
+    first = kinds(**prompts(applied(fast.control)))
+    assert len(first) == 1
+    assert kinds(seed=3, **prompts(applied(fast.control, seed=8))) == first
+    other = prompts(applied(fast.control))
+    assert kinds(positive=tiny.conditioning(seed=9, control=other["positive"][0][1]["control"])) != first
+    other["positive"][0][0] = tiny.conditioning(seed=9)[0][0]
+    assert kinds(**other) == first
+    assert kinds(**prompts(applied(fast.control, 0.5))) != first
+    assert kinds(cfg=3.0, **prompts(applied(fast.control))) != first
+    assert kinds() != first
+
+
+def test_what_conditions_a_picture_is_put_in_place_once(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    (_, names, constant, _) = replays[0]
+    assert set(names) == {"x", "sigma", "cond_c_crossattn", "hint_0_guided_hint"}
+    assert constant == {"cond_c_crossattn", "hint_0_guided_hint"}
+
+
+def test_a_part_that_fails_leaves_the_usual_way(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Fast(provider)
+    wanted = tiny.sample(fast.model, steps=4)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CudaGraphs, "run", broken)
+    assert torch.equal(tiny.sample(fast.model, steps=4), wanted)
+    assert fast.calls[0] == 8
+
+
+def test_halves_give_the_same_picture(provider: EngineProvider, replays: list[Any]) -> None:
+    """The model in two engines, as where a ControlNet runs beside the first: asked for by name on a CPU."""
+    fast = Fast(provider, levers=Levers(parallel="on"))
+    wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    assert relative_difference(found, wanted) < TOLERANCE
+    assert fast.calls == (5, 5) and len(replays) == 4
+    uses = fast.model_module.status.to_json()["engines"]
+    assert sorted(use["label"].split()[1] for use in uses) == ["decoder", "encoder"]
+
+
+def test_halves_switch_over_in_the_midst_of_a_run(provider: EngineProvider) -> None:
+    fast = Fast(provider, levers=Levers(parallel="on"))
+    sample = {"steps": 6, "sampler": "dpmpp_2m"}
+    wanted = tiny.sample(tiny.model(), **sample, **prompts(applied(tiny.controlnet(), end=0.5)))
+    found = tiny.sample(fast.model, **sample, **prompts(applied(fast.control, end=0.5)))
+    assert relative_difference(found, wanted) < TOLERANCE
+    assert fast.calls[0] == 6 and 0 < fast.calls[1] < 6
+
+
+def test_lora_reaches_both_halves(provider: EngineProvider) -> None:
+    fast = Fast(provider, levers=Levers(parallel="on"))
+    wanted = tiny.sample(with_lora(tiny.model()), **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(with_lora(fast.model), **prompts(applied(fast.control)))
+    assert relative_difference(found, wanted) < TOLERANCE and fast.calls == (3, 3)
+
+
+@pytest.mark.parametrize("parallel", ["off", "on"])
+def test_text_is_projected_once_a_picture(parallel: str, provider: EngineProvider, replays: list[Any]) -> None:
+    """By the live layers, so that a LoRA on them reaches the engine."""
+    fast = Fast(provider, levers=Levers(text_once=True, parallel=parallel))
+    for change in (lambda model: model, with_lora):
+        wanted = tiny.sample(change(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
+        found = tiny.sample(change(fast.model), steps=4, **prompts(applied(fast.control)))
+        assert relative_difference(found, wanted) < TOLERANCE
+    assert fast.calls == (8, 8) and len(replays) == 6
+    texts = [name for name in replays[0][1] if name.startswith("text_")]
+    assert len(texts) == (2 if parallel == "on" else 1) and set(texts) < replays[0][2]
+
+
+def test_projected_text_outside_of_whole_steps(provider: EngineProvider) -> None:
+    fast = Fast(provider, "sdxl", levers=Levers(text_once=True))
+    wanted, found = (tiny.sample(model, "sdxl", cfg=3.0) for model in (tiny.model("sdxl"), fast.model))
+    assert relative_difference(found, wanted) < TOLERANCE and fast.calls[0] == 3
+
+
+def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    wanted = tiny.sample(fast.model, **prompts(applied(fast.control)))
+
+    def stop(step: int, *_: Any) -> None:
+        if step == 1:
+            raise comfy.model_management.InterruptProcessingException()
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        tiny.sample(fast.model, callback=stop, **prompts(applied(fast.control)))
+    assert not provider.pool.in_use(torch.device("cpu"))
+    assert torch.equal(tiny.sample(fast.model, **prompts(applied(fast.control))), wanted)
