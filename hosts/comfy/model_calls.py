@@ -101,6 +101,7 @@ class ModelCalls:
         self.engines_only = False
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
+        self._in_whole_step = False
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
 
@@ -115,7 +116,7 @@ class ModelCalls:
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         veto = self._why_not(module, inputs, given)
-        if veto is None and self.halves is not None:
+        if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
             if (out := self.halves(inputs, control, self, reference)) is not None:
                 return out
@@ -126,6 +127,15 @@ class ModelCalls:
         if isinstance(residuals, str):
             veto, residuals = veto or residuals, {}
         return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
+
+    @contextmanager
+    def whole_steps(self) -> Iterator[None]:
+        """Meanwhile calls are parts of steps that can be replayed as a whole: only there halves gain anything."""
+        before, self._in_whole_step = self._in_whole_step, True
+        try:
+            yield
+        finally:
+            self._in_whole_step = before
 
     def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
         """A text as a source's engines take it: projected once where it is the same in every step."""

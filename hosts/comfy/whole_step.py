@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 SERIAL, PARALLEL = "one after the other", "at the same time"
 _TRIALS = 7
+_WAIT = "called a synchronizing"
+"""In torch's warning of an operation that waits for the GPU."""
 
 
 def lead_steps(guider: Any, key: str, calls: ModelCalls, module: AcceleratedModule) -> None:
@@ -115,7 +117,7 @@ class WholeStep:
     def _first(self, step: Step, execute: Callable[[], torch.Tensor]) -> tuple[Pattern | None, torch.Tensor]:
         """The first of its kind in a run goes the usual way, which shows what it consists of."""
         eager = step.eager_calls(self._module)
-        with inlined(), step.noted() as served:
+        with inlined(), self._calls.whole_steps(), step.noted() as served:
             result = execute()
         for each in served:
             each.count()
@@ -285,6 +287,7 @@ class Step:
         """
         with ExitStack() as ending:
             ending.enter_context(inlined())
+            ending.enter_context(self._calls.whole_steps())
             ending.enter_context(self.noted())
             ending.enter_context(self._engines_only())
             self._decide(ending, tensors)
@@ -391,6 +394,6 @@ def _without_waits() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    waits = [str(warning.message) for warning in heard if "synchronizing" in str(warning.message)]
+    waits = [str(warning.message) for warning in heard if _WAIT in str(warning.message)]
     if waits:
         raise WaitsOnHost(f"a part of it waits for the GPU ({waits[0]})")

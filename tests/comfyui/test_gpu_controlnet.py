@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from .test_unet_engines import relative_difference, with_lora
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_TEST_DEVICE is not cuda")]
 
 SIZE, STEPS = 256, 8
-CLOSE = 3e-2
-"""Relative difference of two pictures in fp16 that are meant to be the same."""
+CLOSE = 0.08
+"""Relative difference of two pictures in fp16 that are meant to be the same; others are several times as far apart."""
 PROMPTS = ("a red circle left of a yellow square on a blue background", "a green square on a white background")
 
 
@@ -105,7 +106,8 @@ class Bench:
 
 @pytest.fixture(scope="module", params=["compiled", "tensorrt"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return Bench(tmp_path_factory.mktemp("engines"), request.param)
+    kept = os.environ.get("SLIPSTREAM_TEST_ENGINES")  # so that several runs build once
+    return Bench(Path(kept) if kept else tmp_path_factory.mktemp("engines"), request.param)
 
 
 def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
@@ -115,7 +117,7 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
     assert bench.replayed_bytes > 0, "no whole step was captured"
     graphs = bench.replayed_bytes
     another = bench.assert_same(prompt=1, hint=2, seed=11)
-    assert relative_difference(another, first) > 10 * CLOSE, "the pictures are alike: no proof"
+    assert relative_difference(another, first) > 4 * CLOSE, "the pictures are alike: no proof"
     assert bench.replayed_bytes == graphs, "another prompt and hint were captured anew"
     bench.assert_same(strength=0.4)
     bench.assert_same(cfg=3.0)
@@ -127,23 +129,26 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
 
 def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
     plain, fast = bench.sample(bench.model), bench.sample(bench.fast_model)
-    assert relative_difference(fast, plain) < CLOSE
-    _ = bench.calls
+    say(f"apart: {relative_difference(fast, plain):.1e} without control")
+    assert bench.calls[0] >= STEPS and relative_difference(fast, plain) < CLOSE
 
 
 def test_lora_reaches_captured_steps(bench: Bench) -> None:
     before = bench.assert_same()
     wanted = bench.sample(with_lora(bench.model), bench.control)
     found = bench.sample(with_lora(bench.fast_model), bench.fast_control)
-    assert relative_difference(found, wanted) < CLOSE < relative_difference(wanted, before) / 3
+    say(f"LoRA: apart {relative_difference(found, wanted):.1e}, moves {relative_difference(wanted, before):.1e}")
+    assert relative_difference(found, wanted) < CLOSE < relative_difference(wanted, before) / 2
     assert relative_difference(bench.assert_same(), before) < 1e-3
 
 
 def test_vae_both_ways(bench: Bench) -> None:
     latent = bench.sample(bench.fast_model, bench.fast_control)
-    wanted, found = bench.vae.decode(latent), bench.fast_vae.decode(latent)
-    assert wanted.std() > 0.05 and relative_difference(found.cpu(), wanted.cpu()) < CLOSE
-    wanted, found = bench.vae.encode(wanted), bench.fast_vae.encode(wanted)
+    picture, found = bench.vae.decode(latent), bench.fast_vae.decode(latent)
+    say(f"decode: apart {relative_difference(found.cpu(), picture.cpu()):.1e}")
+    assert picture.std() > 0.05 and relative_difference(found.cpu(), picture.cpu()) < CLOSE
+    wanted, found = bench.vae.encode(picture), bench.fast_vae.encode(picture)
+    say(f"encode: apart {relative_difference(found.cpu(), wanted.cpu()):.1e}")
     assert relative_difference(found.cpu(), wanted.cpu()) < CLOSE
     assert bench.calls[2] == 2
 

@@ -183,7 +183,7 @@ def test_halves_give_the_same_picture(provider: EngineProvider, replays: list[An
     assert sorted(use["label"].split()[1] for use in uses) == ["decoder", "encoder"]
 
 
-def test_halves_switch_over_in_the_midst_of_a_run(provider: EngineProvider) -> None:
+def test_halves_switch_over_in_the_midst_of_a_run(provider: EngineProvider, replays: list[Any]) -> None:
     fast = Fast(provider, levers=Levers(parallel="on"))
     sample = {"steps": 6, "sampler": "dpmpp_2m"}
     wanted = tiny.sample(tiny.model(), **sample, **prompts(applied(tiny.controlnet(), end=0.5)))
@@ -192,7 +192,16 @@ def test_halves_switch_over_in_the_midst_of_a_run(provider: EngineProvider) -> N
     assert fast.calls[0] == 6 and 0 < fast.calls[1] < 6
 
 
-def test_lora_reaches_both_halves(provider: EngineProvider) -> None:
+def test_where_steps_are_not_whole_the_model_runs_whole(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider, levers=Levers(parallel="on"))
+    sample = prompts(applied(fast.control))
+    sample["positive"] += tiny.conditioning(seed=3, area=(4, 8, 0, 0), strength=1.0)
+    tiny.sample(fast.model, **sample)
+    labels = [use["label"] for use in fast.model_module.status.to_json()["engines"]]
+    assert not replays and labels and not any("encoder" in label or "decoder" in label for label in labels)
+
+
+def test_lora_reaches_both_halves(provider: EngineProvider, replays: list[Any]) -> None:
     fast = Fast(provider, levers=Levers(parallel="on"))
     wanted = tiny.sample(with_lora(tiny.model()), **prompts(applied(tiny.controlnet())))
     found = tiny.sample(with_lora(fast.model), **prompts(applied(fast.control)))
