@@ -128,9 +128,12 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
 
 
 def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
+    """Nothing holds these pictures together, so that rounding in fp16 moves them further than those with control."""
     plain, fast = bench.sample(bench.model), bench.sample(bench.fast_model)
-    say(f"apart: {relative_difference(fast, plain):.1e} without control")
-    assert bench.calls[0] >= STEPS and relative_difference(fast, plain) < CLOSE
+    other = bench.sample(bench.model, seed=12)
+    say(f"without control: {relative_difference(fast, plain):.1e}, another {relative_difference(other, plain):.1e}")
+    assert bench.calls[0] >= STEPS and bench.replayed_bytes > 0
+    assert relative_difference(fast, plain) < min(2 * CLOSE, relative_difference(other, plain) / 4)
 
 
 def test_lora_reaches_captured_steps(bench: Bench) -> None:
@@ -142,6 +145,7 @@ def test_lora_reaches_captured_steps(bench: Bench) -> None:
     assert relative_difference(bench.assert_same(), before) < 1e-3
 
 
+@torch.inference_mode()
 def test_vae_both_ways(bench: Bench) -> None:
     latent = bench.sample(bench.fast_model, bench.fast_control)
     picture, found = bench.vae.decode(latent), bench.fast_vae.decode(latent)
