@@ -50,7 +50,7 @@ def why_replaced(model: torch.nn.Module) -> str | None:
         if _top(kind.__module__) != home:
             return f"another extension brought its own layers ({_name(kind)})"
         for name, function in _methods_of(kind):
-            if not _is_own(function, home):
+            if not is_own(function, home):
                 return _say_replaced(f"{_name(kind)}.{name}", function)
     try:
         return next(_replaced_functions(_modules_of(classes), home), None)
@@ -99,7 +99,7 @@ def _replaced_functions(modules: Iterable[str], home: str) -> Iterator[str]:
                 continue
             source, original = written.imports.get(name, (module, name))
             if source == module:
-                replaced = name in written.functions and not _is_own(value, home)
+                replaced = name in written.functions and not is_own(value, home)
             else:  # from another package it may be whatever it is
                 replaced = _top(source) == home and getattr(sys.modules.get(source), original, value) is not value
             if replaced:
@@ -224,7 +224,7 @@ def _owner(function: FunctionType) -> str:
     return str(function.__globals__.get("__name__"))  # unlike __module__, no decorator alters it
 
 
-def _is_own(function: FunctionType, package: str) -> bool:
+def is_own(function: FunctionType, package: str) -> bool:
     """Whether a function was defined in `package`, decorators from installed packages aside."""
     owners = []
     layer: object = function

@@ -83,6 +83,7 @@ class CudaGraphs:
         tensors: Tensors,
         what: Hashable = None,
         constant: frozenset[str] = frozenset(),
+        or_raise: bool = False,
     ) -> Tensors:
         """What `compute` makes of `tensors`, in fresh tensors.
 
@@ -91,19 +92,31 @@ class CudaGraphs:
             what: tells functions apart.
             constant: names of tensors that hold the same numbers for as long as they are the same object; they are
                 copied to where the graph reads them only when another one comes.
+            or_raise: where no graph can be had, raise instead of computing without.
+
+        Raises:
+            RuntimeError: see `or_raise`.
         """
         call = _call_of(tensors, what)
+        if what in self._hopeless and or_raise:
+            raise RuntimeError("it cannot be a CUDA graph")
         if what not in self._hopeless:
             known = self._graphs.get(call)
             if known is None or known.generation != generation:
-                self._capture(call, compute, generation, tensors, constant)
+                self._capture(call, compute, generation, tensors, constant, or_raise)
         if (graph := self._graphs.get(call)) is None:
             return compute(**tensors)
         self._graphs.move_to_end(call)
         return graph.replay(tensors)
 
-    def forget(self, what: Hashable) -> None:
-        """Drop the graphs of one function."""
+    def forget(self, what: Hashable, for_good: bool = False) -> None:
+        """Drop the graphs of one function.
+
+        Args:
+            for_good: it is not to be captured again.
+        """
+        if for_good:
+            self._hopeless.add(what)
         for call in [call for call in self._graphs if call[0] == what]:
             self._graphs.pop(call).close()
 
@@ -116,7 +129,13 @@ class CudaGraphs:
         self._memory = None
 
     def _capture(
-        self, call: _Call, compute: Compute, generation: Hashable, tensors: Tensors, constant: frozenset[str]
+        self,
+        call: _Call,
+        compute: Compute,
+        generation: Hashable,
+        tensors: Tensors,
+        constant: frozenset[str],
+        or_raise: bool,
     ) -> None:
         # What is kept here outlives a host's inference mode.
         with side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
@@ -130,6 +149,8 @@ class CudaGraphs:
                 if watch.ran_out(error) or not isinstance(error, RuntimeError):
                     raise
                 self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
+                if or_raise:
+                    raise
                 log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", error)
 
     def _add(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> None:

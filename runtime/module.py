@@ -140,6 +140,10 @@ class Run:
         if offer.engine is not None and all(other is not offer for other in self._offers.values()):
             self._module.provider.pool.give_back(offer.engine)
 
+    def offers(self, offer: Offer) -> bool:
+        """Whether this run still answers calls by it."""
+        return any(each is offer for each in self._offers.values())
+
     def count(self, offer: Offer) -> None:
         """Count a call that an engine served."""
         assert offer.plan is not None

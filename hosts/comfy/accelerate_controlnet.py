@@ -92,8 +92,10 @@ class Acceleration:
         network = control.control_model
         users = self._users.get(network, set())
         users.discard(id(control))
-        if not users and network in self._calls:
-            self._calls.pop(network).close()
+        if not users:
+            self._users.pop(network, None)
+            if network in self._calls:
+                self._calls.pop(network).close()
 
 
 class AcceleratedControlNet(ControlNet):
@@ -232,10 +234,18 @@ class ControlCalls:
         inputs = {"x": x, "timesteps": timesteps, "context": context}
         if y is not None and self._network.num_classes is not None:
             inputs["y"] = y
-        veto = self._veto or _why_not_this_call(inputs, extra)
+        veto = self._veto or _why_not_this_call(inputs, extra) or self._why_not_these_types(extra.get("control_type"))
         if veto is None:
             inputs |= self._once(hint, extra.get("control_type"))
         return _by_kind(self.run(inputs, lambda: _by_name(plain()), veto))
+
+    def _why_not_these_types(self, types: list[int] | None) -> str | None:
+        """ComfyUI's own code says what is wrong with a type that is none of the network's."""
+        if self._network.control_add_embedding is not None and any(
+            number >= self._network.num_control_type for number in types or ()
+        ):
+            return "this ControlNet Union does not know the type that is set"
+        return None
 
     def _once(self, hint: torch.Tensor, types: list[int] | None) -> Tensors:
         """The embeddings of a picture; ComfyUI hands over the same hint in every step."""
@@ -251,9 +261,9 @@ class ControlCalls:
             self._embedded = [(picture, found), *self._embedded[: _PICTURES_KEPT - 1]]
         return found
 
-    def embedding_of(self, hint: torch.Tensor) -> Tensors | None:
-        """What a hint that was used in this run was embedded to."""
-        return next((embedded for picture, embedded in self._embedded if picture[0] is hint), None)
+    def embedding_of(self, hint: torch.Tensor) -> Tensors:
+        """What a hint that was used in this run was embedded to; nothing where it is not kept."""
+        return next((embedded for picture, embedded in self._embedded if picture[0] is hint), {})
 
     @contextmanager
     def given(self, hint: torch.Tensor, embedded: Tensors) -> Iterator[None]:

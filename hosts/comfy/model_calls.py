@@ -181,6 +181,9 @@ class Halves:
 
     Args:
         ending: closes the runs of the halves, which begin with the first call.
+
+    Attributes:
+        is_refused: the model runs whole.
     """
 
     _proved: set[tuple[str, str]] = set()
@@ -190,7 +193,7 @@ class Halves:
         self._module, self._patcher, self._ending, self._tally = module, patcher, ending, tally
         self._runs: dict[str, Run] = {}
         self.sources: dict[str, ComfyUNetHalfSource] = {}
-        self._is_refused = False
+        self.is_refused = False
 
     def __call__(
         self,
@@ -205,7 +208,7 @@ class Halves:
             calls: whose call it is.
             reference: the plain model's answer to the same call.
         """
-        if self._is_refused or not is_for_halves(_names(control)):
+        if self.is_refused or not is_for_halves(_names(control)):
             return None
         run = self._run(ENCODER)
         middle = run.ask({**inputs, **self._text(ENCODER, inputs, calls)})
@@ -217,9 +220,16 @@ class Halves:
             return None
         run = self._run(DECODER)
         result = run.ask({**middle, **self._text(DECODER, inputs, calls), **residuals})
-        if isinstance(result, str) or not self._is_right(result, reference):
+        if isinstance(result, str):
+            self.is_refused = True  # in this run: else each step would compute the first half in vain
+            return None
+        if not self._is_right(result, reference):
             return None
         return result["out"]
+
+    def answers(self, run: Run) -> bool:
+        """Whether a run is that of the second half, which gives the model's answer."""
+        return self._runs.get(DECODER) is run
 
     def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
         return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
@@ -241,12 +251,12 @@ class Halves:
             return True
         error = relative_error(result, reference())
         limit = max(LIMITS[source.precision], LIMITS[self._module.settings.precision or source.precision])
-        self._is_refused = not error <= limit
-        if self._is_refused:
+        self.is_refused = not error <= limit
+        if self.is_refused:
             self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
         else:
             self._proved.add(case)
-        return not self._is_refused
+        return not self.is_refused
 
 
 def _names(control: Any) -> list[str]:

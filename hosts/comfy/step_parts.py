@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from ...core.protocols import Tensors
+from ..source_code import is_own
 from .vetoes import why_not_these_options
 
 _PREFIX = "cond_"
@@ -22,7 +23,30 @@ _OTHERS_COMBINE = (
     "context_handler",
     "multigpu_clones",
 )
+_FUNCTIONS = (
+    "sampling_function",
+    "calc_cond_batch",
+    "_calc_cond_batch_outer",
+    "_calc_cond_batch",
+    "cfg_function",
+    "get_area_and_mult",
+    "cond_cat",
+)
+_METHODS = ("apply_model", "_apply_model")
 _OTHERS_LOOK = ("sampler_pre_cfg_function", "sampler_post_cfg_function")
+
+
+def why_other_code(model: Any) -> str | None:
+    """Which of the functions that a whole step stands for is not ComfyUI's own; None where all are."""
+    import comfy.samplers as samplers
+
+    owners = [(samplers, _FUNCTIONS), (samplers.CFGGuider, ("predict_noise",)), (type(model), _METHODS)]
+    for owner, names in owners:
+        for name in names:
+            function = getattr(owner, name, None)
+            if function is not None and not (isinstance(function, FunctionType) and is_own(function, "comfy")):
+                return f"another extension replaced {name}"
+    return next((f"another extension replaced {name}" for name in _METHODS if name in vars(model)), None)
 
 
 def why_not_whole(guider: Any, model_options: dict[str, Any], x: torch.Tensor, key: str) -> str | None:
@@ -33,7 +57,7 @@ def why_not_whole(guider: Any, model_options: dict[str, Any], x: torch.Tensor, k
     """
     from comfy.samplers import CFGGuider
 
-    if type(guider).predict_noise is not CFGGuider.predict_noise:
+    if type(guider).predict_noise is not CFGGuider.predict_noise or "predict_noise" in vars(guider):
         return "this guider combines prompts in a way of its own"
     if any(model_options.get(name) is not None for name in _OTHERS_COMBINE) or any(
         model_options.get(name) for name in _OTHERS_LOOK
@@ -129,6 +153,10 @@ def kind_of_sampling(model: Any) -> Hashable:
     return weakref.ref(model), weakref.ref(sampling), tuple(sorted(numbers.items()))
 
 
+_Source = tuple[torch.Tensor, str, int]
+"""A conditioning tensor, its name and its version."""
+
+
 @dataclass(frozen=True)
 class Conditions:
     """What conditions the model in every step of a run, as one batch on its device.
@@ -139,7 +167,7 @@ class Conditions:
     """
 
     tensors: Tensors
-    _sources: tuple[Any, ...]
+    _sources: tuple[_Source, ...]
     _batch: int
     texts: Tensors = field(default_factory=dict)
 
@@ -163,18 +191,29 @@ class Conditions:
         tensors = {
             _PREFIX + name: cond.concat([other[name] for other in others]).to(device) for name, cond in first.items()
         }
-        return cls(tensors, sources, x.shape[0])
+        return cls(tensors, _tensors_of(sources), x.shape[0])
 
     def are_of(self, guider: Any, x: torch.Tensor, order: tuple[int, ...]) -> bool:
         """Whether they are what these very conditions give."""
-        now = _model_conds(guider, order)
-        same = len(now) == len(self._sources) and all(map(operator.is_, now, self._sources))
+        now = _tensors_of(_model_conds(guider, order))
+        same = len(now) == len(self._sources) and all(
+            one[0] is other[0] and one[1:] == other[1:] for one, other in zip(now, self._sources, strict=True)
+        )
         return same and x.shape[0] == self._batch
 
     @staticmethod
     def named(tensors: Tensors) -> dict[str, Any]:
         """Those of a graph's inputs, by the names of the model's arguments."""
         return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+
+
+def _tensors_of(conds: tuple[dict[str, Any], ...]) -> tuple[_Source, ...]:
+    """What they are made of: another tensor, or one that was written into, is another condition."""
+    return tuple(
+        (cond.cond, name, 0 if cond.cond.is_inference() else cond.cond._version)
+        for each in conds
+        for name, cond in sorted(each.items())
+    )
 
 
 def _model_conds(guider: Any, order: tuple[int, ...]) -> tuple[dict[str, Any], ...]:

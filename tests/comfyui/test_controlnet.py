@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -236,6 +239,28 @@ def test_all_types_of_a_union_share_one_engine(provider: EngineProvider) -> None
     assert (module.status.engine_calls, module.status.eager_calls) == (3, 0), module.status.to_json()["reasons"]
     assert len(module.status.to_json()["engines"]) == 1
     assert not torch.allclose(answers[0], answers[1]) and not torch.allclose(answers[0], answers[2])
+
+
+def test_a_type_that_a_union_does_not_know_is_said_by_comfyui(provider: EngineProvider) -> None:
+    fast = accelerate_controlnet(union(), module := AcceleratedModule(provider, FIRST_USE))
+    given = {"x": torch.randn(2, 4, 8, 8), "hint": hint(), "timesteps": torch.tensor([5.0, 5.0])}
+    calls = fast.acceleration.calls_of(fast)
+    with pytest.raises(ValueError, match="out of range"):
+        calls(**given, context=torch.randn(2, 77, 64), y=torch.randn(2, 2816), control_type=[7])
+    fast.acceleration.leave(fast)
+    assert module.status.engine_calls == 0
+
+
+def test_a_network_that_is_used_no_more_is_let_go(provider: EngineProvider) -> None:
+    fast = Fast(provider)
+    clone = fast.control.copy()
+    clone.control_model = copy.deepcopy(clone.control_model)  # as for a second GPU
+    clone.calls()
+    clone.cleanup()
+    gone = weakref.ref(clone.control_model)
+    del clone
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_kind_without_engines_runs_as_ever_and_says_why(provider: EngineProvider) -> None:

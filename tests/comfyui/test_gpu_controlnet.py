@@ -25,7 +25,7 @@ from slipstream.hosts.comfy.demo_model import (
     load_demo_model,
     load_demo_vae,
 )
-from slipstream.hosts.comfy.whole_step import PARALLEL, SERIAL
+from slipstream.hosts.comfy.step import PARALLEL, SERIAL
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings

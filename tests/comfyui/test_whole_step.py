@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
+import comfy.samplers
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from slipstream.hosts.comfy import whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.runtime.cuda_graphs import CudaGraphs
-from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
@@ -36,7 +37,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What was replayed: kinds of steps, and their inputs' names."""
     done: list[Any] = []
 
-    def run(graphs: Any, compute: Any, generation: Any, tensors: Any, what: Any = None, constant: Any = ()) -> Any:
+    def run(graphs: Any, compute: Any, generation: Any, tensors: Any, what: Any, constant: Any, or_raise: bool) -> Any:
+        assert or_raise
         done.append((what, sorted(tensors), frozenset(constant), generation))
         return compute(**tensors)
 
@@ -170,6 +172,100 @@ def test_a_part_that_fails_leaves_the_usual_way(
     monkeypatch.setattr(CudaGraphs, "run", broken)
     assert torch.equal(tiny.sample(fast.model, steps=4), wanted)
     assert fast.calls[0] == 8
+
+
+def half_as_much(cond_pred: Any, uncond_pred: Any, cond_scale: float, *_: Any, **__: Any) -> Any:
+    """Another way to combine prompts, as an extension may put it into ComfyUI's place."""
+    return uncond_pred + (cond_pred - uncond_pred) * cond_scale / 2
+
+
+def test_code_that_another_extension_replaced_is_not_gone_round(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = tiny.sample(tiny.model(), steps=4)
+
+    def replaced(model: Any, cond_pred: Any, uncond_pred: Any, cond_scale: float, *rest: Any, **options: Any) -> Any:
+        return half_as_much(cond_pred, uncond_pred, cond_scale)
+
+    monkeypatch.setattr(comfy.samplers, "cfg_function", replaced)
+    fast = Fast(provider)
+    wanted, found = tiny.sample(tiny.model(), steps=4), tiny.sample(fast.model, steps=4)
+    assert relative_difference(found, wanted) < TOLERANCE < relative_difference(usual, wanted) / 100
+    assert not replays and fast.calls[0] == 4
+
+
+def test_a_guider_that_is_changed_in_place_is_not_gone_round(provider: EngineProvider, replays: list[Any]) -> None:
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+
+        def outer(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            guider = executor.class_obj
+            plain = guider.predict_noise
+            guider.predict_noise = lambda *given, **options: 0.9 * plain(*given, **options)
+            return executor(*args, **kwargs)
+
+        clone.add_wrapper_with_key("outer_sample", "test", outer)
+        return clone
+
+    fast = Fast(provider)
+    wanted, found = tiny.sample(change(tiny.model()), steps=4), tiny.sample(change(fast.model), steps=4)
+    assert relative_difference(found, wanted) < TOLERANCE and not replays
+
+
+def test_conditioning_that_is_replaced_in_the_midst_of_a_run_counts(
+    provider: EngineProvider, replays: list[Any]
+) -> None:
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+
+        def each(executor: Any, x: Any, timestep: Any, options: Any = None, seed: Any = None) -> Any:
+            conds = executor.class_obj.conds["positive"][0]["model_conds"]
+            conds["c_crossattn"] = type(conds["c_crossattn"])(conds["c_crossattn"].cond * 0.7)
+            return executor(x, timestep, options, seed)
+
+        clone.add_wrapper_with_key("predict_noise", "test", each)
+        return clone
+
+    fast = Fast(provider)
+    wanted, found = tiny.sample(change(tiny.model()), steps=4), tiny.sample(change(fast.model), steps=4)
+    assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 3
+
+
+def test_two_sizes_in_one_run_are_two_kinds_of_steps(provider: EngineProvider, replays: list[Any]) -> None:
+    """As samplers do that look at a smaller picture now and then."""
+
+    def change(patcher: Any) -> Any:
+        clone = patcher.clone()
+
+        def each(executor: Any, x: Any, timestep: Any, options: Any = None, seed: Any = None) -> Any:
+            small = executor(x[..., ::2, ::2].contiguous(), timestep, options, seed)
+            return executor(x, timestep, options, seed) + 0.01 * small.mean()
+
+        clone.add_wrapper_with_key("predict_noise", "test", each)
+        return clone
+
+    fast = Fast(provider)
+    wanted = tiny.sample(change(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(change(fast.model), steps=4, **prompts(applied(fast.control)))
+    assert relative_difference(found, wanted) < TOLERANCE and len({what for what, *_ in replays}) <= 2
+
+
+def test_a_second_half_without_an_engine_leaves_the_model_whole(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Fast(provider, levers=Levers(parallel="on"))
+    ask = Run.ask
+    asked: list[str] = []
+
+    def no_decoder(run: Run, inputs: Any) -> Any:
+        asked.append("decoder" if "emb" in inputs else "encoder or whole")
+        return "the decoder is being built" if "emb" in inputs else ask(run, inputs)
+
+    monkeypatch.setattr(Run, "ask", no_decoder)
+    wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    assert relative_difference(found, wanted) < TOLERANCE
+    assert asked.count("decoder") == 1 and len(replays) == 3 and fast.calls == (5, 5)
 
 
 def test_halves_give_the_same_picture(provider: EngineProvider, replays: list[Any]) -> None:
