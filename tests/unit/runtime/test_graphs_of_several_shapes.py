@@ -12,7 +12,7 @@ from slipstream.core.protocols import Engine as EngineProtocol
 from slipstream.core.protocols import Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.runtime import cuda_graphs
-from slipstream.runtime.cuda_graphs import GraphedEngine
+from slipstream.runtime.cuda_graphs import CudaGraphs, GraphedEngine, inlined
 
 CUDA = torch.device("cuda", 0)
 
@@ -192,3 +192,44 @@ def test_a_capture_that_runs_out_of_memory_frees_all_and_may_be_tried_again(
     graphs.error = None
     compute(engine, 2)
     assert graphs.captures == [1, 2] and len(Memory.made) == 2
+
+
+# ---------------------------------------------------------------------------------- several functions in one place
+
+
+def doubled(x: torch.Tensor) -> Tensors:
+    return {"out": 2 * x}
+
+
+def test_functions_are_told_apart_and_forgotten_alone(graphs: type[Graph]) -> None:
+    several = CudaGraphs(CUDA)
+    for what in ("one", "other", "one"):
+        several.run(doubled, 1, {"x": torch.ones(2)}, what)
+    assert graphs.captures == [2, 2] and len(Memory.made) == 1
+    several.forget("one")
+    several.run(doubled, 1, {"x": torch.ones(2)}, "other")
+    assert graphs.captures == [2, 2]
+    several.run(doubled, 1, {"x": torch.ones(2)}, "one")
+    assert graphs.captures == [2, 2, 2]
+
+
+def test_a_function_that_must_be_a_graph_raises_where_it_cannot_be_one(graphs: type[Graph]) -> None:
+    several = CudaGraphs(CUDA)
+    graphs.error = RuntimeError("it waits on the host")
+    with pytest.raises(RuntimeError, match="waits"):
+        several.run(doubled, 1, {"x": torch.ones(2)}, "one", or_raise=True)
+    graphs.error = None
+    with pytest.raises(RuntimeError, match="cannot be"):
+        several.run(doubled, 1, {"x": torch.ones(2)}, "one", or_raise=True)
+    assert several.run(doubled, 1, {"x": torch.ones(2)}, "other", or_raise=True)["out"].tolist() == [2.0, 2.0]
+    several.forget("other", for_good=True)
+    with pytest.raises(RuntimeError, match="cannot be"):
+        several.run(doubled, 1, {"x": torch.ones(2)}, "other", or_raise=True)
+
+
+def test_parts_of_a_larger_graph_have_none_of_their_own(engine: GraphedEngine, graphs: type[Graph]) -> None:
+    with inlined():
+        compute(engine, 2)
+    assert graphs.captures == []
+    compute(engine, 2)
+    assert graphs.captures == [2]
