@@ -1,4 +1,4 @@
-"""Samplers without noise of their own draw none in their steps: each draw would cost time and change the random state."""
+"""Samplers without noise of their own draw none in their steps: it would cost time and change the random state."""
 
 from __future__ import annotations
 
