@@ -110,7 +110,7 @@ class ModelCalls:
         try:
             given = self._kind.arguments(args, kwargs)
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
-            reason = f"{self._kind.name} is called in an unknown way ({error})"
+            reason = self._veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
             return self.whole({}, lambda: self._plain(plain, args, kwargs), reason)["out"]
         self.options = given.get("transformer_options") or {}
         control = given.pop("control", None)
@@ -123,9 +123,11 @@ class ModelCalls:
         self._join()
         if veto is None and "context" in inputs:
             inputs["context"] = self.text_of(self.source, inputs["context"])
-        residuals = residuals_of(control, inputs["x"])
+        residuals: Tensors | str = {}
+        if veto is None and control:
+            residuals = residuals_of(control, inputs["x"])
         if isinstance(residuals, str):
-            veto, residuals = veto or residuals, {}
+            veto, residuals = residuals, {}
         return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
 
     @contextmanager
@@ -145,10 +147,12 @@ class ModelCalls:
         self.join()
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
-        if module is not self.source.unet:
-            return "this part of the batch runs on another GPU's copy of the model"
         if veto := self._veto_of_run:
             return veto
+        if module is not self.source.unet:
+            return "this part of the batch runs on another GPU's copy of the model"
+        if "x" not in inputs:
+            return f"{self._kind.name} is called in an unknown way"
         if any(tensor.requires_grad for tensor in inputs.values()):
             return "gradients are asked for, which engines do not give"
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
