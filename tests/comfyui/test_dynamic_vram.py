@@ -49,7 +49,7 @@ def test_a_model_is_the_same_with_and_without(family: str, dynamic_vram: Any) ->
 @pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
 def test_a_vae_is_the_same_with_and_without(half: Any, dynamic_vram: Any) -> None:
     layers = {
-        "ch": 32, "ch_mult": [1, 2], "num_res_blocks": 1, "out_ch": 3, "in_channels": 3, "z_channels": 4,
+        "ch": 32, "widths": [32, 64], "num_res_blocks": 1, "out_ch": 3, "in_channels": 3, "z_channels": 4,
         "attn_resolutions": [], "resolution": 64, "double_z": True,
     }  # fmt: skip
     config = {"layers": layers, "embed_dim": 4}
