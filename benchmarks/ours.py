@@ -16,11 +16,11 @@ from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
 from .variants import AS_EXPORTED, BAKE, ENGINES, GRAPH, HINT, MAX, PARALLEL, PRECISIONS, TEXT, Variant
 
-_NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF.value, one_graph=False)
+_NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False)
 _ON: Mapping[str, Mapping[str, Any]] = {
     HINT: {"hint_once": True},
     TEXT: {"text_once": True},
-    PARALLEL: {"parallel": Parallel.ON.value},
+    PARALLEL: {"parallel": Parallel.ON},
     GRAPH: {"one_graph": True},
 }
 

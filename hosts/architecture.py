@@ -15,6 +15,7 @@ from ..core.dtypes import WHOLE_NUMBERS
 from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
+from ..core.spec import ModelFingerprint
 from .source_code import source_digest
 
 RECIPE = 2
@@ -46,6 +47,21 @@ class Remembered(Generic[_Known]):
             known[what] = find()
             self._known[module] = type(module), known
         return known[what]
+
+
+def fingerprint_of(digest: str, name: str, module: torch.nn.Module) -> ModelFingerprint:
+    """
+    Args:
+        digest: of the architecture.
+        module: what an engine stands for, of which weights are counted; may lie on the meta device.
+    """
+    weights = module.state_dict().values()
+    return ModelFingerprint(digest, name, layers=len(weights), parameters=sum(weight.numel() for weight in weights))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Grows with each write into a tensor; 0 for those of inference mode, which do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Draw(Protocol):

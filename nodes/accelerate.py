@@ -6,14 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .inputs import (
-    backend_input,
-    build_input,
-    engine_inputs,
-    optimize_input,
-    precision_input,
-    resolutions_input,
-)
+from .accelerating import accelerated
+from .inputs import choices, engine_inputs
 
 
 class AccelerateModel(io.ComfyNode):
@@ -28,11 +22,7 @@ class AccelerateModel(io.ComfyNode):
             "Whatever an engine cannot honour runs on the plain model, and Engine Info says why.",
             inputs=[
                 io.Model.Input("model"),
-                backend_input(),
-                precision_input(),
-                optimize_input(),
-                build_input(),
-                resolutions_input(),
+                *choices(),
                 *engine_inputs(),
             ],
             outputs=[io.Model.Output()],
@@ -40,25 +30,7 @@ class AccelerateModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        model: Any,
-        backend: str,
-        precision: str,
-        optimize: str,
-        build: str,
-        resolutions: str,
-        **engines: Any,
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:
         from ..hosts.comfy.accelerate import accelerate_model
-        from ..hosts.comfy.host import provider
-        from ..hosts.comfy.pictures import record_run
-        from ..runtime.module import AcceleratedModule
-        from ..runtime.settings import Settings
 
-        settings = Settings.of_text(
-            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions, **engines
-        )
-        module = AcceleratedModule(provider(), settings)
-        node_id = str(cls.hidden.unique_id)
-        return io.NodeOutput(accelerate_model(model, module, lambda what: record_run(what, node_id)))
+        return accelerated(cls, accelerate_model, model, **chosen)

@@ -6,7 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .inputs import backend_input, build_input, optimize_input, precision_input, resolutions_input
+from .accelerating import accelerated
+from .inputs import choices
 
 
 class AccelerateControlNet(io.ComfyNode):
@@ -21,29 +22,14 @@ class AccelerateControlNet(io.ComfyNode):
             "Accelerate Model, whose engines take what ControlNets add.",
             inputs=[
                 io.ControlNet.Input("control_net"),
-                backend_input(),
-                precision_input(),
-                optimize_input(),
-                build_input(with_manual=False),
-                resolutions_input(),
+                *choices(with_manual=False),
             ],
             outputs=[io.ControlNet.Output()],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(
-        cls, control_net: Any, backend: str, precision: str, optimize: str, build: str, resolutions: str
-    ) -> io.NodeOutput:
+    def execute(cls, control_net: Any, **chosen: Any) -> io.NodeOutput:
         from ..hosts.comfy.accelerate_controlnet import accelerate_controlnet
-        from ..hosts.comfy.host import provider
-        from ..hosts.comfy.pictures import record_run
-        from ..runtime.module import AcceleratedModule
-        from ..runtime.settings import Settings
 
-        settings = Settings.of_text(
-            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions
-        )
-        module = AcceleratedModule(provider(), settings)
-        node_id = str(cls.hidden.unique_id)
-        return io.NodeOutput(accelerate_controlnet(control_net, module, lambda what: record_run(what, node_id)))
+        return accelerated(cls, accelerate_controlnet, control_net, **chosen)

@@ -6,7 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .inputs import backend_input, build_input, optimize_input, precision_input, resolutions_input
+from .accelerating import accelerated
+from .inputs import choices
 
 
 class AccelerateVAE(io.ComfyNode):
@@ -21,29 +22,14 @@ class AccelerateVAE(io.ComfyNode):
             "engine cannot honour runs on the plain VAE, and Engine Info says why.",
             inputs=[
                 io.Vae.Input("vae"),
-                backend_input(),
-                precision_input(),
-                optimize_input(),
-                build_input(with_manual=False),
-                resolutions_input(),
+                *choices(with_manual=False),
             ],
             outputs=[io.Vae.Output()],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(
-        cls, vae: Any, backend: str, precision: str, optimize: str, build: str, resolutions: str
-    ) -> io.NodeOutput:
+    def execute(cls, vae: Any, **chosen: Any) -> io.NodeOutput:
         from ..hosts.comfy.accelerate_vae import accelerate_vae
-        from ..hosts.comfy.host import provider
-        from ..hosts.comfy.pictures import record_run
-        from ..runtime.module import AcceleratedModule
-        from ..runtime.settings import Settings
 
-        settings = Settings.of_text(
-            backend=backend, precision=precision, optimize=optimize, build=build, resolutions=resolutions
-        )
-        module = AcceleratedModule(provider(), settings)
-        node_id = str(cls.hidden.unique_id)
-        return io.NodeOutput(accelerate_vae(vae, module, lambda what: record_run(what, node_id)))
+        return accelerated(cls, accelerate_vae, vae, **chosen)

@@ -39,13 +39,11 @@ class EngineInfo(io.ComfyNode):
         from ..hosts.comfy.accelerate_vae import accelerated_vae_module
         from ..hosts.comfy.info import describe
 
-        found = []
-        if model is not None:
-            found.append(describe(accelerated_module(model)))
-        if vae is not None:
-            found.append(describe(accelerated_vae_module(vae), "VAE", "Accelerate VAE"))
-        if control_net is not None:
-            module = accelerated_controlnet_module(control_net)
-            found.append(describe(module, "ControlNet", "Accelerate ControlNet"))
+        given = (
+            (model, accelerated_module, "model", "Accelerate Model"),
+            (vae, accelerated_vae_module, "VAE", "Accelerate VAE"),
+            (control_net, accelerated_controlnet_module, "ControlNet", "Accelerate ControlNet"),
+        )
+        found = [describe(module_of(it), what, node) for it, module_of, what, node in given if it is not None]
         text = "\n\n".join(found) or "Connect what an Accelerate node has made."
         return io.NodeOutput(text, ui=ui.PreviewText(text))

@@ -57,6 +57,11 @@ def resolutions_input() -> io.String.Input:
     )
 
 
+def choices(with_manual: bool = True) -> list[io.Input]:
+    """What every Accelerate node asks for."""
+    return [backend_input(), precision_input(), optimize_input(), build_input(with_manual), resolutions_input()]
+
+
 def engine_inputs() -> list[io.Input]:
     """What one engine is for. Workflows that were saved before these inputs were there go without them."""
     return [_advanced(each) for each in (_engines_input(), _max_batch_input(), _max_tokens_input(), _bake_input())]

@@ -22,6 +22,9 @@ MAX_BATCH = 2
 
 MAX_TOKENS = 3 * TOKENS
 
+SWITCHED_OFF = "acceleration is switched off in the node"
+"""Why the plain model runs with `BackendChoice.OFF`."""
+
 
 class BackendChoice(str, Enum):
     AUTO = "auto"
@@ -61,13 +64,13 @@ class Levers:
     Attributes:
         hint_once: a ControlNet's hint is embedded once a picture.
         text_once: keys and values of the attention over the text are computed once a prompt.
-        parallel: "auto" measures both ways once and remembers.
+        parallel: `AUTO` measures both ways once and remembers.
         one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
     """
 
     hint_once: bool = True
     text_once: bool = False
-    parallel: str = Parallel.AUTO.value
+    parallel: Parallel = Parallel.AUTO
     one_graph: bool = True
 
 
@@ -197,7 +200,7 @@ class Settings:
     def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
         """Why these shapes get no engine; None when they do."""
         if self.backend is BackendChoice.OFF:
-            return "acceleration is switched off in the node"
+            return SWITCHED_OFF
         resolution = Resolution.of_call(shapes)
         if self.shapes is not ShapeChoice.EACH and not self.resolutions:
             return f"'{self.shapes.value}' needs a list of resolutions in the node, such as 512x512, 768x768"

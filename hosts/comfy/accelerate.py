@@ -7,25 +7,21 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from ...core.errors import SlipstreamError
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings import BackendChoice
+from ...runtime.settings import SWITCHED_OFF
 from .hook import lead_calls
 from .model_calls import ModelCalls, Tally, halves_of
+from .running import RunRecorder, begin_run, recorded
 from .source import ComfyUNetSource
 from .vetoes import why_not_this_run
-from .waiting import waiting_hooks
 from .whole_step import lead_steps
 
 log = logging.getLogger(__name__)
 
 KEY = "slipstream"
-
-RunRecorder = Callable[[dict[str, Any]], None]
 
 
 def accelerate_model(patcher: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -41,12 +37,8 @@ def accelerate_model(patcher: Any, module: AcceleratedModule, after_run: RunReco
     clone.set_attachments(KEY, module)
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        before = module.status.to_json()
-        try:
+        with recorded(module, after_run):
             return _sample(module, executor, args, kwargs)
-        finally:
-            if after_run is not None:
-                after_run(module.status.since(before))
 
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
     return clone
@@ -60,22 +52,20 @@ def accelerated_module(patcher: Any) -> AcceleratedModule | None:
 
 def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     guider = executor.class_obj
-    if module.settings.backend is BackendChoice.OFF:
-        module.status.count_eager("acceleration is switched off in the node")
-        return executor(*args, **kwargs)
-    try:
-        projected = module.settings.levers.text_once
-        source = ComfyUNetSource(guider.model_patcher, module.provider.weights_memo, projected)
-        source.precision  # noqa: B018  an unsupported dtype is a reason too
-    except SlipstreamError as error:
-        if module.status.count_eager(str(error)):
-            log.warning("Slipstream uses the plain model: %s", error)
-        return executor(*args, **kwargs)
+
+    def read() -> ComfyUNetSource:
+        return ComfyUNetSource(guider.model_patcher, module.provider.weights_memo, module.settings.levers.text_once)
+
     with ExitStack() as ending:
-        run = ending.enter_context(module.run(source, waiting_hooks()))
-        veto = why_not_this_run(guider.model_patcher, guider.model_options)
+        found = begin_run(module, read, ending)
+        if isinstance(found, str):
+            if module.status.count_eager(found) and found != SWITCHED_OFF:
+                log.warning("Slipstream uses the plain model: %s", found)
+            return executor(*args, **kwargs)
+        run, source = found
         tally = Tally()
         halves = halves_of(module, source, guider.model_patcher, ending, tally)
+        veto = why_not_this_run(guider.model_patcher, guider.model_options)
         calls = ModelCalls(run, source, veto, halves, tally)
         lead_calls(guider.model_options, source.architecture.kind, KEY, calls)
         lead_steps(guider, KEY, calls, module)

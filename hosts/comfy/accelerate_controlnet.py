@@ -19,14 +19,13 @@ from comfy.patcher_extension import CallbacksMP
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings import BackendChoice
-from .accelerate import KEY, RunRecorder
+from ..architecture import version_of
+from .accelerate import KEY
 from .controlnet import ComfyControlNet, ComfyControlNetSource
-from .waiting import waiting_hooks
+from .running import RunRecorder, begin_run, recorded
+from .vetoes import why_not_these_tensors
 
 log = logging.getLogger(__name__)
-
-_ATTRIBUTE = "slipstream_module"
 
 _PICTURES_KEPT = 4
 """Hints of one ControlNet whose embeddings are kept in a run; more than so many in one chain are rare."""
@@ -48,6 +47,7 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
     """
     copy = control.copy()
     copy.previous_controlnet = control.previous_controlnet
+    copy.acceleration = Acceleration(module, after_run)
     try:
         if type(control) not in (ControlNet, AcceleratedControlNet):
             raise UnsupportedModel(
@@ -59,15 +59,13 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
         log.warning("Slipstream: %s", error)
     else:
         copy.__class__ = AcceleratedControlNet
-        copy.acceleration = Acceleration(module, after_run)
-    setattr(copy, _ATTRIBUTE, module)
     return copy
 
 
 def accelerated_controlnet_module(control: Any) -> AcceleratedModule | None:
     """The module that `accelerate_controlnet` put into this ControlNet or one it was copied from."""
-    found = getattr(control, _ATTRIBUTE, None)
-    return found if isinstance(found, AcceleratedModule) else None
+    found = getattr(control, "acceleration", None)
+    return found.module if isinstance(found, Acceleration) else None
 
 
 class Acceleration:
@@ -110,7 +108,6 @@ class AcceleratedControlNet(ControlNet):
         made: AcceleratedControlNet = super().copy()
         made.__class__ = type(self)
         made.acceleration = self.acceleration
-        setattr(made, _ATTRIBUTE, self.acceleration.module)
         return made
 
     def get_control(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +176,6 @@ class ControlCalls:
 
     Attributes:
         dtype: the network's own, by which ComfyUI casts what it hands over.
-        run: None where no engine may answer.
     """
 
     def __init__(
@@ -188,27 +184,17 @@ class ControlCalls:
         self._network = control.control_model
         self.dtype: torch.dtype = self._network.dtype
         self._module = module
-        self._after_run = after_run
-        self._before = self._module.status.to_json()
         self._ending = ExitStack()
-        self.run: Run | None = None
-        self._source: ComfyControlNetSource | None = None
-        self._veto: str | None = None
+        self._ending.enter_context(recorded(module, after_run))
         self._embedded: list[tuple[_Picture, Tensors]] = []
         self._given: dict[int, Tensors] = {}
-        self._begin(control)
+        self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending)
+        self._veto = self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
 
-    def _begin(self, control: AcceleratedControlNet) -> None:
-        if self._module.settings.backend is BackendChoice.OFF:
-            self._veto = "acceleration is switched off in the node"
-            return
-        try:
-            self._source = ComfyControlNetSource(control)
-            self._source.precision  # noqa: B018  an unsupported dtype is a reason too
-            self._veto = self._source.why_not()
-            self.run = self._ending.enter_context(self._module.run(self._source, waiting_hooks()))
-        except SlipstreamError as error:
-            self._veto = str(error)
+    @property
+    def run(self) -> Run | None:
+        """None where no engine may answer."""
+        return None if isinstance(self._begun, str) else self._begun[0]
 
     def __call__(
         self,
@@ -227,17 +213,18 @@ class ControlCalls:
             )
             return given
 
-        if self.run is None or self._source is None:
-            if self._module.status.count_eager(self._veto or "") and self._veto:
-                log.warning("Slipstream uses the plain ControlNet: %s", self._veto)
+        if isinstance(self._begun, str):
+            if self._module.status.count_eager(self._begun):
+                log.warning("Slipstream uses the plain ControlNet: %s", self._begun)
             return plain()
+        run, source = self._begun
         inputs = {"x": x, "timesteps": timesteps, "context": context}
         if y is not None and self._network.num_classes is not None:
             inputs["y"] = y
         veto = self._veto or _why_not_this_call(inputs, extra) or self._why_not_these_types(extra.get("control_type"))
         if veto is None:
-            inputs |= self._once(hint, extra.get("control_type"))
-        return _by_kind(self.run(inputs, lambda: _by_name(plain()), veto))
+            inputs |= self._once(source, hint, extra.get("control_type"))
+        return _by_kind(run(inputs, lambda: _by_name(plain()), veto))
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
         """ComfyUI's own code says what is wrong with a type that is none of the network's."""
@@ -247,16 +234,15 @@ class ControlCalls:
             return "this ControlNet Union does not know the type that is set"
         return None
 
-    def _once(self, hint: torch.Tensor, types: list[int] | None) -> Tensors:
+    def _once(self, source: ComfyControlNetSource, hint: torch.Tensor, types: list[int] | None) -> Tensors:
         """The embeddings of a picture; ComfyUI hands over the same hint in every step."""
-        assert self._source is not None
         if (given := self._given.get(id(hint))) is not None:
             return given
-        picture = hint, 0 if hint.is_inference() else hint._version, tuple(types or ())
+        picture = hint, version_of(hint), tuple(types or ())
         for known, embedded in self._embedded:
             if known[0] is picture[0] and known[1:] == picture[1:]:
                 return embedded
-        found = self._source.embed(hint, types)
+        found = source.embed(hint, types)
         if self._module.settings.levers.hint_once:
             self._embedded = [(picture, found), *self._embedded[: _PICTURES_KEPT - 1]]
         return found
@@ -278,16 +264,12 @@ class ControlCalls:
         """Give the engines back."""
         self._embedded = []
         self._ending.close()
-        if self._after_run is not None:
-            self._after_run(self._module.status.since(self._before))
 
 
 def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:
     if strange := [name for name, value in extra.items() if name != "control_type" and value is not None]:
         return f"the ControlNet is given {strange[0]!r}, which engines do not take"
-    if any(tensor.requires_grad for tensor in inputs.values()):
-        return "gradients are asked for, which engines do not give"
-    return None
+    return why_not_these_tensors(inputs.values())
 
 
 def _by_name(control: dict[str, list[torch.Tensor]]) -> Tensors:

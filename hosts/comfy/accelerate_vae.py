@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +20,11 @@ from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings import BackendChoice
-from .accelerate import RunRecorder
 from .autoencoders import DECODER, ENCODER, HALVES, Half
+from .running import RunRecorder, begin_run, recorded
 from .vae import ComfyVaeSource, plain_method
 from .vae_memory import memory_needed
 from .vae_vetoes import why_not_this_call
-from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
 
@@ -188,17 +187,12 @@ class Acceleration:
         if (known := self._open.get(id(vae))) is not None:
             yield known
             return
-        before = self.module.status.to_json()
-        session = self._open[id(vae)] = Session(self.module, vae, tiled)
-        try:
-            yield session
-        finally:
-            del self._open[id(vae)]
+        with recorded(self.module, self._after_run), closing(Session(self.module, vae, tiled)) as session:
+            self._open[id(vae)] = session
             try:
-                session.close()
+                yield session
             finally:
-                if self._after_run is not None:
-                    self._after_run(self.module.status.since(before))
+                del self._open[id(vae)]
 
     def is_tiling(self, vae: Any) -> bool:
         return id(vae) in self._open and self._open[id(vae)].tiled
@@ -237,20 +231,12 @@ class Session:
         self._ending.close()
 
     def _run(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
-        if half not in self._runs:
-            self._runs[half] = self._begin(half)
-        return self._runs[half]
-
-    def _begin(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
         """Or why every call goes to the plain model."""
-        if self._module.settings.backend is BackendChoice.OFF:
-            return "acceleration is switched off in the node"
-        try:
-            source = ComfyVaeSource(self._vae, half)
-            source.precision  # noqa: B018  an unsupported dtype is a reason too
-        except SlipstreamError as error:
-            return str(error)
-        return self._ending.enter_context(self._module.run(source, waiting_hooks(), finite_only=True)), source
+        if half not in self._runs:
+            self._runs[half] = begin_run(
+                self._module, lambda: ComfyVaeSource(self._vae, half), self._ending, finite_only=True
+            )
+        return self._runs[half]
 
     def _tell(self, reason: str) -> None:
         if self._module.status.count_eager(reason):

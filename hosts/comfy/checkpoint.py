@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ... import STARTED
 from ...engine_cache import WeightsMemo, digest_tensors, file_identity
+from ..architecture import Remembered
 
-_digests: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+_digests: Remembered[str] = Remembered()
 
 
 def unet_digest(patcher: Any, memo: WeightsMemo | None) -> str:
@@ -21,15 +21,31 @@ def unet_digest(patcher: Any, memo: WeightsMemo | None) -> str:
     Computed once for a loaded model, and once for an unchanged checkpoint file, since it reads gigabytes. It only says
     with which weights an engine was verified; the weights that an engine computes with are always the live ones.
     """
-    unet = patcher.model.diffusion_model
-    if unet not in _digests:
-        _digests[unet] = _remembered_digest(patcher, memo)
-    return _digests[unet]
+    return _digests.get(patcher.model.diffusion_model, None, lambda: _remembered_digest(patcher, memo))
+
+
+def original_digest(patcher: Any, module: torch.nn.Module, names: frozenset[str]) -> str:
+    """Digest of some of a module's unpatched weights, computed once while it is loaded.
+
+    Args:
+        patcher: of this very module.
+        names: in its state dict.
+    """
+
+    def digest() -> str:
+        weights = _original(patcher)
+        return digest_tensors({name: weights[name] for name in names})
+
+    return _digests.get(module, names, digest)
+
+
+def _original(patcher: Any, prefix: str | None = None) -> dict[str, torch.Tensor]:
+    """Whatever is applied now, the original comes first in each list: (weight, convert function)."""
+    return {name: entry[0][0] for name, entry in patcher.get_key_patches(prefix).items()}
 
 
 def _remembered_digest(patcher: Any, memo: WeightsMemo | None) -> str:
-    # Whatever is applied now, the original comes first in each list: (weight, convert function).
-    weights = {name: entry[0][0] for name, entry in patcher.get_key_patches("diffusion_model.").items()}
+    weights = _original(patcher, "diffusion_model.")
     path = _checkpoint_of(patcher)
     if memo is None or path is None:
         return digest_tensors(weights)

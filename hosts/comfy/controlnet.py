@@ -18,8 +18,8 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ...engine_cache import digest_tensors
-from ..architecture import Remembered, architecture_digest, cast_inputs, random_inputs
+from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from .checkpoint import original_digest
 from .diffusion_model import (
     PREFIX,
     checkout_in_use,
@@ -154,10 +154,7 @@ class ComfyControlNet:
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self._whole(), self.config)  # of ComfyUI's code alone
-        shapes = self.weight_shapes.values()
-        return ModelFingerprint(
-            digest, self._name, layers=len(shapes), parameters=sum(shape.numel() for shape in shapes)
-        )
+        return fingerprint_of(digest, self._name, self.without_numbers)
 
     @functools.cached_property
     def weight_shapes(self) -> Mapping[str, torch.Size]:
@@ -256,7 +253,6 @@ def _heads(network: Any) -> list[int]:
 
 
 _remembered: Remembered[ComfyControlNet] = Remembered()
-_digests: Remembered[str] = Remembered()
 
 
 class ComfyControlNetSource:
@@ -293,12 +289,8 @@ class ComfyControlNetSource:
         return why_not_these_layers(self.network)
 
     def weights_digest(self) -> str:
-        return _digests.get(self.network, None, self._digest)
-
-    def _digest(self) -> str:
-        # Whatever is applied now, the original comes first in each list: (weight, convert function).
-        entries = self._control.control_model_wrapped.get_key_patches()
-        return digest_tensors({name: entries[name][0][0] for name in self.architecture.weight_shapes})
+        names = frozenset(self.architecture.weight_shapes)
+        return original_digest(self._control.control_model_wrapped, self.network, names)
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
         return {PREFIX + name: tensor for name, tensor in self._weights(dtype_of(precision)).items()}

@@ -17,7 +17,7 @@ from ...core.protocols import Tensors
 from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import Remembered, architecture_digest, random_inputs
+from ..architecture import Remembered, architecture_digest, fingerprint_of, random_inputs
 from .checkout import use_checkout
 from .layers import layers_with_weights, plain_layers
 from .model_classes import ModelClass, class_named, class_of
@@ -133,10 +133,9 @@ class ComfyDiffusionModel:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self._whole(), {**self.config, **self._variant})  # of ComfyUI's code alone
-        weights = self._without_numbers.state_dict().values()
-        parameters = sum(weight.numel() for weight in weights)
-        return ModelFingerprint(digest, self.name, layers=len(weights), parameters=parameters)
+        whole = self._whole() if self.projected else self._without_numbers  # of ComfyUI's code alone
+        digest = architecture_digest(whole, {**self.config, **self._variant})
+        return fingerprint_of(digest, self.name, self._without_numbers)
 
     @property
     def _variant(self) -> dict[str, Any]:
@@ -153,7 +152,11 @@ class ComfyDiffusionModel:
         return self._build()
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: DiffusionModelGraph(self._build(plain_layers())), dtype_of(precision), device)
+        return hollow(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
+
+    def graph(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is exported of `model`."""
+        return DiffusionModelGraph(model)
 
     def caster(self) -> torch.nn.Module:
         """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""

@@ -22,7 +22,7 @@ from .residuals import residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
-from .vetoes import why_not_these_layers, why_not_this_call
+from .vetoes import why_not_these_layers, why_not_these_tensors, why_not_this_call
 from .waiting import waiting_hooks
 
 
@@ -153,8 +153,8 @@ class ModelCalls:
             return "this part of the batch runs on another GPU's copy of the model"
         if "x" not in inputs:
             return f"{self._kind.name} is called in an unknown way"
-        if any(tensor.requires_grad for tensor in inputs.values()):
-            return "gradients are asked for, which engines do not give"
+        if veto := why_not_these_tensors(inputs.values()):
+            return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
     @functools.cached_property
@@ -212,7 +212,7 @@ class Halves:
             calls: whose call it is.
             reference: the plain model's answer to the same call.
         """
-        if self.is_refused or not is_for_halves(_names(control)):
+        if self.is_refused or not is_for_halves(control):
             return None
         run = self._run(ENCODER)
         middle = run.ask({**inputs, **self._text(ENCODER, inputs, calls)})
@@ -263,26 +263,13 @@ class Halves:
         return not self.is_refused
 
 
-def _names(control: Any) -> list[str]:
-    """Names of residuals that a ControlNet gives, without a look at the tensors, which may be in the making."""
-    if not isinstance(control, dict):
-        return []
-    lists = {kind: entries for kind, entries in control.items() if isinstance(entries, (list, tuple))}
-    return [
-        f"control_{kind}_{place}_of_{len(entries)}"
-        for kind, entries in lists.items()
-        for place, tensor in enumerate(entries)
-        if tensor is not None
-    ]
-
-
 def halves_of(
     module: AcceleratedModule, source: ComfyUNetSource, patcher: Any, ending: ExitStack, tally: Tally
 ) -> Halves | None:
     """The halves of a model where they are wanted: on a GPU, where a ControlNet can run beside the first."""
     settings, kind = module.settings, source.architecture.kind
     wanted = settings.levers.parallel
-    if wanted == Parallel.OFF.value or (wanted == Parallel.AUTO.value and source.device.type != "cuda"):
+    if wanted == Parallel.OFF or (wanted == Parallel.AUTO and source.device.type != "cuda"):
         return None
     if settings.backend is BackendChoice.TENSORRT or settings.shapes is not ShapeChoice.EACH or settings.bake:
         return None

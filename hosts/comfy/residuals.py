@@ -21,9 +21,10 @@ _KINDS = ("input", "middle", "output")
 _NAME = re.compile(r"control_(\w+)_(\d+)_of_(\d+)")
 
 
-def is_residual(name: str) -> bool:
-    """Whether an input of an engine is one of these."""
-    return _NAME.fullmatch(name) is not None
+def kinds_of(control: Mapping[str, Any] | None) -> set[str]:
+    """Which kinds a ControlNet gives, without a look at the tensors, which may be in the making."""
+    lists = {kind: entries for kind, entries in (control or {}).items() if isinstance(entries, (list, tuple))}
+    return {kind for kind, entries in lists.items() if any(tensor is not None for tensor in entries)}
 
 
 def residuals_of(control: Mapping[str, Any] | None, x: torch.Tensor) -> Tensors | str:

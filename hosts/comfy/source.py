@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +30,8 @@ class ComfyUNetSource:
 
     within: Within = None
     """Names of the modules that count; None for all."""
+    owner = ""
+    """Of copies of weights, see `WeightCopies`."""
 
     def __init__(self, patcher: Any, memo: WeightsMemo | None = None, projected: bool = False) -> None:
         self._patcher = patcher
@@ -64,9 +66,7 @@ class ComfyUNetSource:
         return self._digest
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        names = self.architecture.weight_names
-        token = weights_token(self._patcher)
-        found = current_weights(self.unet, names, dtype_of(precision), self.device, token)
+        found = self._current(dtype_of(precision), weights_token(self._patcher))
         return {PREFIX + name: tensor for name, tensor in found.items()}
 
     def project(self, context: torch.Tensor) -> torch.Tensor:
@@ -83,12 +83,16 @@ class ComfyUNetSource:
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
-        names = self.architecture.weight_names
-        token = weights_token(self._patcher)
-        dtype = dtype_of(self.precision)
-        if not copies.has(self.device, dtype, token):
-            token = None  # another dtype's copies, which an engine is about to use, must stay
-        weights = current_weights(self.unet, names, dtype, self.device, token)
         args, rest = split_inputs(cast_inputs(inputs, torch.float32))
         kwargs = {**rest, "transformer_options": {}}
-        return {"out": torch.func.functional_call(self.architecture.caster(), weights, args, kwargs)}
+        return {"out": torch.func.functional_call(self.architecture.caster(), self._host_weights(), args, kwargs)}
+
+    def _host_weights(self) -> dict[str, torch.Tensor]:
+        """In the dtype that the host computes in."""
+        dtype, token = dtype_of(self.precision), weights_token(self._patcher)
+        if not copies.has(self.device, dtype, token, self.owner):
+            token = None  # another dtype's copies, which an engine is about to use, must stay
+        return self._current(dtype, token)
+
+    def _current(self, dtype: torch.dtype, token: Hashable | None) -> dict[str, torch.Tensor]:
+        return current_weights(self.unet, self.architecture.weight_names, dtype, self.device, token, self.owner)

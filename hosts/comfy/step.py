@@ -18,7 +18,7 @@ from ...runtime.module import AcceleratedModule
 from ...runtime.pool import LoadedEngine
 from .model_calls import ModelCalls, NotServed, Served
 from .source import ComfyUNetSource
-from .step_parts import Conditions, kind_of_control, kind_of_sampling
+from .step_parts import Conditions, behind, conds_of, kind_of_control, kind_of_sampling
 
 SERIAL, PARALLEL = "one after the other", "at the same time"
 _WAIT = "called a synchronizing"
@@ -188,8 +188,7 @@ class Step:
         for control, is_active in zip(self.chain, self.active, strict=True):
             ending.enter_context(control.decided(is_active))
         for place, control in enumerate(self._used):
-            prefix = f"hint_{place}_"
-            given = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            given = behind(f"hint_{place}_", tensors)
             ending.enter_context(control.calls().given(control.cond_hint, given))
 
     @contextmanager
@@ -206,7 +205,8 @@ class Step:
         x, sigma, count = tensors["x"], tensors["sigma"], len(pattern.order)
         batch, times = torch.cat([x] * count), torch.cat([sigma] * count)
         given: dict[str, Any] = Conditions.named(tensors)
-        options = {**self._options, "cond_or_uncond": list(pattern.order), "uuids": self._uuids(pattern.order)}
+        uuids = [cond.get("uuid") for cond in conds_of(self.guider, pattern.order)]
+        options = {**self._options, "cond_or_uncond": list(pattern.order), "uuids": uuids}
         given["transformer_options"] = {**options, "sigmas": sigma}
         if any(self.active):
             given["control"] = self._control(pattern, way, batch, times, given)
@@ -242,11 +242,6 @@ class Step:
             _copy_all(ask(), places)
         self._calls.join = branch.join
         return places
-
-    def _uuids(self, order: tuple[int, ...]) -> list[Any]:
-        conds = self.guider.conds
-        lists = {0: conds.get("positive"), 1: conds.get("negative")}
-        return [lists[place][0].get("uuid") for place in order]
 
 
 def _fits(control: Any, x: torch.Tensor, count: int) -> bool:

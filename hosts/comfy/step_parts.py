@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...core.protocols import Tensors
+from ..architecture import version_of
 from ..source_code import is_own
 from .vetoes import why_not_these_options
 
@@ -57,7 +58,8 @@ def why_not_whole(guider: Any, model_options: dict[str, Any], x: torch.Tensor, k
     """
     from comfy.samplers import CFGGuider
 
-    if type(guider).predict_noise is not CFGGuider.predict_noise or "predict_noise" in vars(guider):
+    own = type(guider).predict_noise is CFGGuider.predict_noise and "predict_noise" not in vars(guider)
+    if not own or not isinstance(guider.cfg, (int, float)):
         return "this guider combines prompts in a way of its own"
     if any(model_options.get(name) is not None for name in _OTHERS_COMBINE) or any(
         model_options.get(name) for name in _OTHERS_LOOK
@@ -112,24 +114,28 @@ def _why_not_these_conds(guider: Any) -> str | None:
 
 
 def _why_not_this_chain(control: Any) -> str | None:
-    if control is None:
-        return None
     from .accelerate_controlnet import AcceleratedControlNet
 
-    while control is not None:
-        if type(control) is not AcceleratedControlNet or control.calls().run is None:
-            return "a ControlNet without an engine"
-        control = control.previous_controlnet
+    if any(type(each) is not AcceleratedControlNet or each.calls().run is None for each in _chain(control)):
+        return "a ControlNet without an engine"
     return None
 
 
 def chain_of(guider: Any) -> list[Any]:
     """The ControlNets of a step, in the order in which they are computed."""
-    control, found = guider.conds["positive"][0].get("control"), []
+    return [*_chain(conds_of(guider, (0,))[0].get("control"))][::-1]
+
+
+def _chain(control: Any) -> Iterator[Any]:
+    """A ControlNet and those before it, the last to be computed first."""
     while control is not None:
-        found.append(control)
+        yield control
         control = control.previous_controlnet
-    return found[::-1]
+
+
+def behind(prefix: str, tensors: Tensors) -> Tensors:
+    """Those whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def kind_of_control(control: Any) -> Hashable:
@@ -204,18 +210,19 @@ class Conditions:
     @staticmethod
     def named(tensors: Tensors) -> dict[str, Any]:
         """Those of a graph's inputs, by the names of the model's arguments."""
-        return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(_PREFIX)}
+        return behind(_PREFIX, tensors)
 
 
-def _tensors_of(conds: tuple[dict[str, Any], ...]) -> tuple[_Source, ...]:
+def _tensors_of(conds: list[dict[str, Any]]) -> tuple[_Source, ...]:
     """What they are made of: another tensor, or one that was written into, is another condition."""
-    return tuple(
-        (cond.cond, name, 0 if cond.cond.is_inference() else cond.cond._version)
-        for each in conds
-        for name, cond in sorted(each.items())
-    )
+    return tuple((cond.cond, name, version_of(cond.cond)) for each in conds for name, cond in sorted(each.items()))
 
 
-def _model_conds(guider: Any, order: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+def conds_of(guider: Any, order: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The one prompt and the one negative prompt, in the order of a batch, see `Pattern`."""
     lists = {0: guider.conds.get("positive"), 1: guider.conds.get("negative")}
-    return tuple(lists[place][0]["model_conds"] for place in order)
+    return [lists[place][0] for place in order]
+
+
+def _model_conds(guider: Any, order: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [cond["model_conds"] for cond in conds_of(guider, order)]

@@ -6,7 +6,7 @@ Between them a step can wait for the ControlNet, which so runs at the same time 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,7 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
-from ...core.spec import ModelFingerprint, Precision
+from ...core.spec import ModelFingerprint
 from ...engine_cache import WeightsMemo
 from ..architecture import Remembered, cast_inputs
 from .diffusion_model import (
@@ -25,11 +24,9 @@ from .diffusion_model import (
     plain_operators,
     scaled_dot_product_attention,
 )
-from .layers import plain_layers
 from .model_classes import ModelClass
-from .residuals import Control, control_of, is_residual
+from .residuals import Control, control_of, kinds_of
 from .source import ComfyUNetSource
-from .weights import current_weights, weights_token
 
 ENCODER, DECODER = "encoder", "decoder"
 _MODULES = {
@@ -45,10 +42,10 @@ def can_be_halved(kind: ModelClass, config: Mapping[str, Any]) -> bool:
     return kind.name == "UNetModel" and not any(config.get(name) for name in rare)
 
 
-def is_for_halves(inputs: Iterable[str]) -> bool:
+def is_for_halves(control: Mapping[str, Any] | None) -> bool:
     """Whether a call's residuals are all for the second half, as a ControlNet's are; a T2I adapter's are not."""
-    residuals = [name for name in inputs if is_residual(name)]
-    return bool(residuals) and not any(name.startswith("control_input_") for name in residuals)
+    kinds = kinds_of(control)
+    return bool(kinds) and kinds <= {"middle", "output"}
 
 
 class _Half(torch.nn.Module):
@@ -111,7 +108,7 @@ class DecoderGraph(_Half):
         """
         control, given = control_of(inputs)
         emb, context = given["emb"], given.get("context")
-        skips = [given[f"{_SKIP}{place}"] for place in range(_skips(self.model))]
+        skips = [given[f"{_SKIP}{place}"] for place in range(len(self.model.output_blocks))]
         h = _plus(given["middle"], control, "middle")
         dtype = h.dtype
         with plain_operators():
@@ -125,10 +122,6 @@ def _plus(h: torch.Tensor, control: Control | None, kind: str) -> torch.Tensor:
     """With the next residual of a kind, if there is one."""
     residual = control[kind].pop() if control and control[kind] else None
     return h if residual is None else h + residual
-
-
-def _skips(model: Any) -> int:
-    return len(model.output_blocks)
 
 
 _GRAPHS: dict[str, type[_Half]] = {ENCODER: EncoderGraph, DECODER: DecoderGraph}
@@ -154,11 +147,7 @@ class ComfyUNetHalf(ComfyDiffusionModel):
     def _variant(self) -> dict[str, Any]:
         return {**super()._variant, "half": self.half}
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
-
     def graph(self, model: torch.nn.Module, one_attention: bool = True) -> _Half:
-        """The half of `model`."""
         return _GRAPHS[self.half](model, one_attention)
 
     def _whole(self, operations: Any = None) -> torch.nn.Module:
@@ -191,14 +180,8 @@ class ComfyUNetHalfSource(ComfyUNetSource):
             (half, whole.projected),
             lambda: ComfyUNetHalf(whole.kind, whole.config, whole.name, half, whole.projected),
         )
-        self.within = _MODULES[half]
+        self.within, self.owner = _MODULES[half], half
         self._live = self.architecture.graph(self.unet, one_attention=False)
-
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        dtype, token = dtype_of(precision), weights_token(self._patcher)
-        names, owner = self.architecture.weight_names, self.architecture.half
-        found = current_weights(self.unet, names, dtype, self.device, token, owner)
-        return {PREFIX + name: tensor for name, tensor in found.items()}
 
     def eager(self, inputs: Tensors) -> Tensors:
         with self._text_as_given():
@@ -207,8 +190,8 @@ class ComfyUNetHalfSource(ComfyUNetSource):
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         graph = self.architecture.graph(self.architecture.caster())
-        weights = self.weights(self.precision)
-        return self._named(torch.func.functional_call(graph, dict(weights), (), cast_inputs(inputs, torch.float32)))
+        weights = {PREFIX + name: tensor for name, tensor in self._host_weights().items()}
+        return self._named(torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32)))
 
     def _named(self, results: tuple[torch.Tensor, ...]) -> Tensors:
         return dict(zip(self.architecture.outputs, results, strict=True))

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,19 +15,17 @@ from ...core.protocols import Tensors
 from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ...engine_cache import digest_tensors
 from ...runtime.plan import CallShape
 from ...runtime.settings import Resolution
-from ..architecture import Remembered, architecture_digest, cast_inputs, random_inputs
+from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
+from .checkpoint import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
 from .vae_vetoes import why_not_these_layers, why_not_this_vae
 from .weights import current_weights, weights_token
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
-
-_digests: WeakKeyDictionary[torch.nn.Module, dict[Role, str]] = WeakKeyDictionary()
 
 
 class VaeGraph(torch.nn.Module):
@@ -94,10 +91,7 @@ class ComfyVaeHalf:
     def fingerprint(self) -> ModelFingerprint:
         config = {**self.config, "kind": self.kind.name, "half": self.half.part}
         digest = architecture_digest(self._without_numbers, config)
-        weights = self._without_numbers.state_dict().values()
-        parameters = sum(weight.numel() for weight in weights)
-        name = f"{self.kind.name} {self.half.part}"
-        return ModelFingerprint(digest, name, layers=len(weights), parameters=parameters)
+        return fingerprint_of(digest, f"{self.kind.name} {self.half.part}", self._without_numbers)
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
@@ -178,13 +172,7 @@ class ComfyVaeSource:
         return any(getattr(self._vae.patcher, kind, None) for kind in ("patches", "weight_wrapper_patches"))
 
     def weights_digest(self) -> str:
-        known = _digests.setdefault(self._model, {})
-        role = self.architecture.role
-        if role not in known:
-            # Whatever is applied now, the original comes first in each list: (weight, convert function).
-            original = self._vae.patcher.get_key_patches()
-            known[role] = digest_tensors({name: original[name][0][0] for name in self.architecture.weight_names})
-        return known[role]
+        return original_digest(self._vae.patcher, self._model, self.architecture.weight_names)
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
         found = self._weights(dtype_of(precision), weights_token(self._vae.patcher))

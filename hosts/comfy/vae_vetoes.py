@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..source_code import why_replaced
+from .vetoes import why_not_these_tensors
 
 _LAYERS = "comfy.ldm.modules.diffusionmodules.model"
 
@@ -61,6 +62,4 @@ def why_not_this_call(
         return f"the VAE is given {shape}, and engines take pictures and their latents ({channels} channels)"
     if (given.dtype, given.device.type) != (dtype, device.type):
         return f"the VAE is given {given.dtype} on {given.device}, engines take {dtype} on {device}"
-    if given.requires_grad:
-        return "gradients are asked for, which engines do not give"
-    return None
+    return why_not_these_tensors((given,))

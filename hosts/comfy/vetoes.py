@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,13 @@ def why_not_this_call(given: Mapping[str, Any]) -> str | None:
     for name, value in given.items():
         if name != "transformer_options" and value not in (None, [], {}):
             return f"the model is given {name!r}, which engines do not take"
+    return None
+
+
+def why_not_these_tensors(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Reasons that lie in the tensors that a call is given."""
+    if any(tensor.requires_grad for tensor in tensors):
+        return "gradients are asked for, which engines do not give"
     return None
 
 

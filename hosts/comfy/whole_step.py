@@ -11,14 +11,17 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable
+from statistics import median
 from typing import Any
 
 import torch
 
 from ...core.protocols import Tensors
 from ...runtime.cuda_graphs import CudaGraphs, inlined
+from ...runtime.measure import milliseconds
 from ...runtime.memory import MemoryWatch
 from ...runtime.module import AcceleratedModule
+from ...runtime.settings import Parallel
 from .model_calls import ModelCalls
 from .step import PARALLEL, SERIAL, Pattern, Step
 from .step_parts import Conditions, chain_of, why_not_whole, why_other_code
@@ -49,14 +52,13 @@ def can_replay(device: torch.device) -> bool:
 class WholeStep:
     """A wrapper of PREDICT_NOISE for the length of one run."""
 
-    _told: str | None = None
-
     def __init__(self, calls: ModelCalls, module: AcceleratedModule, key: str) -> None:
         self._calls = calls
         self._module = module
         self._key = key
         self._patterns: dict[Hashable, Pattern | None] = {}
         self._conditions: Conditions | None = None
+        self._told: str | None = None
 
     def __call__(
         self, executor: Any, x: torch.Tensor, timestep: torch.Tensor, model_options: Any = None, seed: Any = None
@@ -72,8 +74,6 @@ class WholeStep:
         chain = chain_of(guider)
         active = tuple(control.is_active(timestep) for control in chain)
         step = Step(guider, options, chain, active, self._calls, x.shape)
-        if not isinstance(guider.cfg, (int, float)):
-            return execute()
         if step.kind not in self._patterns:
             return self._first(step, execute)
         pattern = self._patterns[step.kind]
@@ -151,9 +151,9 @@ class WholeStep:
         """Whether the ControlNet runs beside the first half: as the user says, or as it was or is measured."""
         pattern.is_chosen = True
         wanted = self._module.settings.levers.parallel
-        if not pattern.is_halved or not any(step.active) or wanted == "off" or not can_branch(inputs["x"].device):
+        if not pattern.is_halved or not any(step.active) or not can_branch(inputs["x"].device):
             return
-        if wanted == "on":
+        if wanted == Parallel.ON:
             pattern.way = PARALLEL
             return
         choices = self._module.provider.choices
@@ -164,19 +164,17 @@ class WholeStep:
             return
         taken = {way: self._time(step, pattern, way, inputs, constant) for way in (SERIAL, PARALLEL)}
         choices.add(subject, taken)
-        pattern.way = min(taken, key=taken.__getitem__)
-        pattern.owner.steps.forget(_what(step, pattern, max(taken, key=taken.__getitem__)))
+        pattern.way, slower = sorted(taken, key=taken.__getitem__)
+        pattern.owner.steps.forget(_what(step, pattern, slower))
         words = ", ".join(f"{way}: {took:.2f} ms" for way, took in taken.items())
         log.info("Slipstream: a step with ControlNet and the model's first half %s", words)
 
     def _time(self, step: Step, pattern: Pattern, way: str, inputs: Tensors, constant: frozenset[str]) -> float:
-        from ...runtime.measure import milliseconds
-
         def once() -> Tensors:
             return self._run(step, pattern, way, inputs, constant)
 
         once()
-        return sorted(milliseconds(once, inputs["x"].device) for _ in range(_TRIALS))[_TRIALS // 2]
+        return median(milliseconds(once, inputs["x"].device) for _ in range(_TRIALS))
 
 
 def _what(step: Step, pattern: Pattern, way: str) -> Hashable:

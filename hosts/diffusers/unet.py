@@ -15,7 +15,7 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import architecture_digest, random_inputs
+from ..architecture import architecture_digest, fingerprint_of, random_inputs
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
@@ -97,10 +97,7 @@ class DiffusersUNet:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self.plain, self.config)
-        weights = self.plain.state_dict().values()
-        parameters = sum(weight.numel() for weight in weights)
-        return ModelFingerprint(digest, "UNet2DConditionModel", layers=len(weights), parameters=parameters)
+        return fingerprint_of(architecture_digest(self.plain, self.config), "UNet2DConditionModel", self.plain)
 
     @functools.cached_property
     def plain(self) -> UNet2DConditionModel:

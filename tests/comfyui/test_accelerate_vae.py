@@ -99,28 +99,23 @@ def test_a_batch_runs_picture_by_picture_on_one_engine(provider: EngineProvider)
     assert [use["calls"] for use in module.status.to_json()["engines"]] == [3, 2]
 
 
-def test_every_tile_of_a_decoded_picture_is_on_an_engine(provider: EngineProvider) -> None:
+@pytest.mark.parametrize(
+    ("method", "given", "scale", "part"),
+    [("decode_tiled", latents, 1, "decoder"), ("encode_tiled", pictures, 8, "encoder")],
+)
+def test_every_tile_of_a_picture_is_on_an_engine(
+    method: str, given: Any, scale: int, part: str, provider: EngineProvider
+) -> None:
     vae = tiny.vae()
     fast, module = accelerated(provider, vae)
-    tiles = {"tile_x": 8, "tile_y": 8, "overlap": 2}
+    tiles = {"tile_x": 8 * scale, "tile_y": 8 * scale, "overlap": 2 * scale}
+    whole = given(size=14 * scale)
     runs = count_runs(module)
-    assert_same(fast.decode_tiled(latents(size=14), **tiles), vae.decode_tiled(latents(size=14), **tiles))
+    assert_same(getattr(fast, method)(whole, **tiles), getattr(vae, method)(whole, **tiles))
     assert_calls(module, 4 + 6 + 6)
     labels = {use["label"] for use in module.status.to_json()["engines"]}
-    assert labels == {f"VAE decoder {size} batch 1" for size in ("64×64", "32×112", "112×32")}
+    assert labels == {f"VAE {part} {size} batch 1" for size in ("64×64", "32×112", "112×32")}
     assert len(runs) == 1, "all tiles share one run"
-
-
-def test_every_tile_of_an_encoded_picture_is_on_an_engine(provider: EngineProvider) -> None:
-    vae = tiny.vae()
-    fast, module = accelerated(provider, vae)
-    tiles = {"tile_x": 64, "tile_y": 64, "overlap": 16}
-    runs = count_runs(module)
-    assert_same(fast.encode_tiled(pictures(size=112), **tiles), vae.encode_tiled(pictures(size=112), **tiles))
-    assert_calls(module, 4 + 6 + 6)
-    labels = {use["label"] for use in module.status.to_json()["engines"]}
-    assert labels == {f"VAE encoder {size} batch 1" for size in ("64×64", "32×112", "112×32")}
-    assert len(runs) == 1
 
 
 def count_runs(module: AcceleratedModule) -> list[Any]:

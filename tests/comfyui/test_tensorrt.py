@@ -18,14 +18,14 @@ from slipstream.core.dtypes import dtype_name, dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import BuildCancelled, CorruptEngine
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
-from slipstream.core.protocols import BuildJob
+from slipstream.core.protocols import Architecture, BuildJob
 from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
-from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision, Role
+from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.hosts.comfy.autoencoders import HALVES, Half
 from slipstream.hosts.comfy.demo_model import load_demo_model
 from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.hosts.comfy.vae import open_vae, vae_call
 from slipstream.runtime.bake import baked
 from slipstream.runtime.build import build_engine
 from slipstream.runtime.plan import CallShape, Plan, plans
@@ -70,22 +70,28 @@ def job_of(source: ComfyUNetSource, precision: Precision, directory: Path, dynam
                 for name in tuned
             }
         )
+    return job_for(source.architecture, profile, precision, directory)
+
+
+def job_for(architecture: Architecture, profile: ShapeProfile, precision: Precision, directory: Path) -> BuildJob:
     dtype = dtype_name(dtype_of(precision))
-    dtypes = {name: "float32" if name == "timesteps" else dtype for name in tuned}
-    fingerprint = source.architecture.fingerprint
+    dtypes = {name: "float32" if name == "timesteps" else dtype for name in profile.inputs}
     config = BackendConfig("tensorrt", TensorRTBackend().options(CPU, precision, Optimize.BALANCED))
-    spec = EngineSpec(Role.UNET, fingerprint, profile, dtypes, dtype, precision, Optimize.BALANCED, config)
-    return BuildJob(directory, spec, source.architecture, CPU, Environment.current(CPU))
+    fingerprint = architecture.fingerprint
+    spec = EngineSpec(architecture.role, fingerprint, profile, dtypes, dtype, precision, Optimize.BALANCED, config)
+    return BuildJob(directory, spec, architecture, CPU, Environment.current(CPU))
 
 
-def run_graph(path: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run_graph(
+    path: Path, inputs: dict[str, torch.Tensor], outputs: tuple[str, ...] = ("out",)
+) -> dict[str, torch.Tensor]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (out,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
-    return {"out": torch.from_numpy(out)}
+    found = session.run(list(outputs), {name: tensor.numpy() for name, tensor in inputs.items()})
+    return {name: torch.from_numpy(tensor) for name, tensor in zip(outputs, found, strict=True)}
 
 
 def plan_bytes(spec: EngineSpec, graph: Path, nodes: int) -> int:
@@ -153,18 +159,6 @@ def test_a_graph_without_numbers_is_small_and_lets_tensorrt_replace_every_weight
     assert len(weights) == len(source.architecture.weight_names)
 
 
-def vae_job(source: ComfyVaeSource, precision: Precision, directory: Path) -> BuildJob:
-    dtype = dtype_name(dtype_of(precision))
-    profile = ShapeProfile.static(vae_call(source, Resolution(96, 64), batch=1).shapes)
-    config = BackendConfig("tensorrt", TensorRTBackend().options(CPU, precision, Optimize.BALANCED))
-    architecture = source.architecture
-    dtypes = {architecture.half.input: dtype}
-    spec = EngineSpec(
-        architecture.role, architecture.fingerprint, profile, dtypes, dtype, precision, Optimize.BALANCED, config
-    )
-    return BuildJob(directory, spec, architecture, CPU, Environment.current(CPU))
-
-
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
 @pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
 @pytest.mark.parametrize("make", [tiny.vae, tiny.taesd])
@@ -172,7 +166,8 @@ def test_the_graph_of_a_vae_computes_what_the_vae_computes(
     make: Any, half: Half, precision: Precision, tmp_path: Path
 ) -> None:
     source = open_vae(make(), half)
-    job = vae_job(source, precision, tmp_path)
+    profile = ShapeProfile.static(vae_call(source, Resolution(96, 64), batch=1).shapes)
+    job = job_for(source.architecture, profile, precision, tmp_path)
     exported = export_graph(job, 23)
     weights = dict(exported.weights)
     model, _ = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.core.dtypes import dtype_name, dtype_of, input_dtypes
-from slipstream.core.environment import Environment
+from slipstream.core.dtypes import input_dtypes
 from slipstream.core.progress import CancelToken, ignore_progress
-from slipstream.core.protocols import BuildJob
 from slipstream.core.shapes import ShapeProfile
-from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision
+from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
 from slipstream.hosts.comfy.source import ComfyUNetSource
@@ -23,11 +21,19 @@ from slipstream.runtime.plan import CallShape, plans
 from slipstream.runtime.settings import BackendChoice, Settings
 from slipstream.runtime.verify import relative_error
 from slipstream.tests.comfyui.support import tiny
-from slipstream.trt_backend import TensorRTBackend
 from slipstream.trt_backend.export import export_graph, save_graph
 from slipstream.trt_backend.surgery import PASSES, operate
 
-from .test_tensorrt import CPU, FOR_TENSORRT_ALONE, MISSING, TOLERANCE, BuildsHere, store  # noqa: F401
+from .test_tensorrt import (
+    CPU,
+    FOR_TENSORRT_ALONE,
+    MISSING,
+    TOLERANCE,
+    BuildsHere,
+    job_for,
+    run_graph,
+    store,  # noqa: F401
+)
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
 
@@ -49,40 +55,12 @@ SUBJECTS: dict[str, tuple[Any, Shapes]] = {
 }
 
 
-def job_of(source: Any, shapes: Shapes, precision: Precision, directory: Path) -> BuildJob:
-    dtype = dtype_name(dtype_of(precision))
-    dtypes = {name: "float32" if name == "timesteps" else dtype for name in shapes}
-    config = BackendConfig("tensorrt", TensorRTBackend().options(CPU, precision, Optimize.BALANCED))
-    architecture = source.architecture
-    spec = EngineSpec(
-        architecture.role,
-        architecture.fingerprint,
-        ShapeProfile.static(shapes),
-        dtypes,
-        dtype,
-        precision,
-        Optimize.BALANCED,
-        config,
-    )
-    return BuildJob(directory, spec, architecture, CPU, Environment.current(CPU))
-
-
-def run_graph(path: Path, inputs: dict[str, torch.Tensor], outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    found = session.run(list(outputs), {name: tensor.numpy() for name, tensor in inputs.items()})
-    return {name: torch.from_numpy(tensor) for name, tensor in zip(outputs, found, strict=True)}
-
-
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_graph_computes_what_the_network_computes(name: str, precision: Precision, tmp_path: Path) -> None:
     make, shapes = SUBJECTS[name]
     source = make()
-    job = job_of(source, shapes, precision, tmp_path)
+    job = job_for(source.architecture, ShapeProfile.static(shapes), precision, tmp_path)
     exported = export_graph(job, 23)
     weights = dict(exported.weights)
     model, _ = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})

@@ -1,0 +1,48 @@
+"""How a run of an accelerated model, ControlNet or VAE begins, and who hears what happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from ...core.errors import SlipstreamError
+from ...core.protocols import ModelSource
+from ...runtime.module import AcceleratedModule, Run
+from ...runtime.settings import SWITCHED_OFF, BackendChoice
+from .waiting import waiting_hooks
+
+RunRecorder = Callable[[dict[str, Any]], None]
+"""Given what happened in a run, see `Status.since`."""
+
+_Source = TypeVar("_Source", bound=ModelSource)
+
+
+@contextmanager
+def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterator[None]:
+    """Tell `after_run` what happened meanwhile."""
+    before = module.status.to_json()
+    try:
+        yield
+    finally:
+        if after_run is not None:
+            after_run(module.status.since(before))
+
+
+def begin_run(
+    module: AcceleratedModule, read: Callable[[], _Source], ending: ExitStack, *, finite_only: bool = False
+) -> tuple[Run, _Source] | str:
+    """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
+
+    Args:
+        read: makes the source.
+        finite_only: see `AcceleratedModule.run`.
+    """
+    if module.settings.backend is BackendChoice.OFF:
+        return SWITCHED_OFF
+    try:
+        source = read()
+        source.precision  # noqa: B018  an unsupported dtype is a reason too
+    except SlipstreamError as error:
+        return str(error)
+    return ending.enter_context(module.run(source, waiting_hooks(), finite_only=finite_only)), source
