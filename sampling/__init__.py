@@ -1,1 +1,11 @@
-"""At which steps of a sampling run the model is computed, and what is reused in the rest."""
+"""At which steps of a sampling run the model is computed, and what is reused in the rest.
+
+schedule   which of N steps are computed
+reuse      what stands in for the model in the others
+samplers   kinds of samplers, and the rule for each
+presets    what a user picks
+run        one run, step by step
+calibrate  a selection for the user's own model
+metrics    how far a picture is from another
+statistics how sure a mean is
+"""

@@ -7,6 +7,7 @@ configuration here, and the weights' keys renamed from diffusers' to ComfyUI's.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def load_demo_controlnet() -> Any:
     return comfy.controlnet.ControlNet(network.eval(), load_device=mm.get_torch_device(), manual_cast_dtype=cast_dtype)
 
 
-def encode_demo_prompt(prompt: str) -> list[list[Any]]:
-    """A prompt as ComfyUI's CONDITIONING: `[[context [1, 77 * chunks, width] float32, {}]]`.
+def encode_demo_prompt(prompt: str | Sequence[str]) -> list[list[Any]]:
+    """A prompt as ComfyUI's CONDITIONING: `[[context [1, 77 * chunks, width] float32, {}]]`; several as one batch.
 
     Raises:
         UnknownWord: On a word outside the model's vocabulary.

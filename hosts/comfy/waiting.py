@@ -31,3 +31,13 @@ def waiting_hooks() -> HostHooks:
         make_room,
         copies.free,
     )
+
+
+def throw_if_cancelled() -> None:
+    """
+    Raises:
+        InterruptProcessingException: the user cancelled.
+    """
+    import comfy.model_management as management
+
+    management.throw_exception_if_processing_interrupted()

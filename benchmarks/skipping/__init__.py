@@ -1,0 +1,1 @@
+"""Step skipping judged by its protocol, `benchmarks/step_skipping.md`."""

@@ -1,0 +1,120 @@
+"""The command: sample, then score; several processes may share the sampling."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...demo import scenes
+from ...hosts.comfy import standalone
+from ...runtime.measure import commit
+from . import hackathon, protocol
+from .overhead import overhead
+from .page import write_page
+from .protocol import Condition
+from .runs import Shelf, run_all
+from .score import Scorer
+from .subject import Subject
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+NAME = "step-skipping"
+
+
+def main(words: Sequence[str]) -> int:
+    options = _parser().parse_args(words)
+    if options.page:
+        write_page(RESULTS / f"{NAME}.jsonl")
+        return 0
+    checkout = standalone.find_checkout(None)
+    if checkout is None:
+        _say("No ComfyUI was found; name its folder in COMFYUI_DIR.")
+        return 1
+    standalone.enter(checkout)
+    torch.set_grad_enabled(False)
+    shelf, chosen = Shelf(options.shelf), _chosen(options)
+    subject = _subject(options.samples)
+    if not options.score:
+        sigmas = subject.sigmas("euler", "normal", 4)
+        subject.sample("euler", sigmas, 4.0)  # warms up
+        run_all(subject, shelf, chosen[options.part :: options.parts], _say)
+    if options.parts == 1:
+        _score(subject, shelf, chosen, options.results, standalone.version())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="benchmarks/step_skipping.py", description="Judges the presets of Step Skip.")
+    add = parser.add_argument
+    add("--shelf", type=Path, default=Path("test-results/step-skipping"), help="keeps what was sampled, to go on later")
+    add("--results", type=Path, default=RESULTS, help="where rows go")
+    add("--samples", type=int, default=protocol.SAMPLES)
+    add("--steps", type=int, nargs="*", default=protocol.STEPS)
+    add("--cfgs", type=float, nargs="*", default=protocol.CFGS)
+    add("--samplers", nargs="*", help="of the protocol's; default: all")
+    add("--part", type=int, default=0, help="this process's share of the conditions; samples only, --score comes after")
+    add("--parts", type=int, default=1)
+    add("--score", action="store_true", help="only score what was sampled")
+    add("--page", action="store_true", help="only write docs/step-skipping.md from the rows")
+    return parser
+
+
+def _chosen(options: argparse.Namespace) -> list[Condition]:
+    return [
+        condition
+        for condition in protocol.conditions()
+        if condition.steps in options.steps
+        and condition.cfg in options.cfgs
+        and (not options.samplers or condition.sampler in options.samplers)
+    ]
+
+
+def _subject(samples: int, with_hints: bool = False) -> Subject:
+    captioned = scenes.sample(samples, protocol.CAPTIONS_SEED)
+    generator = torch.Generator().manual_seed(protocol.NOISE_SEED)
+    noise = torch.randn(samples, *protocol.LATENT, generator=generator)
+    return Subject(scenes.captions(captioned), noise, hackathon.hints(captioned) if with_hints else None)
+
+
+def _score(subject: Subject, shelf: Shelf, chosen: list[Condition], folder: Path, comfyui: str) -> None:
+    now = commit() or os.environ.get("SLIPSTREAM_COMMIT")
+    scorer = Scorer(subject, shelf, now, _say)
+    rows = scorer.rows(chosen)
+    device = torch.device(subject.model.load_device)
+    others: list[dict[str, Any]] = [
+        {
+            "case": "machine",
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "precision": str(subject.model.model.get_dtype()).removeprefix("torch."),
+            "torch": torch.__version__,
+            "comfyui": comfyui,
+            "commit": now,
+        },
+        {"case": "overhead", "rules": overhead(device), "commit": now},
+        *hackathon.rows(_subject(len(subject.noise), with_hints=True), now),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f"{NAME}.jsonl.part"
+    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in [*others, *rows]), encoding="utf-8")
+    half = {name: values.astype(np.float16) for name, values in scorer.raw.items()}
+    with open(folder / f"{NAME}.npz.part", "wb") as stream:
+        np.savez_compressed(stream, **half)
+    os.replace(folder / f"{NAME}.npz.part", folder / f"{NAME}.npz")
+    os.replace(part, folder / f"{NAME}.jsonl")
+    for row in rows:
+        _say(
+            f"{row['sampler']} {row['scheduler']} cfg {row['cfg']:g} {row['steps']} {row['preset']}: "
+            f"{row['psnr_db']:.2f} dB, {row['gain_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}] "
+            f"against {row['best_plain']}{'' if row['shipped'] else '  NOT SHIPPED'}"
+        )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

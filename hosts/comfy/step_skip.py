@@ -1,0 +1,182 @@
+"""Step skipping in ComfyUI: around the prediction of a step, outside of guidance, ControlNets and accelerated models.
+
+A skipped step calls none of them; the sampler goes on with what `sampling` expects instead, so previews, inpainting and
+progress stay ComfyUI's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...core.errors import UnsupportedModel
+from ...sampling.presets import Preset
+from ...sampling.reuse import Reuse
+from ...sampling.run import SkippingRun
+from ...sampling.samplers import SamplerKind, kind_of
+from .situation import Situation
+from .waiting import throw_if_cancelled
+
+log = logging.getLogger(__name__)
+
+KEY = "slipstream_step_skip"
+_OTHERS = ("easycache", "lazycache")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What happened in a sampling run.
+
+    Attributes:
+        reason: why every step was computed; empty where steps were skipped as chosen.
+    """
+
+    preset: str
+    sampler: str
+    steps: int
+    computed: int
+    skipped: int
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"every step computed: {self.reason}"
+        return f"{self.preset}: {self.computed} of {self.steps} steps computed ({self.sampler}, {self.rule})"
+
+
+AfterRun = Callable[[Skipped], None]
+
+
+def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) -> Any:
+    """A clone of `patcher` whose sampling runs skip steps.
+
+    Args:
+        preset: takes the place of one that was there.
+        after_run: told what happened in each run.
+
+    Raises:
+        UnsupportedModel: EasyCache or LazyCache is in the same model; also at sampling, where it was added later.
+    """
+    from comfy.patcher_extension import WrappersMP
+
+    clone = patcher.clone()
+    _refuse_others(clone.model_options)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+
+    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return _sample(preset, after_run, executor, args, kwargs)
+
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
+    return clone
+
+
+def without_skipping(patcher: Any) -> Any:
+    """A clone of `patcher` that computes every step."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone = patcher.clone()
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    return clone
+
+
+def sampler_name(sampler: Any) -> str:
+    """ComfyUI's name of a SAMPLER's method, without what tells CPU and GPU noise apart."""
+    function = getattr(sampler, "sampler_function", None)
+    name = getattr(function, "__name__", type(sampler).__name__)
+    return str(name).removeprefix("sample_").removesuffix("_function").removesuffix("_gpu")
+
+
+def _refuse_others(model_options: dict[str, Any]) -> None:
+    options = model_options.get("transformer_options", {})
+    found = next((options[name] for name in _OTHERS if name in options), None)
+    if found is not None:
+        name = getattr(found, "name", "EasyCache")
+        raise UnsupportedModel(
+            f"{name} and step skipping are in the same model: each would go on from the other's guesses. Remove one of "
+            "the two nodes."
+        )
+
+
+def _sample(
+    preset: Preset, after_run: AfterRun | None, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+    guider, has_mask = executor.class_obj, given.get("denoise_mask") is not None
+    with skipping(guider, preset, given["sampler"], given["sigmas"], has_mask, after_run):
+        return executor(*args, **kwargs)
+
+
+@contextmanager
+def skipping(
+    guider: Any, preset: Preset, sampler: Any, sigmas: torch.Tensor, has_mask: bool, after_run: AfterRun | None
+) -> Iterator[None]:
+    """A run of `guider` whose predictions are skipped as `preset` says.
+
+    Args:
+        sampler, sigmas: of the run.
+        has_mask: for inpainting.
+
+    Raises:
+        UnsupportedModel: something else skips steps in this run already.
+        ValueError: the preset's steps do not belong to a run of that length.
+    """
+    _refuse_others(guider.model_options)
+    name, levels = sampler_name(sampler), sigmas.tolist()
+    steps, kind = len(levels) - 1, kind_of(name)
+    reason = preset.why_not(kind, steps)
+    rule = _rule(preset, kind, has_mask)
+    run = SkippingRun(levels, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
+    if reason:
+        log.warning("Slipstream skips no steps: %s", reason)
+    try:
+        with nullcontext() if reason else _led(guider, run):
+            yield
+    finally:
+        run.forget()
+        if after_run is not None:
+            computed = steps if reason else run.computed_calls
+            after_run(Skipped(preset.name, name, steps, computed, run.skipped_calls, rule.value, reason or ""))
+
+
+def _rule(preset: Preset, kind: SamplerKind, has_mask: bool) -> Reuse:
+    # Outside an inpainting mask x is noise of its own in each step: a held D is what was looked at there.
+    return Reuse.HOLD if has_mask and preset.rule is None else preset.rule_for(kind)
+
+
+@contextmanager
+def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
+    """Put `run` outside of all other wrappers of a step's prediction."""
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = guider.model_options.setdefault("transformer_options", {}).setdefault("wrappers", {})
+    others = wrappers.get(WrappersMP.PREDICT_NOISE, {})
+    if KEY in others:
+        raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
+    wrappers[WrappersMP.PREDICT_NOISE] = {KEY: [prediction(guider, run)], **others}
+    try:
+        yield
+    finally:
+        wrappers[WrappersMP.PREDICT_NOISE].pop(KEY, None)
+
+
+def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
+    """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
+    situation = Situation(guider)
+
+    def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            result: torch.Tensor = executor(x, timestep, *rest, **more)
+            return result
+
+        throw_if_cancelled()
+        sigma = float(timestep.flatten()[0])
+        return run(x, sigma, compute, situation.at(sigma))
+
+    return predict

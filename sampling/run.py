@@ -1,0 +1,73 @@
+"""One sampling run of which some steps are skipped. Knows no host: it is given x, sigma and a way to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from torch import Tensor
+
+from .reuse import History, Reuse
+from .schedule import Steps
+
+_SAME = 1e-3
+"""Share of sigma by which a call may miss its step's: samplers compute in float32, at times through logarithms."""
+
+
+class SkippingRun:
+    """Decides at each call whether the model is computed, and fills in where it is not.
+
+    The step of a call is known by its sigma, never by counting calls: guiders and samplers call as often as they like.
+    A call whose sigma is none of the schedule's, or does not fall, is computed.
+
+    Args:
+        sigmas: N + 1 of them, falling.
+        computed: steps that are computed in any case; see `schedule`.
+        rule: for the others.
+
+    Attributes:
+        computed_calls: of the model.
+        skipped_calls: that were filled in.
+    """
+
+    def __init__(self, sigmas: Sequence[float], computed: Steps, rule: Reuse) -> None:
+        self._sigmas = list(sigmas[:-1])
+        self._computed = frozenset(computed)
+        self._history = History(rule)
+        self._last_step = -1
+        self._last_situation: Hashable = None
+        self.computed_calls = 0
+        self.skipped_calls = 0
+
+    def __call__(self, x: Tensor, sigma: float, compute: Callable[[], Tensor], situation: Hashable = None) -> Tensor:
+        """The denoised latent of a step, computed or expected; a tensor that the caller may write into.
+
+        Args:
+            x: the noisy latent [B, ...].
+            compute: the model with all its guidance.
+            situation: all else that the result hangs on, such as which ControlNets are active: where it differs from
+                the last call's, the step is computed and what was known before is forgotten.
+        """
+        step, situation = self._step(sigma), (situation, x.shape, x.dtype, x.device)
+        if step is None:
+            self.computed_calls += 1
+            return compute()
+        if step <= self._last_step or situation != self._last_situation:
+            self.forget()
+        self._last_step, self._last_situation = step, situation
+        if step not in self._computed and not self._history.is_empty:
+            self.skipped_calls += 1
+            return self._history.expect(sigma, x)
+        self.computed_calls += 1
+        denoised = compute()
+        self._history.add(sigma, x, denoised)
+        return denoised
+
+    def forget(self) -> None:
+        """Let go of all tensors; the next step is computed."""
+        self._history.clear()
+
+    def _step(self, sigma: float) -> int | None:
+        nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma), default=None)
+        if nearest is None or abs(self._sigmas[nearest] - sigma) > _SAME * abs(sigma):
+            return None
+        return nearest
