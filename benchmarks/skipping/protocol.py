@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 CAPTIONS_SEED, NOISE_SEED = 990_000_777, 2026
-SAMPLES, DECODED = 200, 64
+SAMPLES, DECODED = 200, 32
 LATENT = (4, 32, 32)
 
 STEPS = (20, 30, 50)
