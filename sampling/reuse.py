@@ -96,8 +96,9 @@ def _gain(past: list[Computed], sigma: float, denoised: Tensor) -> Tensor:
     """
     last, before = past
     ratio = (sigma - last.sigma) / (last.sigma - before.sigma)
-    way = (last.denoised - before.denoised).flatten(1)
-    went = (denoised - last.denoised).flatten(1)
+    wide = torch.promote_types(denoised.dtype, torch.float32)  # 16 bits do not hold sums of squares
+    way = (last.denoised - before.denoised).flatten(1).to(wide)
+    went = (denoised - last.denoised).flatten(1).to(wide)
     along, length = (went * way).sum(1), ratio * (way * way).sum(1)
     gain = torch.where(length > 0, along / length, torch.zeros_like(along)).clamp(_LEAST_GAIN, _MOST_GAIN)
-    return gain.reshape(-1, *[1] * (denoised.ndim - 1))
+    return gain.to(denoised.dtype).reshape(-1, *[1] * (denoised.ndim - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 from torch import Tensor
@@ -33,7 +34,7 @@ class SkippingRun:
         self._sigmas = list(sigmas[:-1])
         self._computed = frozenset(computed)
         self._history = History(rule)
-        self._last_step = -1
+        self._last_step, self._last_sigma = -1, math.inf
         self._last_situation: Hashable = None
         self.computed_calls = 0
         self.skipped_calls = 0
@@ -51,9 +52,9 @@ class SkippingRun:
         if step is None:
             self.computed_calls += 1
             return compute()
-        if step <= self._last_step or situation != self._last_situation:
+        if step <= self._last_step or sigma >= self._last_sigma or situation != self._last_situation:
             self.forget()
-        self._last_step, self._last_situation = step, situation
+        self._last_step, self._last_sigma, self._last_situation = step, sigma, situation
         if step not in self._computed and not self._history.is_empty:
             self.skipped_calls += 1
             return self._history.expect(sigma, x)

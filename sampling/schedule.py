@@ -25,10 +25,7 @@ def power_law(steps: int, count: int, power: float) -> Steps:
         ValueError: fewer than 2 or more than `steps` are asked for, or the power is not above 0.
     """
     _check_count(steps, count)
-    if power <= 0:
-        raise ValueError(
-            f"A power of {power} selects nothing; 1 spreads the steps evenly, 2 computes more of them early."
-        )
+    _check_power(power)
     if count == 1:
         return (0,)
     places = [round((steps - 1) * (k / (count - 1)) ** power) for k in range(count)]
@@ -45,7 +42,8 @@ def countdown_law(steps: int, count: int, power: float = 2.5) -> Steps:
         ValueError: as `power_law`.
     """
     _check_count(steps, count)
-    return tuple(max(k, round(steps * (k / count) ** power)) for k in range(count))
+    _check_power(power)
+    return _apart([round(steps * (k / count) ** power) for k in range(count)], steps)
 
 
 def parse_steps(text: str, steps: int | None = None) -> Steps:
@@ -112,8 +110,9 @@ def count_within(seconds: float, steps: int, computed_seconds: float, skipped_se
     if computed_seconds <= skipped_seconds:
         raise ValueError("A computed step must take longer than a skipped one; measure both again.")
     count = int((seconds - steps * skipped_seconds) / (computed_seconds - skipped_seconds) + 1e-9)
-    if count < min(2, steps):
-        least = 2 * computed_seconds + (steps - 2) * skipped_seconds
+    fewest = min(2, steps)
+    if count < fewest:
+        least = fewest * computed_seconds + (steps - fewest) * skipped_seconds
         raise ValueError(f"{seconds:g} s are too few for {steps} steps, which take at least {least:g} s.")
     return min(count, steps)
 
@@ -143,6 +142,13 @@ def gaps(computed: Steps, steps: int) -> tuple[int, ...]:
 def _check_count(steps: int, count: int) -> None:
     if not min(2, steps) <= count <= steps:
         raise ValueError(f"{count} of {steps} steps cannot be computed; choose from {min(2, steps)} to {steps}.")
+
+
+def _check_power(power: float) -> None:
+    if power <= 0:
+        raise ValueError(
+            f"A power of {power} selects nothing; 1 spreads the steps evenly, 2 computes more of them early."
+        )
 
 
 def _apart(places: list[int], steps: int) -> Steps:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...demo import scenes
@@ -20,12 +18,12 @@ from . import hackathon, protocol
 from .overhead import overhead
 from .page import write_page
 from .protocol import Condition
+from .results import NAME, keep
 from .runs import Shelf, run_all
 from .score import Scorer
 from .subject import Subject
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-NAME = "step-skipping"
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,10 +38,10 @@ def main(words: Sequence[str]) -> int:
     standalone.enter(checkout)
     torch.set_grad_enabled(False)
     shelf, chosen = Shelf(options.shelf), _chosen(options)
-    subject = _subject(options.samples)
+    subject = _subject(options.samples, engines=options.engines)
     if not options.score:
-        sigmas = subject.sigmas("euler", "normal", 4)
-        subject.sample("euler", sigmas, 4.0)  # warms up
+        for cfg in options.cfgs:
+            subject.sample("euler", subject.sigmas("euler", "normal", 4), cfg)  # warms up, makes engines
         run_all(subject, shelf, chosen[options.part :: options.parts], _say)
     if options.parts == 1:
         _score(subject, shelf, chosen, options.results, standalone.version())
@@ -55,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shelf", type=Path, default=Path("test-results/step-skipping"), help="keeps what was sampled, to go on later")
     add("--results", type=Path, default=RESULTS, help="where rows go")
+    add("--engines", type=Path, help="a folder: sample on engines, which are made there; default: the plain model")
     add("--samples", type=int, default=protocol.SAMPLES)
     add("--steps", type=int, nargs="*", default=protocol.STEPS)
     add("--cfgs", type=float, nargs="*", default=protocol.CFGS)
@@ -76,11 +75,11 @@ def _chosen(options: argparse.Namespace) -> list[Condition]:
     ]
 
 
-def _subject(samples: int, with_hints: bool = False) -> Subject:
+def _subject(samples: int, with_hints: bool = False, engines: Path | None = None) -> Subject:
     captioned = scenes.sample(samples, protocol.CAPTIONS_SEED)
     generator = torch.Generator().manual_seed(protocol.NOISE_SEED)
     noise = torch.randn(samples, *protocol.LATENT, generator=generator)
-    return Subject(scenes.captions(captioned), noise, hackathon.hints(captioned) if with_hints else None)
+    return Subject(scenes.captions(captioned), noise, hackathon.hints(captioned) if with_hints else None, engines)
 
 
 def _score(subject: Subject, shelf: Shelf, chosen: list[Condition], folder: Path, comfyui: str) -> None:
@@ -100,19 +99,12 @@ def _score(subject: Subject, shelf: Shelf, chosen: list[Condition], folder: Path
         {"case": "overhead", "rules": overhead(device), "commit": now},
         *hackathon.rows(_subject(len(subject.noise), with_hints=True), now),
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f"{NAME}.jsonl.part"
-    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in [*others, *rows]), encoding="utf-8")
-    half = {name: values.astype(np.float16) for name, values in scorer.raw.items()}
-    with open(folder / f"{NAME}.npz.part", "wb") as stream:
-        np.savez_compressed(stream, **half)
-    os.replace(folder / f"{NAME}.npz.part", folder / f"{NAME}.npz")
-    os.replace(part, folder / f"{NAME}.jsonl")
+    keep(folder, [*others, *rows], scorer.raw)
     for row in rows:
         _say(
             f"{row['sampler']} {row['scheduler']} cfg {row['cfg']:g} {row['steps']} {row['preset']}: "
             f"{row['psnr_db']:.2f} dB, {row['gain_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}] "
-            f"against {row['best_plain']}{'' if row['shipped'] else '  NOT SHIPPED'}"
+            f"against {row['best_plain']}"
         )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from . import ways
 from .protocol import Condition, converged
-from .subject import Subject
+from .subject import Outcome, Subject
 from .ways import Way
 
 Say = Callable[[str], None]
+
+_TIMED_STEPS, _TIMED_RUNS = 20, 5
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,19 @@ class Made:
     seconds: float
     calls: int
     steps: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a step of the whole batch, medians over runs: computed, and skipped."""
+
+    computed: float
+    skipped: float
+
+    def affordable(self, preset: Made) -> int:
+        """How many plain steps take the time of a preset's run."""
+        skipped = preset.steps - preset.calls
+        return max(2, round(preset.calls + skipped * self.skipped / self.computed))
 
 
 class Shelf:
@@ -52,8 +68,23 @@ class Shelf:
         latents, figures = torch.load(self._file(key), weights_only=True)
         return Made(latents.float(), **json.loads(figures))
 
+    def costs(self, cfg: float) -> Costs:
+        """
+        Raises:
+            FileNotFoundError: nothing of that CFG was sampled.
+        """
+        return Costs(**json.loads(self._costs_file(cfg).read_text()))
+
+    def add_costs(self, cfg: float, costs: Costs) -> None:
+        part = self._costs_file(cfg).with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(costs)))
+        part.replace(self._costs_file(cfg))
+
     def _file(self, key: str) -> Path:
         return self._folder / f"{key}.pt"
+
+    def _costs_file(self, cfg: float) -> Path:
+        return self._folder / f"cfg{cfg:g}-costs.json"
 
 
 def key_of(condition: Condition, way: Way) -> str:
@@ -77,14 +108,15 @@ class _Runs:
 
     def make(self) -> None:
         subject, condition = self._subject, self._condition
-        whole = self._made(ways.full(subject, condition))
+        costs = self._costs()
+        self._made(ways.full(subject, condition))
         if (last := converged(condition)) is not None:
             _Runs(subject, self._shelf, last, self._say)._made(ways.full(subject, last))
         wanted = set()
         for way in ways.presets(subject, condition):
             made = self._made(way)
             if way.name.startswith("preset-"):
-                wanted.add(affordable(made, whole))
+                wanted.add(costs.affordable(made))
         for steps in sorted(wanted):
             for way in ways.plain(subject, condition, steps):
                 self._made(way)
@@ -100,7 +132,23 @@ class _Runs:
             self._say(f"{key}: {made.calls} of {made.steps} steps, {made.seconds:.2f} s")
         return self._shelf.take(key)
 
+    def _costs(self) -> Costs:
+        """Measured once for each CFG, which decides on the size of the model's batch."""
+        cfg = self._condition.cfg
+        try:
+            return self._shelf.costs(cfg)
+        except FileNotFoundError:
+            pass
+        condition = Condition("euler", "normal", cfg, _TIMED_STEPS)
+        skipping = next(way for way in ways.presets(self._subject, condition) if way.name == "preset-fast")
+        full = ways.full(self._subject, condition)
+        whole, half = ([self._timed(way, cfg) for _ in range(_TIMED_RUNS)] for way in (full, skipping))
+        computed = median(each.seconds / each.calls for each in whole)
+        skipped = median((each.seconds - each.calls * computed) / (_TIMED_STEPS - each.calls) for each in half)
+        costs = Costs(computed, max(0.0, skipped))
+        self._shelf.add_costs(cfg, costs)
+        self._say(f"cfg {cfg:g}: {costs}")
+        return costs
 
-def affordable(preset: Made, whole: Made) -> int:
-    """How many plain steps take the preset's time."""
-    return max(2, round(preset.seconds / (whole.seconds / whole.calls)))
+    def _timed(self, way: Way, cfg: float) -> Outcome:
+        return self._subject.sample(way.sampler, way.sigmas, cfg, way.patch)

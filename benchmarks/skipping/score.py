@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...sampling.metrics import capped, high_frequency_energy, latent_psnr, psnr, ssim
 from ...sampling.presets import PRESETS
-from ...sampling.samplers import SamplerKind, kind_of
 from ...sampling.statistics import Interval, paired_bootstrap
 from . import ways
-from .protocol import DECODED, THRESHOLDS, WORST_GAIN, Condition, converged
-from .runs import Made, Shelf, affordable, key_of
+from .protocol import DECODED, THRESHOLDS, Condition, converged
+from .results import Raw, Row
+from .runs import Made, Shelf, key_of
 from .subject import Subject
 
 Say = Callable[[str], None]
-Row = dict[str, Any]
-Raw = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class Scorer:
                 found += list(self._of(condition))
             except FileNotFoundError as error:
                 self._say(f"{condition} is left out: {Path(str(error.filename)).name} was not sampled")
-        _decide(found)
         return found
 
     def _of(self, condition: Condition) -> Iterator[Row]:
@@ -64,7 +58,7 @@ class Scorer:
         target = None if last is None else self._take(last, "full").latents
         for name in PRESETS:
             made = self._take(condition, f"preset-{name}")
-            rivals = self._rivals(condition, name, whole, affordable(made, whole))
+            rivals = self._rivals(condition, name, whole, self._shelf.costs(condition.cfg).affordable(made))
             best = max(rivals, key=lambda rival: float(rivals[rival].db.mean()))
             rival = rivals[best].made
             row = self._row(condition, name, made, _closeness(made, whole), best, rivals[best].db)
@@ -72,6 +66,7 @@ class Scorer:
             if name == ways.BALANCED:
                 row["random_db"] = _mean(_closeness(self._take(condition, "random"), whole))
             row["best_plain_computed"] = rival.calls
+            row["step_seconds"] = asdict(self._shelf.costs(condition.cfg))
             if target is not None:
                 row["converged_db"] = {
                     "full": _mean(capped(latent_psnr(whole.latents, target))),
@@ -155,13 +150,3 @@ def _at_cost(cached: Sequence[Made], steps: int, whole: Made) -> Rival | None:
 
 def _mean(values: Tensor) -> float:
     return round(float(values.mean()), 3)
-
-
-def _decide(rows: list[Row]) -> None:
-    """Whether a preset is shipped for the kind that a row's sampler is of."""
-    worst: dict[tuple[SamplerKind, str], float] = {}
-    for row in rows:
-        place = kind_of(row["sampler"]), row["preset"]
-        worst[place] = min(worst.get(place, torch.inf), row["ci_low"])
-    for row in rows:
-        row["shipped"] = worst[kind_of(row["sampler"]), row["preset"]] > WORST_GAIN

@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...engine_cache import EngineStore
+from ...hosts.comfy.accelerate import accelerate_model
 from ...hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model, load_demo_vae
+from ...runtime.module import AcceleratedModule
+from ...runtime.provider import EngineProvider
+from ...runtime.settings import BuildPolicy, Settings
 from . import protocol
 
 Patch = Callable[[Any], Any]
@@ -37,11 +43,19 @@ class Subject:
     Args:
         captions: as many as samples.
         hints: canny edges [B, 256, 256, 3] for the ControlNet.
+        engines: a store; the model runs on engines, made where they are missing. None: the plain model.
     """
 
-    def __init__(self, captions: list[str], noise: Tensor, hints: Tensor | None = None) -> None:
+    def __init__(
+        self, captions: list[str], noise: Tensor, hints: Tensor | None = None, engines: Path | None = None
+    ) -> None:
         self.model = load_demo_model()
         self.noise = noise
+        self._engines: AcceleratedModule | None = None
+        if engines is not None:
+            settings = Settings(policy=BuildPolicy.FIRST_USE)
+            self._engines = AcceleratedModule(EngineProvider(EngineStore(engines)), settings)
+            self.model = accelerate_model(self.model, self._engines)
         self._vae: Any = None
         positive, negative = (encode_demo_prompt(texts) for texts in (captions, [""] * len(captions)))
         if hints is not None:
@@ -66,7 +80,7 @@ class Subject:
         import comfy.sample
         import comfy.samplers
 
-        counter = _Counter()
+        counter: _Counter | _EngineCounter = _Counter() if self._engines is None else _EngineCounter(self._engines)
         model = counter.counted(self.model if patch is None else patch(self.model))
         positive, negative = self._conds
         _wait()
@@ -114,6 +128,24 @@ class _Counter:
         # Innermost: wrappers run in the order in which they were added.
         clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "slipstream_benchmark", count)
         return clone
+
+
+class _EngineCounter:
+    """Counts calls of engines: one a step, for the prompt and the negative prompt are one batch."""
+
+    def __init__(self, module: AcceleratedModule) -> None:
+        self._module = module
+        self._before = module.status.to_json()
+
+    def counted(self, model: Any) -> Any:
+        return model
+
+    @property
+    def calls(self) -> int:
+        since = self._module.status.since(self._before)
+        if since["eager_calls"]:
+            raise RuntimeError(f"{since['eager_calls']} calls of the plain model where engines were asked for")
+        return int(since["engine_calls"])
 
 
 def _guided(cond: list[list[Any]], control: Any, hints: Tensor) -> list[list[Any]]:

@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import torch
+
 
 class Situation:
     """Tells steps apart that are not to be continued from one another.
@@ -29,12 +31,16 @@ class Situation:
         if prompts != self._prompts:
             self._prompts = prompts
             windows = list(_windows(self._guider.conds))
-            self._begins = sorted({begin for begin, _ in windows if begin is not None})
-            self._ends = sorted({end for _, end in windows if end is not None})
+            self._begins = sorted({_float32(begin) for begin, _ in windows if begin is not None})
+            self._ends = sorted({_float32(end) for _, end in windows if end is not None})
         cfg = getattr(self._guider, "cfg", None)
         # Both sigmas of a window belong to it.
         inside = bisect_left(self._begins, sigma), bisect_right(self._ends, sigma)
         return prompts, cfg if isinstance(cfg, (int, float)) else None, inside
+
+
+def _float32(value: float) -> float:
+    return torch.tensor(float(value), dtype=torch.float32).item()
 
 
 def _windows(conds: dict[str, Any]) -> Iterator[tuple[float | None, float | None]]:

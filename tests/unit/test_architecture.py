@@ -27,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "cli": {*SERVICES, "demo", "hosts"},
     "ui": {*SERVICES, "hosts"},
     "scripts": {*SERVICES, "hosts", "ui"},
-    "benchmarks": {*SERVICES, "hosts"},
+    "benchmarks": {*SERVICES, "demo", "hosts"},
 }
 
 COMFYUI = {

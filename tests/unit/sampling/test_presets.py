@@ -1,0 +1,211 @@
+"""What a user picks: selections for every length of run, reasons to skip nothing, the rule for each sampler."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from slipstream.sampling.presets import CUSTOM, DEFAULT, FEWEST_STEPS, PRESETS, Preset, Selection, custom
+from slipstream.sampling.reuse import Reuse
+from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
+
+LENGTHS = range(12, 101)
+SHARES = {"quality": 0.75, "balanced": 0.6, "fast": 0.5, "extreme": 0.35, "hackathon": 0.5}
+CALLS_ONCE = [SamplerKind.ONE_STEP, SamplerKind.MULTISTEP, SamplerKind.STOCHASTIC]
+SELDOM = Preset("seldom", Selection(0.5), "for a test", kinds=frozenset({SamplerKind.ONE_STEP}))
+
+each_preset = pytest.mark.parametrize("name", PRESETS)
+each_kind = pytest.mark.parametrize("kind", SamplerKind)
+
+
+# ---- presets
+
+
+def test_the_presets() -> None:
+    assert list(PRESETS) == list(SHARES), "in the order of what they compute, the historical one last"
+    assert all(name == preset.name for name, preset in PRESETS.items())
+    assert DEFAULT in PRESETS and CUSTOM not in PRESETS
+    assert all(preset.note for preset in PRESETS.values())
+
+
+@each_preset
+def test_a_preset_computes_its_share_of_every_run(name: str) -> None:
+    for steps in LENGTHS:
+        computed = PRESETS[name].selection.computed(steps)
+        assert abs(len(computed) - SHARES[name] * steps) <= 0.5 + 1e-9, steps
+        assert all(a < b for a, b in itertools.pairwise(computed)), steps
+        assert computed[0] == 0 and computed[-1] < steps, steps
+        if name != "hackathon":
+            assert computed[-1] == steps - 1, "the last step is computed"
+
+
+@each_preset
+def test_a_preset_computes_more_of_the_early_steps(name: str) -> None:
+    for steps in LENGTHS:
+        computed = PRESETS[name].selection.computed(steps)
+        early = sum(2 * step < steps for step in computed)
+        assert early >= len(computed) / 2, steps
+
+
+def test_a_faster_preset_computes_less() -> None:
+    for steps in LENGTHS:
+        counts = [len(PRESETS[name].selection.computed(steps)) for name in ("quality", "balanced", "fast", "extreme")]
+        assert all(more > less for more, less in itertools.pairwise(counts)), steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "counts"), [(20, (15, 12, 10, 7, 10)), (30, (22, 18, 15, 10, 15)), (50, (38, 30, 25, 18, 25))]
+)
+def test_counts_that_are_documented(steps: int, counts: tuple[int, ...]) -> None:
+    assert tuple(len(preset.selection.computed(steps)) for preset in PRESETS.values()) == counts
+
+
+def test_the_hackathons_list() -> None:
+    listed = [19 - step for step in PRESETS["hackathon"].selection.computed(20)]
+    assert listed == [19, 18, 17, 16, 15, 14, 13, 11, 8, 4]
+    assert all(PRESETS["hackathon"].rule_for(kind) is Reuse.HOLD for kind in SamplerKind)
+
+
+@each_preset
+@each_kind
+def test_a_preset_has_the_rule_of_the_sampler_unless_its_own(name: str, kind: SamplerKind) -> None:
+    assert PRESETS[name].rule_for(kind) is (Reuse.HOLD if name == "hackathon" else rule_for(kind))
+
+
+# ---- reasons to compute every step
+
+
+@each_preset
+def test_samplers_that_presets_are_for(name: str) -> None:
+    preset = PRESETS[name]
+    assert preset.kinds and preset.kinds <= set(CALLS_ONCE)
+    for kind, steps in itertools.product(preset.kinds, LENGTHS):
+        assert preset.why_not(kind, steps) is None
+
+
+@each_preset
+@pytest.mark.parametrize("steps", [1, 11, 20, 50])
+def test_samplers_that_presets_are_not_for(name: str, steps: int) -> None:
+    several = PRESETS[name].why_not(SamplerKind.SEVERAL_CALLS, steps)
+    unknown = PRESETS[name].why_not(SamplerKind.UNKNOWN, steps)
+    assert several is not None and "several times a step" in several
+    assert unknown is not None and f"choose {CUSTOM}" in unknown
+
+
+@each_kind
+def test_a_sampler_that_a_preset_was_worse_with(kind: SamplerKind) -> None:
+    reason = SELDOM.why_not(kind, 20)
+    if kind is SamplerKind.ONE_STEP:
+        assert reason is None
+    else:
+        assert reason is not None
+        was_measured = f"seldom was measured with {kind.value} samplers, and plain sampling in the same time was closer"
+        assert (reason == was_measured) == (kind in CALLS_ONCE)
+
+
+def test_a_short_run() -> None:
+    assert FEWEST_STEPS == 12
+    for name, kind in itertools.product(PRESETS, CALLS_ONCE):
+        preset = dataclasses.replace(PRESETS[name], kinds=frozenset(CALLS_ONCE))
+        for steps in range(FEWEST_STEPS):
+            assert preset.why_not(kind, steps) == f"a run of {steps} steps is short: each of fewer than 12 steps counts"
+        assert preset.why_not(kind, FEWEST_STEPS) is None
+
+
+# ---- custom
+
+
+@each_kind
+@pytest.mark.parametrize("steps", [2, 11, 12, 50])
+def test_custom_goes_with_any_sampler_that_calls_once_a_step(kind: SamplerKind, steps: int) -> None:
+    reason = custom(Selection(0.5)).why_not(kind, steps)
+    if kind is SamplerKind.SEVERAL_CALLS:
+        assert reason is not None and "several times a step" in reason
+    else:
+        assert reason is None
+
+
+@each_kind
+@pytest.mark.parametrize("rule", [None, *Reuse])
+def test_custom_has_the_users_rule(kind: SamplerKind, rule: Reuse | None) -> None:
+    preset = custom(Selection(count=3), rule)
+    assert preset.name == CUSTOM and preset.selection.count == 3
+    assert preset.rule_for(kind) is (rule if rule is not None else rule_for(kind))
+
+
+# ---- selections
+
+
+def test_a_selection_by_share_count_and_list() -> None:
+    assert Selection(0.5, power=1).computed(9) == (0, 3, 5, 8)
+    assert Selection(0.5, count=5, power=1).computed(9) == (0, 2, 4, 6, 8)
+    assert Selection(0.5, count=5, listed="0,7").computed(9) == (0, 7)
+    assert Selection(0.5, listed="8 7 1").computed(9) == (0, 1, 7)
+    assert Selection(0.5, power=1, listed=" \n").computed(9) == (0, 3, 5, 8)
+    assert Selection(count=5, power=1, counts_down=True).computed(10) == (0, 2, 4, 6, 8)
+    assert Selection(count=5, listed="0 2", counts_down=True).computed(10) == (0, 2)
+    assert Selection(1.0).computed(30) == tuple(range(30))
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        (Selection(count=21), "21 of 20 steps cannot be computed; choose from 2 to 20"),
+        (Selection(count=1), "choose from 2 to 20"),
+        (Selection(count=-1), "choose from 2 to 20"),
+        (Selection(share=0), "choose one above 0 and at most 1"),
+        (Selection(share=1.5), "choose one above 0 and at most 1"),
+        (Selection(power=0), "1 spreads the steps evenly"),
+        (Selection(power=0, counts_down=True), "1 spreads the steps evenly"),
+        (Selection(listed="0 30"), "not in a run of 20 steps"),
+        (Selection(listed="18 17"), "Begin it with 19"),
+        (Selection(listed="some"), "write it as"),
+    ],
+    ids=str,
+)
+def test_a_selection_that_a_run_has_not(selection: Selection, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        selection.computed(20)
+
+
+# ---- samplers
+
+
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [
+        ("euler", SamplerKind.ONE_STEP),
+        ("ddim", SamplerKind.ONE_STEP),
+        ("dpmpp_2m", SamplerKind.MULTISTEP),
+        ("uni_pc", SamplerKind.MULTISTEP),
+        ("unipc_bh2", SamplerKind.MULTISTEP),
+        ("deis", SamplerKind.MULTISTEP),
+        ("euler_ancestral", SamplerKind.STOCHASTIC),
+        ("dpmpp_2m_sde", SamplerKind.STOCHASTIC),
+        ("dpmpp_2m_sde_gpu", SamplerKind.STOCHASTIC),
+        ("dpmpp_3m_sde_gpu", SamplerKind.STOCHASTIC),
+        ("heun", SamplerKind.SEVERAL_CALLS),
+        ("dpm_2", SamplerKind.SEVERAL_CALLS),
+        ("dpm_adaptive", SamplerKind.SEVERAL_CALLS),
+        ("dpmpp_sde_gpu", SamplerKind.SEVERAL_CALLS),
+        ("lcm", SamplerKind.UNKNOWN),
+        ("euler_cfg_pp", SamplerKind.UNKNOWN),
+        ("rk_beta", SamplerKind.UNKNOWN),
+        ("Euler", SamplerKind.UNKNOWN),
+        ("", SamplerKind.UNKNOWN),
+    ],
+)
+def test_kinds_of_samplers(sampler: str, kind: SamplerKind) -> None:
+    assert kind_of(sampler) is kind
+
+
+def test_only_deterministic_samplers_are_continued_along_a_line() -> None:
+    assert {kind: rule_for(kind) for kind in SamplerKind} == {
+        SamplerKind.ONE_STEP: Reuse.MEASURED,
+        SamplerKind.MULTISTEP: Reuse.MEASURED,
+        SamplerKind.STOCHASTIC: Reuse.HOLD,
+        SamplerKind.SEVERAL_CALLS: Reuse.HOLD,
+        SamplerKind.UNKNOWN: Reuse.HOLD,
+    }
