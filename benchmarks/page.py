@@ -44,7 +44,7 @@ def read_all(folder: Path) -> list[Row]:
     Raises:
         ValueError: a line is no row.
     """
-    files = sorted(folder.glob("*.jsonl"), key=lambda file: (file.stem[-len("2026-01-31") :], file.name))
+    files = sorted(folder.glob("*-????-??-??.jsonl"), key=lambda file: (file.stem[-len("2026-01-31") :], file.name))
     return [row for file in files for row in read(file)]
 
 

@@ -9,8 +9,12 @@ from .accelerate import AccelerateModel
 from .accelerate_controlnet import AccelerateControlNet
 from .accelerate_vae import AccelerateVAE
 from .build_engine import BuildEngine
+from .compare_images import CompareImages
 from .demo import SlipstreamDemoLoader, SlipstreamDemoPrompt
 from .engine_info import EngineInfo
+from .ksampler_step_skip import KSamplerStepSkip
+from .skip_calibrate import SkipCalibrate
+from .step_skip import SkipSigmas, StepSkip, StepSkipSampler
 
 
 class SlipstreamExtension(ComfyExtension):
@@ -22,6 +26,12 @@ class SlipstreamExtension(ComfyExtension):
             AccelerateVAE,
             BuildEngine,
             EngineInfo,
+            StepSkip,
+            StepSkipSampler,
+            KSamplerStepSkip,
+            SkipSigmas,
+            SkipCalibrate,
+            CompareImages,
             SlipstreamDemoLoader,
             SlipstreamDemoPrompt,
         ]

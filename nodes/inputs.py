@@ -64,10 +64,10 @@ def choices(with_manual: bool = True) -> list[io.Input]:
 
 def engine_inputs() -> list[io.Input]:
     """What one engine is for. Workflows that were saved before these inputs were there go without them."""
-    return [_advanced(each) for each in (_engines_input(), _max_batch_input(), _max_tokens_input(), _bake_input())]
+    return [advanced(each) for each in (_engines_input(), _max_batch_input(), _max_tokens_input(), _bake_input())]
 
 
-def _advanced(widget: io.Input) -> io.Input:
+def advanced(widget: io.Input) -> io.Input:
     """Folded away by pages that can; older ComfyUIs have no argument for it."""
     widget.extra_dict = {**widget.extra_dict, "advanced": True}
     return widget

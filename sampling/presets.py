@@ -47,13 +47,21 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Use:
+    """A kind of sampler, and whether a negative prompt guides it."""
+
+    kind: SamplerKind
+    guided: bool
+
+
+@dataclass(frozen=True)
 class Preset:
     """
     Attributes:
         name: that the user picks.
         selection: of steps.
         rule: for skipped steps; None takes the sampler kind's own.
-        kinds: of samplers that it was measured with and not found worse than plain sampling in the same time.
+        uses: where it was measured, and no plain sampling found closer in the same time.
         note: for people, in a few words.
     """
 
@@ -61,43 +69,52 @@ class Preset:
     selection: Selection
     note: str
     rule: Reuse | None = None
-    kinds: frozenset[SamplerKind] = frozenset()
+    uses: frozenset[Use] = frozenset()
 
     def rule_for(self, kind: SamplerKind) -> Reuse:
         return self.rule or rule_for(kind)
 
-    def why_not(self, kind: SamplerKind, steps: int) -> str | None:
-        """Why every step is computed after all; None where it is not."""
+    def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
+        """Why every step is computed after all; None where it is not.
+
+        Args:
+            guided: by a negative prompt, as with CFG above 1.
+        """
         if kind is SamplerKind.SEVERAL_CALLS:
             return "this sampler calls the model several times a step, which leaves nothing to reuse"
         if kind is SamplerKind.UNKNOWN:
             return (
                 f"the presets were not measured with this sampler; choose {CUSTOM} to skip steps with it all the same"
             )
-        if kind not in self.kinds:
-            return (
-                f"{self.name} was measured with {kind.value} samplers, and plain sampling in the same time was closer"
-            )
+        if Use(kind, guided) not in self.uses:
+            where = f"{kind.value} samplers at CFG {'above 1' if guided else '1'}"
+            return f"with {where}, a plain run in the time of {self.name} was measured closer, or nothing was measured"
         if steps < FEWEST_STEPS:
             return f"a run of {steps} steps is short: each of fewer than {FEWEST_STEPS} steps counts"
         return None
 
 
-_ALL = frozenset({SamplerKind.ONE_STEP, SamplerKind.MULTISTEP, SamplerKind.STOCHASTIC})
+_ONE = frozenset({Use(SamplerKind.ONE_STEP, True), Use(SamplerKind.ONE_STEP, False)})
+_MULTI = frozenset({Use(SamplerKind.MULTISTEP, True)})
+_NOISY = frozenset({Use(SamplerKind.STOCHASTIC, True)})
+_NOISY_PLAIN = frozenset({Use(SamplerKind.STOCHASTIC, False)})
+EVERYWHERE = frozenset(Use(kind, guided) for kind in SamplerKind for guided in (False, True))
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("quality", Selection(0.75, power=1.5), "three steps in four", kinds=_ALL),
-        Preset("balanced", Selection(0.6, power=2.0), "three steps in five", kinds=_ALL),
-        Preset("fast", Selection(0.5, power=2.0), "every other step", kinds=_ALL),
-        Preset("extreme", Selection(0.35, power=2.0), "one step in three", kinds=_ALL),
+        Preset(
+            "quality", Selection(0.75, power=1.5), "three steps in four", uses=_ONE | _MULTI | _NOISY | _NOISY_PLAIN
+        ),
+        Preset("balanced", Selection(0.6, power=2.0), "three steps in five", uses=_ONE | _MULTI | _NOISY),
+        Preset("fast", Selection(0.5, power=2.0), "half of the steps", uses=_ONE | _MULTI | _NOISY),
+        Preset("extreme", Selection(0.35, power=2.0), "one step in three", uses=_ONE | _MULTI | _NOISY),
         Preset(
             "hackathon",
             Selection(0.5, power=2.5, counts_down=True),
             "historical: the TensorRT hackathon's list, each step held; with Euler and DDIM it is only a schedule",
             rule=Reuse.HOLD,
-            kinds=_ALL,
+            uses=EVERYWHERE,
         ),
     )
 }
@@ -110,7 +127,7 @@ def custom(selection: Selection, rule: Reuse | None = None) -> Preset:
 
 
 class _Custom(Preset):
-    def why_not(self, kind: SamplerKind, steps: int) -> str | None:
+    def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
         if kind is SamplerKind.SEVERAL_CALLS:
-            return super().why_not(kind, steps)
+            return super().why_not(kind, steps, guided)
         return None

@@ -29,8 +29,8 @@ _KINDS = {
     "gradient_estimation",
     SamplerKind.STOCHASTIC: "euler_ancestral dpmpp_2m_sde dpmpp_2m_sde_heun dpmpp_3m_sde ddpm "
     "res_multistep_ancestral er_sde sa_solver",
-    SamplerKind.SEVERAL_CALLS: "heun heunpp2 dpm_2 dpm_2_ancestral dpm_fast dpm_adaptive dpmpp_2s_ancestral dpmpp_sde "
-    "exp_heun_2_x0 exp_heun_2_x0_sde seeds_2 seeds_3 sa_solver_pece",
+    SamplerKind.SEVERAL_CALLS: "heun heunpp2 dpm_2 dpm_2_ancestral dpm_fast dpm_adaptive dpmpp_2s_ancestral "
+    "dpmpp_2s_ancestral_cfg_pp dpmpp_sde exp_heun_2_x0 exp_heun_2_x0_sde seeds_2 seeds_3 sa_solver_pece",
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 

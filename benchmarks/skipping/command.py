@@ -18,7 +18,7 @@ from . import hackathon, protocol
 from .overhead import overhead
 from .page import write_page
 from .protocol import Condition
-from .results import NAME, keep
+from .results import keep
 from .runs import Shelf, run_all
 from .score import Scorer
 from .subject import Subject
@@ -29,7 +29,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 def main(words: Sequence[str]) -> int:
     options = _parser().parse_args(words)
     if options.page:
-        write_page(RESULTS / f"{NAME}.jsonl")
+        write_page(options.results)
         return 0
     checkout = standalone.find_checkout(None)
     if checkout is None:
@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
         for cfg in options.cfgs:
             subject.sample("euler", subject.sigmas("euler", "normal", 4), cfg)  # warms up, makes engines
         run_all(subject, shelf, chosen[options.part :: options.parts], _say)
-    if options.parts == 1:
+    if not options.sample_only and options.parts == 1:
         _score(subject, shelf, chosen, options.results, standalone.version())
     return 0
 
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--samplers", nargs="*", help="of the protocol's; default: all")
     add("--part", type=int, default=0, help="this process's share of the conditions; samples only, --score comes after")
     add("--parts", type=int, default=1)
+    add("--sample-only", action="store_true", help="--score comes later")
     add("--score", action="store_true", help="only score what was sampled")
     add("--page", action="store_true", help="only write docs/step-skipping.md from the rows")
     return parser

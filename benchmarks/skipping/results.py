@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...sampling.samplers import SamplerKind, kind_of
+from ...sampling.presets import Use
+from ...sampling.samplers import kind_of
 from .protocol import WORST_GAIN
 
 NAME = "step-skipping"
@@ -44,14 +45,18 @@ def keep(folder: Path, rows: Sequence[Row], raw: Raw) -> None:
 
 
 def decide(rows: Sequence[Row]) -> None:
-    """Note in each row whether its preset is shipped for the kind that its sampler is of."""
-    worst: dict[tuple[SamplerKind, str], float] = {}
+    """Note in each row whether its preset is shipped for what the row is a case of, see `presets.Use`."""
+    worst: dict[tuple[Use, str], float] = {}
     judged = [row for row in rows if "gain_db" in row]
     for row in judged:
-        place = kind_of(row["sampler"]), row["preset"]
+        place = use_of(row), row["preset"]
         worst[place] = min(worst.get(place, row["ci_low"]), row["ci_low"])
     for row in judged:
-        row["shipped"] = worst[kind_of(row["sampler"]), row["preset"]] > WORST_GAIN
+        row["shipped"] = worst[use_of(row), row["preset"]] > WORST_GAIN
+
+
+def use_of(row: Row) -> Use:
+    return Use(kind_of(row["sampler"]), row["cfg"] > 1)
 
 
 def _kind(row: Row) -> Hashable:

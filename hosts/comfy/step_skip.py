@@ -48,7 +48,10 @@ class Skipped:
     def __str__(self) -> str:
         if self.reason:
             return f"every step computed: {self.reason}"
-        return f"{self.preset}: {self.computed} of {self.steps} steps computed ({self.sampler}, {self.rule})"
+        what = f"{self.computed} of {self.steps} steps computed"
+        if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
+            what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
+        return f"{self.preset}: {what} ({self.sampler}, {self.rule})"
 
 
 AfterRun = Callable[[Skipped], None]
@@ -87,10 +90,10 @@ def without_skipping(patcher: Any) -> Any:
 
 
 def sampler_name(sampler: Any) -> str:
-    """ComfyUI's name of a SAMPLER's method, without what tells CPU and GPU noise apart."""
+    """ComfyUI's name of a SAMPLER's method, without what tells CPU and GPU noise apart. DDIM's is euler."""
     function = getattr(sampler, "sampler_function", None)
-    name = getattr(function, "__name__", type(sampler).__name__)
-    return str(name).removeprefix("sample_").removesuffix("_function").removesuffix("_gpu")
+    name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
+    return name.removesuffix("_function").removesuffix("_gpu").replace("unipc", "uni_pc")
 
 
 def _refuse_others(model_options: dict[str, Any]) -> None:
@@ -130,7 +133,7 @@ def skipping(
     _refuse_others(guider.model_options)
     name, levels = sampler_name(sampler), sigmas.tolist()
     steps, kind = len(levels) - 1, kind_of(name)
-    reason = preset.why_not(kind, steps)
+    reason = preset.why_not(kind, steps, _is_guided(guider))
     rule = _rule(preset, kind, has_mask)
     run = SkippingRun(levels, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
     if reason:
@@ -143,6 +146,12 @@ def skipping(
         if after_run is not None:
             computed = steps if reason else run.computed_calls
             after_run(Skipped(preset.name, name, steps, computed, run.skipped_calls, rule.value, reason or ""))
+
+
+def _is_guided(guider: Any) -> bool:
+    """Whether a negative prompt takes part: CFG above 1, by whichever name a guider has for it."""
+    scales = [getattr(guider, name, None) for name in ("cfg", "cfg1", "cfg2")]
+    return any(isinstance(scale, (int, float)) and scale > 1 for scale in scales)
 
 
 def _rule(preset: Preset, kind: SamplerKind, has_mask: bool) -> Reuse:

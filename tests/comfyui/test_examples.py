@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "example_workflows").glob("*.json"))
 DOCS = ROOT / "web" / "js" / "docs"
 DEMOS = ("build_before", "first_engine")
+SAMPLING = ("sampler_name", "scheduler")
+"""Inputs whose options are ComfyUI's own and explained there."""
 
 each_example = pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
 
@@ -83,7 +86,7 @@ def engines(comfy_server) -> set[str]:
 
 
 def test_there_are_examples() -> None:
-    assert {file.stem for file in EXAMPLES} == {*DEMOS, "stock_checkpoint_with_lora"}
+    assert {file.stem for file in EXAMPLES} == {*DEMOS, "step_skip", "stock_checkpoint_with_lora"}
 
 
 @each_example
@@ -181,6 +184,25 @@ def test_first_engine_samples_on_an_engine_that_is_there(built: Run, client, obj
     assert picture.shape == (256, 256, 3) and is_picture(picture)
     assert np.abs(picture - thumbnail("first_engine")).mean() < 0.03
     assert engines(comfy_server) == before, "another engine was built"
+
+
+@pytest.mark.slow
+def test_step_skip_is_compared_with_all_steps(built: Run, client, object_info) -> None:
+    saved = workflow("step_skip")
+    graph = to_graph(saved, object_info)
+    change(
+        graph, "SlipstreamAccelerateModel", build="first use"
+    )  # else ComfyUI takes first_engine's node, and its count
+    run = client.wait(queue(client, graph), timeout=120)
+    assert run.ok, run.error
+    (info,) = texts_of(run, saved, "SlipstreamEngineInfo")
+    assert "engine calls: 32, eager calls: 0" in info, info
+    assert texts_of(run, saved, "PreviewAny") == [info]
+    (report,) = texts_of(run, saved, "SlipstreamCompareImages")
+    assert 20 < float(re.match(r"picture 1: PSNR ([\d.]+) dB", report)[1]) < 60
+    picture = run.images()[-1]  # the comparison's own are there too
+    assert picture.shape == (256, 768, 3) and is_picture(picture)
+    assert np.abs(picture - thumbnail("step_skip")).mean() < 0.03
 
 
 def stock_graph(client: ComfyClient, model_files) -> Graph:
@@ -295,7 +317,8 @@ def test_a_help_page_names_every_input_option_and_output(object_info) -> None:
         page = (DOCS / node / "en.md").read_text(encoding="utf-8")
         assert page.startswith(f"# {info['display_name']}\n")
         inputs = {name: spec for kind in ("required", "optional") for name, spec in info["input"].get(kind, {}).items()}
-        words = [*inputs, *itertools.chain(*map(_options, inputs.values())), *info["output_name"]]
+        explained = [spec for name, spec in inputs.items() if name not in SAMPLING]
+        words = [*inputs, *itertools.chain(*map(_options, explained)), *info["output_name"]]
         assert [word for word in words if f"`{word}`" not in page] == [], node
 
 

@@ -1,8 +1,13 @@
-// Engine Info and Build Engine show their text on themselves.
+// Some nodes show their text on themselves.
 import { app } from "../../scripts/app.js";
 import { ComfyWidgets } from "../../scripts/widgets.js";
 
-const NODES_WITH_TEXT = ["SlipstreamEngineInfo", "SlipstreamBuildEngine"];
+const NODES_WITH_TEXT = [
+  "SlipstreamEngineInfo",
+  "SlipstreamBuildEngine",
+  "SlipstreamCompareImages",
+  "SlipstreamSkipCalibrate",
+];
 
 app.registerExtension({
   name: "slipstream.text",

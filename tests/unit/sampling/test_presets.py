@@ -7,14 +7,24 @@ import itertools
 
 import pytest
 
-from slipstream.sampling.presets import CUSTOM, DEFAULT, FEWEST_STEPS, PRESETS, Preset, Selection, custom
+from slipstream.sampling.presets import (
+    CUSTOM,
+    DEFAULT,
+    EVERYWHERE,
+    FEWEST_STEPS,
+    PRESETS,
+    Preset,
+    Selection,
+    Use,
+    custom,
+)
 from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
 
 LENGTHS = range(12, 101)
 SHARES = {"quality": 0.75, "balanced": 0.6, "fast": 0.5, "extreme": 0.35, "hackathon": 0.5}
 CALLS_ONCE = [SamplerKind.ONE_STEP, SamplerKind.MULTISTEP, SamplerKind.STOCHASTIC]
-SELDOM = Preset("seldom", Selection(0.5), "for a test", kinds=frozenset({SamplerKind.ONE_STEP}))
+SELDOM = Preset("seldom", Selection(0.5), "for a test", uses=frozenset({Use(SamplerKind.ONE_STEP, True)}))
 
 each_preset = pytest.mark.parametrize("name", PRESETS)
 each_kind = pytest.mark.parametrize("kind", SamplerKind)
@@ -80,9 +90,8 @@ def test_a_preset_has_the_rule_of_the_sampler_unless_its_own(name: str, kind: Sa
 @each_preset
 def test_samplers_that_presets_are_for(name: str) -> None:
     preset = PRESETS[name]
-    assert preset.kinds and preset.kinds <= set(CALLS_ONCE)
-    for kind, steps in itertools.product(preset.kinds, LENGTHS):
-        assert preset.why_not(kind, steps) is None
+    for kind, guided, steps in itertools.product(CALLS_ONCE, (True, False), LENGTHS):
+        assert (preset.why_not(kind, steps, guided) is None) == (Use(kind, guided) in preset.uses)
 
 
 @each_preset
@@ -95,23 +104,25 @@ def test_samplers_that_presets_are_not_for(name: str, steps: int) -> None:
 
 
 @each_kind
-def test_a_sampler_that_a_preset_was_worse_with(kind: SamplerKind) -> None:
-    reason = SELDOM.why_not(kind, 20)
-    if kind is SamplerKind.ONE_STEP:
+@pytest.mark.parametrize("guided", [True, False])
+def test_a_sampler_that_a_preset_was_worse_with(kind: SamplerKind, guided: bool) -> None:
+    reason = SELDOM.why_not(kind, 20, guided)
+    if kind is SamplerKind.ONE_STEP and guided:
         assert reason is None
     else:
         assert reason is not None
-        was_measured = f"seldom was measured with {kind.value} samplers, and plain sampling in the same time was closer"
-        assert (reason == was_measured) == (kind in CALLS_ONCE)
+        where = f"with {kind.value} samplers at CFG {'above 1' if guided else '1'}"
+        assert (where in reason and "seldom was measured closer" in reason) == (kind in CALLS_ONCE)
 
 
 def test_a_short_run() -> None:
     assert FEWEST_STEPS == 12
-    for name, kind in itertools.product(PRESETS, CALLS_ONCE):
-        preset = dataclasses.replace(PRESETS[name], kinds=frozenset(CALLS_ONCE))
+    for name, kind, guided in itertools.product(PRESETS, CALLS_ONCE, (True, False)):
+        preset = dataclasses.replace(PRESETS[name], uses=EVERYWHERE)
         for steps in range(FEWEST_STEPS):
-            assert preset.why_not(kind, steps) == f"a run of {steps} steps is short: each of fewer than 12 steps counts"
-        assert preset.why_not(kind, FEWEST_STEPS) is None
+            reason = f"a run of {steps} steps is short: each of fewer than 12 steps counts"
+            assert preset.why_not(kind, steps, guided) == reason
+        assert preset.why_not(kind, FEWEST_STEPS, guided) is None
 
 
 # ---- custom

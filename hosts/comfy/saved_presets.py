@@ -1,0 +1,19 @@
+"""Presets that were calibrated in this ComfyUI, beside the engine store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...runtime.home import store_home
+from ...sampling import saved
+from ...sampling.presets import Preset
+from .host import _models_folder
+
+
+def folder() -> Path:
+    return store_home(_models_folder()) / "step_skipping"
+
+
+def saved_presets() -> dict[str, Preset]:
+    """By name, for lists to choose from; each is for runs of one length."""
+    return {name: preset.preset() for name, preset in saved.saved_presets(folder()).items()}

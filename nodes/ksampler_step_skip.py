@@ -1,0 +1,77 @@
+"""KSampler (Step Skip): ComfyUI's KSampler, and Step Skip in the same node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from comfy_api.latest import io
+
+from .skip_inputs import CATEGORY, preset_input, preset_of, rule_input, selection_inputs
+from .step_skip import recorder
+
+if TYPE_CHECKING:
+    from ..hosts.comfy.step_skip import Skipped
+
+_CHOSEN = ("preset", "share", "computed_steps", "power", "step_list", "rule")
+
+
+class KSamplerStepSkip(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SlipstreamKSamplerStepSkip",
+            display_name="KSampler (Step Skip)",
+            category=CATEGORY,
+            description="KSampler that computes the model in some of its steps and goes on from what earlier steps "
+            "gave in the rest. Its report says what happened.",
+            inputs=[*_ksampler_inputs(), preset_input(), *selection_inputs(), rule_input()],
+            outputs=[io.Latent.Output(), io.String.Output(display_name="report")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, latent_image: Any, **inputs: Any) -> io.NodeOutput:
+        from nodes import common_ksampler
+
+        from ..hosts.comfy.step_skip import skip_steps
+
+        record, reports = recorder(cls), []
+
+        def after_run(skipped: Skipped) -> None:
+            record(skipped)
+            reports.append(str(skipped))
+
+        chosen = {name: inputs.pop(name) for name in _CHOSEN if name in inputs}
+        skipping = skip_steps(model, preset_of(**chosen), after_run)
+        (latent,) = common_ksampler(skipping, latent=latent_image, **inputs)
+        return io.NodeOutput(latent, "\n".join(reports) or "nothing was sampled")
+
+
+def _ksampler_inputs() -> list[io.Input]:
+    """KSampler's own, by the same names."""
+    return [
+        io.Model.Input("model"),
+        *_number_inputs(),
+        *_sampler_inputs(),
+        io.Conditioning.Input("positive"),
+        io.Conditioning.Input("negative"),
+        io.Latent.Input("latent_image"),
+        io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Less keeps more of the latent."),
+    ]
+
+
+def _number_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input("seed", default=0, min=0, max=2**64 - 1, control_after_generate=True, tooltip="Of the noise."),
+        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Of the sampler, computed and skipped ones."),
+        io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Scale of guidance."),
+    ]
+
+
+def _sampler_inputs() -> list[io.Input]:
+    from comfy.samplers import KSampler
+
+    return [
+        io.Combo.Input("sampler_name", options=KSampler.SAMPLERS, tooltip="The algorithm of sampling."),
+        io.Combo.Input("scheduler", options=KSampler.SCHEDULERS, tooltip="How noise goes down from step to step."),
+    ]
