@@ -18,6 +18,10 @@ from .run import LOG, RESULT, VARIANTS, Case, Variant
 ERROR_LIMITS = {"fp32": 1e-3, "fp16": 2e-2, "bf16": 1e-1}
 """Largest relative error of a latent against the plain model's. Rounding alone makes 1e-3 in fp16, 1e-2 in bf16."""
 
+PRESET_PSNR = 20.0
+"""In dB, the least of a picture with skipped steps against the plain model's of all steps: below, something is wrong.
+How close a preset comes is measured elsewhere, over many pictures."""
+
 PSNR_CAP = 100.0
 """Stands for "no byte differs", which no finite number of decibels does."""
 
@@ -32,11 +36,14 @@ class RunFigures:
 
     Attributes:
         seconds: a picture; cold: the first one, with its build; warm: the median after the first.
-        seconds_per_step: the median.
+        seconds_per_step: the median; with a preset the mean of computed and skipped steps.
         relative_error: of the latents, the largest over the pictures compared.
         psnr: of the pictures in dB, the smallest; `PSNR_CAP` where no byte differs.
         build_seconds: of the engine, where this run built one.
         load_seconds: how much longer the first picture of the next start took than those after it.
+        preset: of step skipping, or nothing.
+        steps: of all pictures together.
+        computed_steps: how many of them step skipping computed; 0 without a preset.
     """
 
     name: str
@@ -53,9 +60,14 @@ class RunFigures:
     load_seconds: float | None = None
     precision: str = "fp32"
     reasons: tuple[str, ...] = ()
+    is_accelerated: bool = False
+    preset: str = ""
+    steps: int = 0
+    computed_steps: int = 0
 
     @property
     def error_limit(self) -> float:
+        """Of engines, which compute what the plain model does; skipped steps have a rule of their own."""
         return ERROR_LIMITS[self.precision]
 
 
@@ -92,14 +104,34 @@ class Figures:
                 f"sessions/warm/{LOG} says what differed"
             )
         for run in self.runs:
-            if run.variant != PLAIN and not run.engine_calls:
+            if run.is_accelerated and not run.engine_calls:
                 why = "; ".join(run.reasons) or f"no reason was given, see sessions/{run.phase}/{LOG}"
                 yield f"{run.name}: no call went to an engine ({why})"
-            if not run.relative_error <= run.error_limit:
+            if run.preset:
+                yield from _preset_failures(run)
+            elif not run.relative_error <= run.error_limit:
                 yield (
                     f"{run.name}: differs from the plain model's by {run.relative_error:.1e}, "
                     f"allowed is {run.error_limit:.0e}; compare the pictures in the report"
                 )
+
+
+def _preset_failures(run: RunFigures) -> Iterator[str]:
+    engine, eager = (run.computed_steps, 0) if run.is_accelerated else (0, run.computed_steps)
+    if not run.computed_steps:
+        yield f"{run.name}: nothing was told of skipped steps, see sessions/{run.phase}/{LOG}"
+    elif run.computed_steps >= run.steps:
+        yield f"{run.name}: no step was skipped ({'; '.join(run.reasons) or 'no reason was given'})"
+    elif (run.engine_calls, run.eager_calls) != (engine, eager):
+        yield (
+            f"{run.name}: {run.computed_steps} of {run.steps} steps were computed, with {run.engine_calls} calls of "
+            f"engines and {run.eager_calls} of the plain model; {engine} and {eager} were expected"
+        )
+    if not (math.isfinite(run.relative_error) and run.psnr >= PRESET_PSNR):
+        yield (
+            f"{run.name}: the picture has {run.psnr:.1f} dB of PSNR to the plain model's of all steps, at least "
+            f"{PRESET_PSNR:.0f} are expected; compare the pictures in the report"
+        )
 
 
 class Session:
@@ -133,9 +165,13 @@ class Session:
         """The first one, whose seed is the case's own."""
         return self.array(self.samples(case, variant)[0], "picture")
 
+    def pictures(self, case: int) -> dict[str, NDArray[np.uint8]]:
+        """The first one of each variant."""
+        return {variant.name: self.picture(case, variant.name) for variant in VARIANTS}
+
     def differences(self, case: int, variant: str) -> tuple[float, float]:
         """Largest relative error of a latent and smallest PSNR of a picture, against the plain model's."""
-        pairs = list(zip(self.samples(case, variant), self.samples(case, PLAIN), strict=True))
+        pairs = list(zip(self.samples(case, variant), self.samples(case, PLAIN), strict=False))  # presets have fewer
         errors = [relative_error(self.array(a, "latent"), self.array(b, "latent")) for a, b in pairs]
         return max(errors), min(psnr(self.array(a, "picture"), self.array(b, "picture")) for a, b in pairs)
 
@@ -177,11 +213,12 @@ def figures(cold: Session, warm: Session, built: set[StoredEngine], built_again:
     for index, case in enumerate(cold.cases):
         runs.append(_warm(warm, index, case, VARIANTS[0]))
         engines = [engine for engine in built if engine.latent == (case.height // 8, case.width // 8)]
-        for variant in VARIANTS[1:]:
+        for variant in (variant for variant in VARIANTS[1:] if not variant.preset):
             new = [engine for engine in engines if engine.digest not in seen]
             seen.update(engine.digest for engine in new)
             runs.append(_cold(cold, index, case, variant, sum(engine.seconds for engine in new) if new else None))
             runs.append(_warm(warm, index, case, variant))
+        runs += [_preset(warm, index, case, variant) for variant in VARIANTS if variant.preset]
     warm_builds = max(len(built_again), warm.builds_logged)
     return Figures(warm.host, warm.facts, warm.cases, tuple(runs), len(built), warm_builds)
 
@@ -203,6 +240,8 @@ def _cold(session: Session, index: int, case: Case, variant: Variant, build: flo
         build_seconds=build,
         precision=sample["precision"],
         reasons=tuple(sample["reasons"]),
+        is_accelerated=True,
+        steps=case.steps,
     )
 
 
@@ -224,7 +263,42 @@ def _warm(session: Session, index: int, case: Case, variant: Variant) -> RunFigu
         load_seconds=max(0.0, first["seconds"] - seconds) if variant.accelerate else None,
         precision=first["precision"],
         reasons=tuple(first["reasons"]),
+        is_accelerated=variant.accelerate,
+        steps=case.steps * (1 + len(later)),
     )
+
+
+def _preset(session: Session, index: int, case: Case, variant: Variant) -> RunFigures:
+    samples = session.samples(index, variant.name)
+    error, decibels = session.differences(index, variant.name)
+    return RunFigures(
+        name=f"{case}: {variant.name}",
+        case=index,
+        variant=variant.name,
+        phase="warm",
+        seconds=median(sample["seconds"] for sample in samples),
+        seconds_per_step=median(_mean_step(sample, case) for sample in samples),
+        relative_error=error,
+        psnr=decibels,
+        engine_calls=sum(sample["engine_calls"] for sample in samples),
+        eager_calls=sum(sample["eager_calls"] for sample in samples),
+        precision=samples[0]["precision"],
+        reasons=tuple(dict.fromkeys(reason for sample in samples for reason in sample["reasons"])),
+        is_accelerated=variant.accelerate,
+        preset=variant.preset,
+        steps=case.steps * len(samples),
+        computed_steps=sum(sample["computed_steps"] for sample in samples),
+    )
+
+
+def _mean_step(sample: dict[str, Any], case: Case) -> float:
+    """Over computed and skipped steps, and over the first one, which no host times: it took as long as the others that
+    were computed."""
+    steps = sorted(sample["step_seconds"], reverse=True)
+    if not steps:
+        return float(sample["seconds"]) / case.steps
+    computed = steps[: max(1, sample["computed_steps"] - 1)]
+    return float((sum(steps) + median(computed)) / (len(steps) + 1))
 
 
 def _per_step(samples: list[dict[str, Any]], case: Case) -> float:

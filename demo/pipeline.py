@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler
+from diffusers import AutoencoderKL, DDIMScheduler, EulerDiscreteScheduler, SchedulerMixin
 from PIL import Image
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class Pipeline:
         unet: Called as `unet(latents, timestep, encoder_hidden_states=..., return_dict=False)[0]`, with
             `down_block_additional_residuals` and `mid_block_additional_residual` under a ControlNet.
         controlnet: Called like diffusers' ControlNetModel; only needed for hints.
+        scheduler: Of the picture that is or was sampled, as diffusers' pipelines have it; set by each call.
     """
 
     unet: Callable[..., Any]
@@ -50,6 +51,7 @@ class Pipeline:
     vae: AutoencoderKL
     controlnet: Callable[..., Any] | None = None
     dtype: torch.dtype = torch.float32
+    scheduler: Any = None
 
     @classmethod
     def load(
@@ -80,7 +82,7 @@ class Pipeline:
         steps: int = 20,
         cfg: float = 5.0,
         seed: int = 0,
-        scheduler: SchedulerName = "ddim",
+        scheduler: SchedulerName | SchedulerMixin = "ddim",
         hint: Tensor | None = None,
         hint_strength: float = 1.0,
         callback: StepCallback | None = None,
@@ -95,7 +97,7 @@ class Pipeline:
             steps: Denoising steps.
             cfg: Guidance scale; both halves run as one batch. At 1 the unconditional half is left out.
             seed: Of the noise, drawn on the CPU: the same on every device.
-            scheduler: "ddim" or "euler", both deterministic.
+            scheduler: "ddim" or "euler", both deterministic, or one of diffusers' own for models that predict noise.
             hint: Edges [B or 1, 1 or 3, H, W] in {0, 1} for the ControlNet.
             hint_strength: Multiplies what the ControlNet adds.
             callback: Told after every step.
@@ -104,7 +106,7 @@ class Pipeline:
         guided = cfg != 1
         count = len(context) // (2 if guided else 1)
         device = context.device
-        schedule = _scheduler(scheduler)
+        self.scheduler = schedule = _scheduler(scheduler)
         schedule.set_timesteps(steps, device=device)
         noise = torch.randn(count, 4, height // 8, width // 8, generator=torch.Generator().manual_seed(seed))
         latents = noise.to(device) * schedule.init_noise_sigma
@@ -155,11 +157,13 @@ class Pipeline:
         return predicted
 
 
-def _scheduler(name: SchedulerName) -> Any:
-    if name == "ddim":
+def _scheduler(wanted: SchedulerName | SchedulerMixin) -> Any:
+    if wanted == "ddim":
         # SD1.x's own settings: no clipping, last step to the first training step's noise level
         return DDIMScheduler(**model.SCHEDULE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
-    return EulerDiscreteScheduler(**model.SCHEDULE, timestep_spacing="linspace")
+    if wanted == "euler":
+        return EulerDiscreteScheduler(**model.SCHEDULE, timestep_spacing="linspace")
+    return wanted
 
 
 def to_bytes(pictures: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def legend(figures: Figures) -> str:
 
 def table(figures: Figures) -> Table:
     """One row a run."""
-    shown = Table(title=figures.host, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = Table(title=figures.host, title_justify="left", box=SIMPLE_HEAD, padding=0, pad_edge=False)
     shown.add_column("", no_wrap=True)
     shown.add_column("run", no_wrap=True)
     for heading in ("s", "ms/step", "speed", "build", "load", "error", "PSNR", "calls"):
@@ -64,7 +64,7 @@ def _cells(figures: Figures, run: RunFigures) -> list[str]:
 
 
 def _title(run: RunFigures) -> str:
-    return run.variant if run.variant == PLAIN else f"{run.variant}, {run.phase}"
+    return run.variant if run.variant == PLAIN or run.preset else f"{run.variant}, {run.phase}"
 
 
 def _decibels(value: float) -> str:
@@ -81,24 +81,42 @@ def summary(figures: Figures, seconds: float) -> str:
     """The last lines: what failed, or that nothing did."""
     if failures := figures.failures():
         return "\n".join(["FAILED", *(f"- {failure}" for failure in failures)])
-    worst = max(run.relative_error for run in figures.runs)
+    worst = max(run.relative_error for run in figures.runs if not run.preset)
+    presets = "".join(f"\n{name}: {_closeness(runs)}" for name, runs in _presets(figures).items())
     return (
         f"OK after {seconds:.0f} s: {figures.cold_builds} engines built by the first start, {figures.warm_builds} by "
-        f"the second; largest difference {worst:.1e}"
+        f"the second; largest difference {worst:.1e}{presets}"
+    )
+
+
+def _presets(figures: Figures) -> dict[str, list[RunFigures]]:
+    """The runs of each preset on engines."""
+    found: dict[str, list[RunFigures]] = {}
+    for run in figures.runs:
+        if run.preset and run.is_accelerated:
+            found.setdefault(run.preset, []).append(run)
+    return found
+
+
+def _closeness(runs: Sequence[RunFigures]) -> str:
+    share = sum(run.computed_steps for run in runs) / sum(run.steps for run in runs)
+    return (
+        f"{share:.0%} of the steps computed, PSNR of at least {min(run.psnr for run in runs):.1f} dB to the plain "
+        "model's picture of all steps"
     )
 
 
 # ------------------------------------------------------------------------------------------------------ page
 
 
-def page(figures: Figures, pictures: Sequence[tuple[Picture, Picture]], made: str) -> str:
+def page(figures: Figures, pictures: Sequence[Mapping[str, Picture]], made: str) -> str:
     """A self-contained page.
 
     Args:
-        pictures: (plain, accelerated) for each case.
+        pictures: for each case, one of each variant; the second variant is the accelerated one.
         made: when, for the footer.
     """
-    rows = "".join(_picture_row(figures, index, *pair) for index, pair in enumerate(pictures))
+    rows = "".join(_picture_row(figures, index, of_case) for index, of_case in enumerate(pictures))
     return _PAGE.format(
         style=_STYLE,
         verdict=_verdict(figures),
@@ -125,7 +143,7 @@ def _verdict(figures: Figures) -> str:
 
 
 def _tiles(figures: Figures) -> str:
-    warm = [run for run in figures.runs if run.variant != PLAIN and run.phase == "warm"]
+    warm = [run for run in figures.runs if run.is_accelerated and run.phase == "warm" and not run.preset]
     builds = [run.build_seconds for run in figures.runs if run.build_seconds is not None]
     worst = max(warm, key=lambda run: run.relative_error)
     loads = [run.load_seconds for run in warm if run.load_seconds is not None]
@@ -134,12 +152,18 @@ def _tiles(figures: Figures) -> str:
         (f"{worst.relative_error:.0e}", f"largest difference in {worst.precision} (allowed: {worst.error_limit:.0e})"),
         (f"{sum(builds):.0f} s", f"to build {figures.cold_builds} engines, once"),
         (f"{max(loads, default=0):.1f} s", "at most, to load one at the next start"),
+        *(_preset_tile(figures, *preset) for preset in _presets(figures).items()),
     ]
     return "".join(f'<div class="tile"><b>{value}</b><span>{html.escape(text)}</span></div>' for value, text in tiles)
 
 
-def _picture_row(figures: Figures, index: int, plain: Picture, accelerated: Picture) -> str:
-    case = figures.cases[index]
+def _preset_tile(figures: Figures, name: str, runs: Sequence[RunFigures]) -> tuple[str, str]:
+    speed = np.median([speedup(figures, run) for run in runs])
+    return f"{speed:.2f}×", f"with steps skipped too, by the preset {name}: {_closeness(runs)}"
+
+
+def _picture_row(figures: Figures, index: int, pictures: Mapping[str, Picture]) -> str:
+    case, (plain, accelerated, *_) = figures.cases[index], pictures.values()
     largest = int(np.abs(plain.astype(int) - accelerated).max())
     note = (
         "no byte differs"
@@ -147,6 +171,11 @@ def _picture_row(figures: Figures, index: int, plain: Picture, accelerated: Pict
         else f"at most {largest} of 255 levels, PSNR {_decibels(psnr(accelerated, plain))} dB"
     )
     images = [(plain, "plain"), (accelerated, "accelerated"), (difference_map(plain, accelerated), note)]
+    images += [
+        (pictures[run.variant], f"{run.variant}, PSNR {_decibels(psnr(pictures[run.variant], plain))} dB")
+        for run in _runs_of(figures, index)
+        if run.preset and run.is_accelerated
+    ]
     figures_html = "".join(
         f'<figure><img src="{data_url(image)}" width="{image.shape[1]}" height="{image.shape[0]}" '
         f'alt="{html.escape(text)}"><figcaption>{html.escape(text)}</figcaption></figure>'
@@ -259,11 +288,13 @@ _PAGE = """<!doctype html>
 </head>
 <body>
 <h1>Slipstream</h1>
-<p class="lead">The built-in tiny model, sampled by the plain model and on engines built for it on this machine.</p>
+<p class="lead">The built-in tiny model, sampled by the plain model and on engines built for it on this machine,
+with all steps computed and with some skipped.</p>
 {verdict}
 <div class="tiles">{tiles}</div>
 <h2>The pictures</h2>
-<p class="lead">Same prompt, same noise. The third picture shows where they differ, {gain} times brighter.</p>
+<p class="lead">Same prompt, same noise. The third picture shows where the first two differ, {gain} times brighter.
+The last one was made on the engines with some steps skipped.</p>
 {pictures}
 <h2>Time a step</h2>
 {chart}
@@ -274,9 +305,10 @@ _PAGE = """<!doctype html>
 <h2>Where this was measured</h2>
 <dl>{facts}</dl>
 <footer>{made}. “cold”: the first start, which builds; “warm”: a new process that finds the engines, medians after
-its first picture. “build”: seconds; “load”: seconds that the first picture of the new process took more. “error”:
-‖accelerated − plain‖ / ‖plain‖ of the final latents, the largest over all pictures compared. “calls”: of engines / of
-the plain model.</footer>
+its first picture. “+balanced”: step skipping by that preset; ms/step is the mean of computed and skipped steps.
+“build”: seconds; “load”: seconds that the first picture of the new process took more. “error”: ‖found − plain‖ /
+‖plain‖ of the final latents, the largest over all pictures compared. “calls”: of engines / of the plain
+model.</footer>
 </body>
 </html>
 """

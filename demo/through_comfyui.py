@@ -95,35 +95,41 @@ class ComfyUIHost:
         self._ending.close()
 
     def sample(self, case: Case, variant: Variant, seed: int) -> Sample:
-        graph, accelerate = self._graph(case, variant, seed)
+        graph, accelerate, skip = self._graph(case, variant, seed)
         first_event = len(self._client.events)
         run = self._run(graph, first_event)
         moments = self._step_moments(first_event, case.steps)
-        status = _status(run, accelerate) if accelerate else {}
+        status = _record(run, accelerate)
+        skipped = _record(run, skip).get("step_skipping", {})
+        reasons = [*status.get("reasons", {}), skipped.get("reason", "")]
         return Sample(
             seconds=run.seconds,
             step_seconds=step_seconds(moments),
             latent=run.latents()[0][0],
             picture=(run.images()[0] * 255).round().astype(np.uint8),
             engine_calls=status.get("engine_calls", 0),
-            eager_calls=status.get("eager_calls", max(moments, default=0)),
+            eager_calls=status.get("eager_calls", skipped.get("computed", max(moments, default=0))),
+            computed_steps=skipped.get("computed", 0),
             precision=next((engine["precision"] for engine in status.get("engines", [])), "fp32"),
-            reasons=list(status.get("reasons", {})),
+            reasons=[reason for reason in reasons if reason],
         )
 
-    def _graph(self, case: Case, variant: Variant, seed: int) -> tuple[Any, Any]:
+    def _graph(self, case: Case, variant: Variant, seed: int) -> tuple[Any, Any, Any]:
+        """The prompt, and its nodes that accelerate and skip steps, where it has them."""
         graph = _graph.Graph()
         loader = graph.add("SlipstreamDemoLoader")
-        model, accelerate = loader.out(0), None
+        model, accelerate, skip = loader.out(0), None, None
         positive, negative = self._prompt(graph, case.prompt), self._prompt(graph, "")
         latent = graph.add("EmptyLatentImage", width=case.width, height=case.height, batch_size=1)
         if variant.accelerate:
             settings = {"backend": "auto", "precision": "auto", "optimize": "balanced", "resolutions": "auto"}
-            accelerate = graph.add("SlipstreamAccelerateModel", model=model, build="first use", **settings)
+            model = accelerate = graph.add("SlipstreamAccelerateModel", model=model, build="first use", **settings)
+        if variant.preset:
+            model = skip = graph.add("SlipstreamStepSkip", model=model, preset=variant.preset)
         sampler = {"seed": seed, "steps": case.steps, "cfg": case.cfg, "denoise": 1.0}
         samples = graph.add(
             "KSampler",
-            model=accelerate or model,
+            model=model,
             positive=positive,
             negative=negative,
             latent_image=latent,
@@ -132,7 +138,7 @@ class ComfyUIHost:
             **sampler,
         )
         graph.save(samples, vae=loader.out(1))
-        return graph, accelerate
+        return graph, accelerate, skip
 
     def _prompt(self, graph: Any, text: str) -> Any:
         return graph.add("SlipstreamDemoPrompt", text=text)
@@ -175,9 +181,9 @@ class ComfyUIHost:
         self._log.write_text(self._server.log(), encoding="utf-8")
 
 
-def _status(run: Any, accelerate: Any) -> dict[str, Any]:
-    """What Accelerate Model wrote into the saved picture."""
-    for texts in run.metadata():
+def _record(run: Any, node: Any) -> dict[str, Any]:
+    """What a node wrote into the saved picture; nothing where there is no such node."""
+    for texts in run.metadata() if node is not None else ():
         if "slipstream" in texts:
-            return dict(json.loads(texts["slipstream"])[accelerate.id][-1])
+            return dict(json.loads(texts["slipstream"])[node.id][-1])
     return {}

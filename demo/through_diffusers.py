@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -34,25 +34,41 @@ class AcceleratedUNet(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class Skipped(Protocol):
+    """What step skipping tells of a picture."""
+
+    @property
+    def computed(self) -> int: ...
+
+    @property
+    def reason(self) -> str: ...
+
+
+Skip = Callable[[Pipeline, str, Callable[[Skipped], None]], AbstractContextManager[None]]
+"""Skips steps of a pipeline by a preset's name, and tells of each picture."""
+
+
 class DiffusersHost:
     """Args:
     accelerate: makes the accelerated UNet.
     """
 
-    def __init__(self, accelerate: Callable[[Any], AcceleratedUNet]) -> None:
+    def __init__(self, accelerate: Callable[[Any], AcceleratedUNet], skip: Skip) -> None:
         diffusers.utils.logging.set_verbosity_error()
         self.name = f"diffusers {diffusers.__version__}"
         self._device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
         self._precision = "fp16" if dtype is torch.float16 else "fp32"
         self._plain = Pipeline.load(device=self._device, dtype=dtype, with_controlnet=False)
         self._accelerated = accelerate(self._plain.unet)
+        self._skip = skip
 
     def sample(self, case: Case, variant: Variant, seed: int) -> Sample:
-        pipeline = replace(self._plain, unet=self._accelerated) if variant.accelerate else self._plain
         before = self._accelerated.status.to_json()
+        plain_calls: list[int] = []
+        told: list[Skipped] = []
         moments: dict[int, float] = {}
         started = time.perf_counter()
-        with self._accelerated.run() if variant.accelerate else nullcontext():
+        with self._pipeline(variant, plain_calls, told) as pipeline:
             result = pipeline(
                 case.prompt,
                 height=case.height,
@@ -70,10 +86,31 @@ class DiffusersHost:
             latent=result.latents[0].float().cpu().numpy(),
             picture=result.pictures[0].numpy(),
             engine_calls=status["engine_calls"],
-            eager_calls=status["eager_calls"] if variant.accelerate else max(moments),
+            eager_calls=status["eager_calls"] + len(plain_calls),
+            computed_steps=sum(skipped.computed for skipped in told),
             precision=self._precision,
-            reasons=list(status["reasons"]),
+            reasons=[*status["reasons"], *(skipped.reason for skipped in told if skipped.reason)],
         )
+
+    @contextmanager
+    def _pipeline(self, variant: Variant, plain_calls: list[int], told: list[Skipped]) -> Iterator[Pipeline]:
+        """
+        Args:
+            plain_calls: gets an item for each call of the plain UNet.
+            told: gets what step skipping tells.
+        """
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            plain_calls.append(1)
+            return self._plain.unet(*args, **kwargs)
+
+        with ExitStack() as open_while_sampling:
+            if variant.accelerate:
+                open_while_sampling.enter_context(self._accelerated.run())
+            pipeline = replace(self._plain, unet=self._accelerated if variant.accelerate else count)
+            if variant.preset:
+                open_while_sampling.enter_context(self._skip(pipeline, variant.preset, told.append))
+            yield pipeline
 
     def _moment(self) -> float:
         if self._device == "cuda":

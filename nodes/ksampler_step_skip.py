@@ -10,7 +10,7 @@ from .skip_inputs import CATEGORY, preset_input, preset_of, rule_input, selectio
 from .step_skip import recorder
 
 if TYPE_CHECKING:
-    from ..hosts.comfy.step_skip import Skipped
+    from ..sampling.run import Skipped
 
 _CHOSEN = ("preset", "share", "computed_steps", "power", "step_list", "rule")
 

@@ -13,7 +13,7 @@ from .skip_inputs import CATEGORY, preset_input, preset_of, rule_input, selectio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..hosts.comfy.step_skip import Skipped
+    from ..sampling.run import Skipped
 
 
 def recorder(node: type[io.ComfyNode]) -> Callable[[Skipped], None]:

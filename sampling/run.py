@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,6 +13,32 @@ from .schedule import Steps
 
 _SAME = 1e-3
 """Share of sigma by which a call may miss its step's: samplers compute in float32, at times through logarithms."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What happened in a sampling run.
+
+    Attributes:
+        sampler: ComfyUI's name of its method.
+        reason: why every step was computed; empty where steps were skipped as chosen.
+    """
+
+    preset: str
+    sampler: str
+    steps: int
+    computed: int
+    skipped: int
+    rule: str
+    reason: str
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"every step computed: {self.reason}"
+        what = f"{self.computed} of {self.steps} steps computed"
+        if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
+            what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
+        return f"{self.preset}: {what} ({self.sampler}, {self.rule})"
 
 
 class SkippingRun:

@@ -150,7 +150,7 @@ def _demonstrate(host: Host, options: argparse.Namespace) -> int:
 
 
 def _measure(host: Host, console: Any) -> tuple[Any, list[Any]]:
-    """Both starts of the host: the figures, and the (plain, accelerated) pictures of each case.
+    """Both starts of the host: the figures, and each variant's picture of each case.
 
     Raises:
         SetupError: a start failed; what it printed says why.
@@ -165,7 +165,7 @@ def _measure(host: Host, console: Any) -> tuple[Any, list[Any]]:
     _start(host, "warm")
     built_again = figures.engines_in(OUT / "engines") - built
     cold, warm = (figures.Session(OUT / "sessions" / name) for name in REPEATS)
-    pictures = [[warm.picture(case, name) for name in ("eager", "accelerated")] for case in range(len(warm.cases))]
+    pictures = [warm.pictures(case) for case in range(len(warm.cases))]
     return figures.figures(cold, warm, built, built_again), pictures
 
 
@@ -217,7 +217,11 @@ def _diffusers_host(home: Path, log: Path, teller: Any) -> Any:
         teller.now(f"building the engine: {update.fraction or 0:.0%} {update.message}")
 
     hooks = runtime.HostHooks(progress=tell)
-    return _ours("demo.through_diffusers").DiffusersHost(lambda unet: accelerate_unet(unet, provider, first_use, hooks))
+    presets, skip_steps = _ours("sampling.presets").PRESETS, _ours("hosts.diffusers").skip_steps
+    return _ours("demo.through_diffusers").DiffusersHost(
+        lambda unet: accelerate_unet(unet, provider, first_use, hooks),
+        lambda pipeline, preset, tell: skip_steps(pipeline, presets[preset], tell),
+    )
 
 
 def _ours(module: str) -> Any:

@@ -10,7 +10,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from ...core.errors import UnsupportedModel
 from ...sampling.presets import Preset
 from ...sampling.reuse import Reuse
-from ...sampling.run import SkippingRun
+from ...sampling.run import Skipped, SkippingRun
 from ...sampling.samplers import SamplerKind, kind_of
 from .situation import Situation
 from .waiting import throw_if_cancelled
@@ -27,31 +26,6 @@ log = logging.getLogger(__name__)
 
 KEY = "slipstream_step_skip"
 _OTHERS = ("easycache", "lazycache")
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """What happened in a sampling run.
-
-    Attributes:
-        reason: why every step was computed; empty where steps were skipped as chosen.
-    """
-
-    preset: str
-    sampler: str
-    steps: int
-    computed: int
-    skipped: int
-    rule: str
-    reason: str
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"every step computed: {self.reason}"
-        what = f"{self.computed} of {self.steps} steps computed"
-        if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
-            what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
-        return f"{self.preset}: {what} ({self.sampler}, {self.rule})"
 
 
 AfterRun = Callable[[Skipped], None]

@@ -24,12 +24,13 @@ from slipstream.hosts.comfy.calibrate import Wish, calibrate_model
 from slipstream.hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
 from slipstream.hosts.comfy.rehearsal import Job, Picture, Rehearsal
 from slipstream.hosts.comfy.skip_chart import draw_chart
-from slipstream.hosts.comfy.step_skip import Skipped, skip_steps
+from slipstream.hosts.comfy.step_skip import skip_steps
 from slipstream.nodes.skip_calibrate import SkipCalibrate
 from slipstream.sampling import saved
 from slipstream.sampling.calibrated import Calibration, Candidate, Choice
 from slipstream.sampling.metrics import latent_psnr
 from slipstream.sampling.presets import PRESETS
+from slipstream.sampling.run import Skipped
 from slipstream.sampling.schedule import power_law
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from io import BytesIO, StringIO
 from pathlib import Path
@@ -24,7 +24,7 @@ pytest.importorskip("PIL", reason="no pillow")
 from rich.console import Console
 
 from slipstream.demo import report
-from slipstream.demo.figures import PSNR_CAP, Figures, Session, engines_in, figures, psnr, relative_error
+from slipstream.demo.figures import PRESET_PSNR, PSNR_CAP, Figures, Session, engines_in, figures, psnr, relative_error
 from slipstream.demo.run import LOG, VARIANTS, Case, Sample, Teller, Variant, run_session, step_seconds
 
 CASES = (Case("a <red> circle", width=64, height=64), Case("a blue star", width=96, height=64, seed=9))
@@ -33,17 +33,26 @@ REPEATS = {"cold": 1, "warm": 3}
 
 @dataclass
 class PretendHost:
-    """Eager steps take 20 ms, others 10 ms; the first accelerated picture of a start takes a second more."""
+    """Eager steps take 20 ms, others 10 ms; the first accelerated picture of a start takes a second more.
+
+    With a preset 12 of 20 steps are computed; the others take 2 ms.
+    """
 
     name: str = "Pretend 1.2"
     error: float = 1e-5
     engine_calls: int = 20
+    preset_computes: int = 12
+    preset_calls: int = 12
+    preset_noise: int = 4
+    preset_error: float = 0.05
 
     def sample(self, case: Case, variant: Variant, seed: int) -> Sample:
         generator = np.random.default_rng(seed)
         shape = (case.height // 8, case.width // 8)
         latent = generator.standard_normal((4, *shape)).astype(np.float32)
         picture = generator.integers(0, 255, (case.height, case.width, 3), dtype=np.uint8)
+        if variant.preset:
+            return self._sample_skipping(variant, latent, picture)
         if not variant.accelerate:
             return Sample(0.5, [0.02] * 19, latent, picture, eager_calls=20)
         late = 1.0 if seed == case.seed else 0.0
@@ -51,6 +60,15 @@ class PretendHost:
         reasons = [] if self.engine_calls else ["no compiler"]
         calls = {"engine_calls": self.engine_calls, "eager_calls": 20 - self.engine_calls}
         return Sample(0.25 + late, [0.01] * 19, latent * (1 + self.error), picture, **calls, reasons=reasons)
+
+    def _sample_skipping(self, variant: Variant, latent: Any, picture: Any) -> Sample:
+        step = 0.01 if variant.accelerate else 0.02
+        steps = [step] * 11 + [0.002] * 8
+        picture = np.clip(picture.astype(int) + self.preset_noise, 0, 255).astype(np.uint8)
+        calls = {"engine_calls" if variant.accelerate else "eager_calls": self.preset_calls}
+        latent = latent * (1 + self.preset_error)
+        reasons = [] if self.preset_computes < 20 else ["the sampler is unknown"]
+        return Sample(0.15, steps, latent, picture, **calls, computed_steps=self.preset_computes, reasons=reasons)
 
 
 def store_engine(home: Path, digest: str, latent: tuple[int, int], seconds: float = 30.0) -> None:
@@ -104,6 +122,49 @@ def test_figures_of_a_good_demonstration(tmp_path: Path) -> None:
     assert (warm.build_seconds, warm.engine_calls) == (None, 60)
     assert warm.relative_error == pytest.approx(1e-5, rel=0.01)
     assert warm.psnr == pytest.approx(psnr_of_one_level(64 * 64 * 3))
+
+
+def test_figures_of_presets(tmp_path: Path) -> None:
+    found = make_figures(tmp_path)
+    first = [run for run in found.runs if run.case == 0]
+    assert [run.name for run in first[3:]] == [
+        "a <red> circle, 64×64: eager+balanced",
+        "a <red> circle, 64×64: accelerated+balanced",
+    ]
+    eager, accelerated = first[3:]
+    assert (eager.engine_calls, eager.eager_calls) == (0, 24), "of two pictures"
+    assert (accelerated.engine_calls, accelerated.eager_calls) == (24, 0)
+    assert (accelerated.steps, accelerated.computed_steps, accelerated.preset) == (40, 24, "balanced")
+    assert accelerated.seconds == 0.15
+    assert accelerated.seconds_per_step == pytest.approx((12 * 0.01 + 8 * 0.002) / 20)
+    assert accelerated.relative_error == pytest.approx(0.05, rel=0.01)
+    assert 30 < accelerated.psnr < 40
+    assert (accelerated.build_seconds, accelerated.load_seconds) == (None, None)
+    assert not found.failures()
+
+
+def test_the_cold_start_makes_no_pictures_with_presets(tmp_path: Path) -> None:
+    cold, warm = run_both(tmp_path, PretendHost())
+    assert not cold.samples(0, "accelerated+balanced")
+    assert len(warm.samples(0, "accelerated+balanced")) == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (PretendHost(preset_calls=13), "24 of 40 steps were computed"),
+        (PretendHost(preset_calls=0), "24 of 40 steps were computed"),
+        (PretendHost(preset_computes=20, preset_calls=20), "no step was skipped (the sampler is unknown)"),
+        (PretendHost(preset_computes=0), "nothing was told of skipped steps"),
+        (PretendHost(preset_noise=60), f"at least {PRESET_PSNR:.0f} are expected"),
+        (PretendHost(preset_error=math.nan), "dB of PSNR"),
+    ],
+    ids=["more calls", "no calls", "nothing skipped", "nothing told", "another picture", "not a number"],
+)
+def test_what_counts_as_a_failure_of_a_preset(tmp_path: Path, host: PretendHost, words: str) -> None:
+    failures = make_figures(tmp_path, host).failures()
+    assert sum(words in failure for failure in failures) == 4, failures  # both cases, eager and accelerated
+    assert all("+balanced" in failure for failure in failures)
 
 
 def psnr_of_one_level(values: int) -> float:
@@ -207,19 +268,20 @@ class Page(HTMLParser):
 def make_page(out: Path, host: PretendHost | None = None) -> str:
     found = make_figures(out, host)
     warm = Session(out / "sessions" / "warm")
-    pictures = [(warm.picture(case, "eager"), warm.picture(case, "accelerated")) for case in range(len(CASES))]
+    pictures = [warm.pictures(case) for case in range(len(CASES))]
     return report.page(found, pictures, "Made today")
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     text = make_page(tmp_path)
     page = Page(text)
-    assert page.tags.count("img") == 3 * len(CASES) and "svg" in page.tags and "table" in page.tags
+    assert page.tags.count("img") == 4 * len(CASES) and "svg" in page.tags and "table" in page.tags
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
     assert not re.search(r"https?://|@import|<script", text)
     assert "a &lt;red&gt; circle" in text and "<red>" not in text
     assert "prefers-color-scheme: dark" in text
     assert "at most 1 of 255 levels" in text and "Failed." not in text
+    assert "by the preset balanced: 60% of the steps computed" in text and "accelerated+balanced, PSNR" in text
 
 
 def test_the_page_says_what_failed(tmp_path: Path) -> None:
@@ -246,10 +308,15 @@ def test_the_pictures_survive_the_page() -> None:
 def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     console = Console(width=80, record=True, file=StringIO())
     found = make_figures(tmp_path)
+    slow = [replace(run, seconds=10 * run.seconds, seconds_per_step=10 * run.seconds_per_step) for run in found.runs]
+    console.print(report.table(replace(found, runs=tuple(slow))))
+    assert "…" not in console.export_text()
     console.print(report.table(found))
     text = console.export_text()
     assert "…" not in text
     assert "accelerated, warm" in text and "2.00×" in text and "60/0" in text
+    assert "accelerated+balanced " in text and "2.94×" in text and "24/0" in text
+    assert "\nbalanced: 60% of the steps computed, PSNR of at least" in report.summary(found, 1.0)
 
 
 # ----------------------------------------------------------------------------------------------- the command
@@ -307,7 +374,7 @@ def test_exit_status(
     file = tmp_path / "new" / "figures.json"
     assert command.main(["--host", "diffusers", "--json", str(file)]) == status
     assert ("FAILED" in capsys.readouterr().out) == bool(status)
-    assert len(json.loads(file.read_text(encoding="utf-8"))["runs"]) == 3 * len(CASES)
+    assert len(json.loads(file.read_text(encoding="utf-8"))["runs"]) == 5 * len(CASES)
     assert (tmp_path / "out" / "report.html").is_file()
 
 
@@ -410,4 +477,6 @@ def test_the_newest_comfyui_is_taken(command: ModuleType, tmp_path: Path) -> Non
 
 
 def test_variants_begin_with_the_plain_model() -> None:
-    assert not VARIANTS[0].accelerate and all(variant.accelerate for variant in VARIANTS[1:])
+    assert VARIANTS[0] == Variant("eager", accelerate=False)
+    assert VARIANTS[1] == Variant("accelerated", accelerate=True)
+    assert all(variant.preset for variant in VARIANTS[2:])

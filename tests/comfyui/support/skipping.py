@@ -13,8 +13,9 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from slipstream.hosts.comfy.demo_model import encode_demo_prompt
-from slipstream.hosts.comfy.step_skip import Skipped, skip_steps
+from slipstream.hosts.comfy.step_skip import skip_steps
 from slipstream.sampling.presets import Preset
+from slipstream.sampling.run import Skipped
 
 PROMPT = "a red circle left of a yellow square on a blue background"
 SIZE = 64
