@@ -14,12 +14,12 @@ import torch
 from ...demo import scenes
 from ...hosts.comfy import standalone
 from ...runtime.measure import commit
-from . import hackathon, protocol
+from . import fit, hackathon, protocol
 from .overhead import overhead
 from .page import write_page
 from .protocol import Condition
 from .results import keep
-from .runs import Shelf, run_all
+from .runs import Shelf, run_all, time_steps
 from .score import Scorer
 from .subject import Subject
 
@@ -38,12 +38,15 @@ def main(words: Sequence[str]) -> int:
     standalone.enter(checkout)
     torch.set_grad_enabled(False)
     shelf, chosen = Shelf(options.shelf), _chosen(options)
+    if options.fit:
+        return _fit(chosen[options.part :: options.parts], options)
     subject = _subject(options.samples, engines=options.engines)
     if not options.score:
         for cfg in options.cfgs:
             subject.sample("euler", subject.sigmas("euler", "normal", 4), cfg)  # warms up, makes engines
-        run_all(subject, shelf, chosen[options.part :: options.parts], _say)
-    if not options.sample_only and options.parts == 1:
+        time_steps(subject, shelf, options.cfgs, _say)
+        run_all(subject, shelf, [] if options.time_only else chosen[options.part :: options.parts], _say)
+    if not (options.sample_only or options.time_only) and options.parts == 1:
         _score(subject, shelf, chosen, options.results, standalone.version())
     return 0
 
@@ -60,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--samplers", nargs="*", help="of the protocol's; default: all")
     add("--part", type=int, default=0, help="this process's share of the conditions; samples only, --score comes after")
     add("--parts", type=int, default=1)
+    add("--time-only", action="store_true", help="only time steps; do so first where processes share a machine")
+    add("--fit", action="store_true", help="try powers and rules on other captions, and write nothing but their rows")
     add("--sample-only", action="store_true", help="--score comes later")
     add("--score", action="store_true", help="only score what was sampled")
     add("--page", action="store_true", help="only write docs/step-skipping.md from the rows")
@@ -107,6 +112,15 @@ def _score(subject: Subject, shelf: Shelf, chosen: list[Condition], folder: Path
             f"{row['psnr_db']:.2f} dB, {row['gain_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}] "
             f"against {row['best_plain']}"
         )
+
+
+def _fit(chosen: list[Condition], options: argparse.Namespace) -> int:
+    captions = scenes.captions(scenes.sample(fit.SAMPLES, fit.CAPTIONS_SEED))
+    subject = Subject(captions, fit.noise(), engines=options.engines)
+    for row in fit.rows(subject, chosen):
+        keep(options.results, [row], {})
+        _say(f"{row['sampler']} {row['scheduler']} cfg {row['cfg']:g} {row['steps']} {row['preset']}: {row['psnr_db']}")
+    return 0
 
 
 def _say(text: str) -> None:

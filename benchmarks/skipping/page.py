@@ -11,7 +11,7 @@ from ...sampling.samplers import kind_of
 from ..page import DOCS, write
 from . import protocol
 from .curve import Series, curves
-from .results import Row, read
+from .results import Row, is_judged, read
 
 NAME = "step-skipping"
 _SHOWN_STEPS = (20, 30, 50)
@@ -26,7 +26,7 @@ def write_page(results: Path) -> None:
 
 def page(rows: Sequence[Row]) -> tuple[str, str]:
     """The page in Markdown, and the chart in SVG."""
-    judged = [row for row in rows if "gain_db" in row]
+    judged = [row for row in rows if is_judged(row)]
     by_case = {case: [row for row in rows if row.get("case") == case] for case in ("machine", "overhead", "hackathon")}
     parts = [
         _HEAD,

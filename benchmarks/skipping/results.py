@@ -1,4 +1,4 @@
-"""The file of rows, and the values of each sample beside it."""
+"""The rows of presets, those of everything else, and the values of each sample beside them."""
 
 from __future__ import annotations
 
@@ -15,39 +15,48 @@ from ...sampling.presets import Use
 from ...sampling.samplers import kind_of
 from .protocol import WORST_GAIN
 
-NAME = "step-skipping"
+NAME, OTHERS = "step-skipping", "step-skipping-others"
 Row = dict[str, Any]
 Raw = dict[str, NDArray[np.float32]]
 _OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset")
 
 
 def read(folder: Path) -> list[Row]:
-    """All rows; none where there is no file."""
-    file = folder / f"{NAME}.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    """All rows; none where there are no files."""
+    files = [file for file in (folder / f"{NAME}.jsonl", folder / f"{OTHERS}.jsonl") if file.exists()]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def keep(folder: Path, rows: Sequence[Row], raw: Raw) -> None:
     """Add rows to those that are there, in place of older ones of the same kind."""
     folder.mkdir(parents=True, exist_ok=True)
-    together = {_kind(row): row for row in (*read(folder), *rows)}
-    decide(list(together.values()))
+    together = list({_kind(row): row for row in (*read(folder), *rows)}.values())
+    decide(together)
     values = folder / f"{NAME}.npz"
     older = dict(np.load(values)) if values.exists() else {}
     half = {name: each.astype(np.float16) for name, each in raw.items()}
-    parts = [folder / f"{NAME}.{suffix}.part" for suffix in ("npz", "jsonl")]
-    with open(parts[0], "wb") as stream:
+    with open(part := folder / f"{NAME}.npz.part", "wb") as stream:
         np.savez_compressed(stream, **{**older, **half})
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in together.values())
-    parts[1].write_text(text, encoding="utf-8")
-    for part in parts:
-        os.replace(part, part.with_suffix(""))
+    os.replace(part, values)
+    _write(folder / f"{NAME}.jsonl", [row for row in together if is_judged(row)])
+    _write(folder / f"{OTHERS}.jsonl", [row for row in together if not is_judged(row)])
+
+
+def is_judged(row: Row) -> bool:
+    """Whether it is of a preset in a condition, not of something beside the protocol."""
+    return "gain_db" in row
+
+
+def _write(file: Path, rows: Sequence[Row]) -> None:
+    part = file.with_suffix(".jsonl.part")
+    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
+    os.replace(part, file)
 
 
 def decide(rows: Sequence[Row]) -> None:
     """Note in each row whether its preset is shipped for what the row is a case of, see `presets.Use`."""
     worst: dict[tuple[Use, str], float] = {}
-    judged = [row for row in rows if "gain_db" in row]
+    judged = [row for row in rows if is_judged(row)]
     for row in judged:
         place = use_of(row), row["preset"]
         worst[place] = min(worst.get(place, row["ci_low"]), row["ci_low"])

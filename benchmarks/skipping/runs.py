@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ways
 from .protocol import Condition, converged
-from .subject import Outcome, Subject
+from .subject import Subject
 from .ways import Way
 
 Say = Callable[[str], None]
@@ -108,7 +108,7 @@ class _Runs:
 
     def make(self) -> None:
         subject, condition = self._subject, self._condition
-        costs = self._costs()
+        costs = self._shelf.costs(self._condition.cfg)
         self._made(ways.full(subject, condition))
         if (last := converged(condition)) is not None:
             _Runs(subject, self._shelf, last, self._say)._made(ways.full(subject, last))
@@ -132,23 +132,25 @@ class _Runs:
             self._say(f"{key}: {made.calls} of {made.steps} steps, {made.seconds:.2f} s")
         return self._shelf.take(key)
 
-    def _costs(self) -> Costs:
-        """Measured once for each CFG, which decides on the size of the model's batch."""
-        cfg = self._condition.cfg
-        try:
-            return self._shelf.costs(cfg)
-        except FileNotFoundError:
-            pass
-        condition = Condition("euler", "normal", cfg, _TIMED_STEPS)
-        skipping = next(way for way in ways.presets(self._subject, condition) if way.name == "preset-fast")
-        full = ways.full(self._subject, condition)
-        whole, half = ([self._timed(way, cfg) for _ in range(_TIMED_RUNS)] for way in (full, skipping))
-        computed = median(each.seconds / each.calls for each in whole)
-        skipped = median((each.seconds - each.calls * computed) / (_TIMED_STEPS - each.calls) for each in half)
-        costs = Costs(computed, max(0.0, skipped))
-        self._shelf.add_costs(cfg, costs)
-        self._say(f"cfg {cfg:g}: {costs}")
-        return costs
 
-    def _timed(self, way: Way, cfg: float) -> Outcome:
-        return self._subject.sample(way.sampler, way.sigmas, cfg, way.patch)
+def time_steps(subject: Subject, shelf: Shelf, cfgs: Iterable[float], say: Say) -> None:
+    """Put on the shelf what a step costs, where that is missing, for each CFG, which decides on the size of a batch."""
+    for cfg in cfgs:
+        try:
+            shelf.costs(cfg)
+        except FileNotFoundError:
+            costs = _timed(subject, cfg)
+            shelf.add_costs(cfg, costs)
+            say(f"cfg {cfg:g}: {costs}")
+
+
+def _timed(subject: Subject, cfg: float) -> Costs:
+    condition = Condition("euler", "normal", cfg, _TIMED_STEPS)
+    full = ways.full(subject, condition)
+    half = next(way for way in ways.presets(subject, condition) if way.name == "preset-fast")
+    whole, skipping = (
+        [subject.sample(way.sampler, way.sigmas, cfg, way.patch) for _ in range(_TIMED_RUNS)] for way in (full, half)
+    )
+    computed = median(each.seconds / each.calls for each in whole)
+    skipped = median((each.seconds - each.calls * computed) / (_TIMED_STEPS - each.calls) for each in skipping)
+    return Costs(computed, max(0.0, skipped))
