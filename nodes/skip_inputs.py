@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
+from ..sampling.measured import CFG, closeness
 from ..sampling.presets import CUSTOM, DEFAULT, PRESETS, Preset, Selection, custom
 from ..sampling.reuse import Reuse
 from ..sampling.schedule import parse_steps
@@ -56,11 +57,14 @@ def preset_input() -> io.Combo.Input:
 
 def preset_table() -> str:
     """How many steps each preset computes, a line each."""
-    lines = [f"{name}: {_counts(preset)} ({preset.note})" for name, preset in PRESETS.items()]
+    lines = [
+        f"{name}: {_counts(preset)} ({preset.note}); {closeness(name, SHOWN[0])} dB" for name, preset in PRESETS.items()
+    ]
     numbers = ", ".join(map(str, SHOWN))
     return "\n".join(
         [
-            f"How much of the model is computed. Steps computed of {numbers}:",
+            f"How much of the model is computed. Steps computed of {numbers}; closeness to the picture of all "
+            f"{SHOWN[0]} steps, PSNR from sampler to sampler, demo model, CFG {CFG:g}:",
             *lines,
             f"{CUSTOM}: what the inputs below say",
             *(f"{name}: {preset.note}" for name, preset in _saved().items()),

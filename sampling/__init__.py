@@ -5,7 +5,8 @@ reuse      what stands in for the model in the others
 samplers   kinds of samplers, and the rule for each
 presets    what a user picks
 run        one run, step by step
-calibrate  a selection for the user's own model
+calibrate  a selection for the user's own model: `trial`, `paths`, `calibrated`; `saved` keeps it
+measured   how close the presets came
 metrics    how far a picture is from another
 statistics how sure a mean is
 """

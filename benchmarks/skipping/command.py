@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...core.environment import Environment
 from ...demo import scenes
 from ...hosts.comfy import standalone
 from ...runtime.measure import commit
@@ -93,10 +94,13 @@ def _score(subject: Subject, shelf: Shelf, chosen: list[Condition], folder: Path
     scorer = Scorer(subject, shelf, now, _say)
     rows = scorer.rows(chosen)
     device = torch.device(subject.model.load_device)
+    environment = Environment.current(device)
     others: list[dict[str, Any]] = [
         {
             "case": "machine",
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            "gpu": environment.gpu or "CPU",
+            "driver": environment.driver,
+            "cuda": environment.cuda,
             "precision": str(subject.model.model.get_dtype()).removeprefix("torch."),
             "torch": torch.__version__,
             "comfyui": comfyui,

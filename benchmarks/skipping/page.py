@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...sampling.measured import CFG, MEASURED, closeness
 from ...sampling.presets import PRESETS
 from ...sampling.samplers import kind_of
 from ..page import DOCS, write
@@ -14,14 +16,44 @@ from .curve import Series, curves
 from .results import Row, is_judged, read
 
 NAME = "step-skipping"
+HELP = DOCS.parent / "web" / "js" / "docs" / "SlipstreamStepSkip" / "en.md"
+_BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
 _SHOWN_STEPS = (20, 30, 50)
 
 
 def write_page(results: Path) -> None:
-    """Write page and chart."""
-    text, picture = page(read(results))
+    """Write page and chart, and the figures that the nodes show."""
+    rows = read(results)
+    text, picture = page(rows)
     write(DOCS / f"{NAME}.md", text)
     write(DOCS / f"{NAME}.svg", picture)
+    write(MEASURED, measured(rows))
+    write(HELP, with_figures(HELP.read_text(encoding="utf-8")))
+
+
+def with_figures(text: str) -> str:
+    """Step Skip's help page, its figures renewed from `MEASURED`."""
+    before, _, behind = text.partition(_BEGIN)
+    _, _, after = behind.partition(_END)
+    head = " | ".join(f"of {steps} steps" for steps in protocol.STEPS)
+    lines = [f"| Preset | {head} |", "|---" * (1 + len(protocol.STEPS)) + "|"]
+    for name in PRESETS:
+        lines.append(" | ".join([f"| `{name}`", *(closeness(name, steps) for steps in protocol.STEPS)]) + " |")
+    return "\n".join([before + _BEGIN, "", *lines, "", _END + after])
+
+
+def measured(rows: Sequence[Row]) -> str:
+    """What `sampling.measured` reads: dB to the N-step picture by preset and steps, from the least close sampler to the
+    closest."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in (row for row in rows if is_judged(row) and row["cfg"] == CFG):
+        nominal = min(protocol.STEPS, key=lambda steps: abs(steps - row["steps"]))  # ddim_uniform has one more or less
+        found.setdefault(row["preset"], {}).setdefault(str(nominal), []).append(row["psnr_db"])
+    ranges = {
+        preset: {steps: [round(min(each)), round(max(each))] for steps, each in sorted(by_steps.items())}
+        for preset, by_steps in found.items()
+    }
+    return json.dumps(ranges, indent=2) + "\n"
 
 
 def page(rows: Sequence[Row]) -> tuple[str, str]:
@@ -53,12 +85,13 @@ def _circumstances(machine: Sequence[Row], judged: Sequence[Row]) -> str:
     if not machine or not judged:
         return "Nothing has been measured yet.\n"
     on = machine[-1]
+    driver = f", driver {on['driver']}" if on.get("driver") else ""
     samples = max(row["samples"] for row in judged)
     commits = ", ".join(sorted({str(row["commit"])[:12] for row in judged}))
     done, wanted = len({_condition(row) for row in judged}), len(protocol.conditions())
     text = (
-        f"{on['gpu']}, {on['precision']}, torch {on['torch']}, ComfyUI {on['comfyui']}, {samples} samples a row, "
-        f"commit {commits}. {done} of the protocol's {wanted} conditions are measured.\n"
+        f"{on['gpu']}{driver}, {on['precision']}, torch {on['torch']}, ComfyUI {on['comfyui']}, {samples} samples a "
+        f"row, commit {commits}. {done} of the protocol's {wanted} conditions are measured.\n"
     )
     return text + "\n![closeness against computed steps](step-skipping.svg)\n"
 
