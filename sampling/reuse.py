@@ -6,13 +6,19 @@ the terms of k-diffusion: x = D + sigma * noise. So they serve models that predi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-_LEAST_GAIN, _MOST_GAIN = -0.5, 1.5
+_LIMITS = ((-0.5, 1.5), (-1.5, 1.5))
+"""Of the shares by which the line and its bend are followed."""
+
+_RIDGE = 1e-6
+"""Keeps two directions apart that are nearly one."""
+
 _LONGEST = 1.0
 """In gaps between the last two computed steps: how far ahead a line is followed."""
 
@@ -25,12 +31,17 @@ class Reuse(str, Enum):
     LINEAR: D goes on along the line through the last two computed ones, over sigma.
     MEASURED: as LINEAR, by the share of the way that the model itself went last time: each computed step shows how far
         the line through the two before it would have been right. It holds where the line was of no use.
+    BENT: as MEASURED, with a share of its own for how the line's slope changed from the gap before.
     """
 
     HOLD = "hold"
     HOLD_NOISE = "hold noise"
     LINEAR = "linear"
     MEASURED = "measured"
+    BENT = "measured with bend"
+
+
+_DIRECTIONS = {Reuse.MEASURED: 1, Reuse.BENT: 2}
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class History:
     def __init__(self, rule: Reuse) -> None:
         self.rule = rule
         self._past: list[Computed] = []  # the newest first
-        self._gain: Tensor | None = None
+        self._gains: list[Tensor] = []
 
     @property
     def is_empty(self) -> bool:
@@ -56,14 +67,14 @@ class History:
 
     def clear(self) -> None:
         self._past = []
-        self._gain = None
+        self._gains = []
 
     def add(self, sigma: float, x: Tensor, denoised: Tensor) -> None:
         """Take note of a computed step. Copies are kept: samplers write into their tensors."""
-        if self.rule is Reuse.MEASURED and len(self._past) == 2:
-            self._gain = _gain(self._past, sigma, denoised)
+        if self.rule in _DIRECTIONS and len(self._past) >= 2:
+            self._gains = _gains(self._directions(sigma, math.inf), denoised - self._past[0].denoised)
         kept = x.clone() if self.rule is Reuse.HOLD_NOISE else x.new_empty(0)
-        self._past = [Computed(sigma, kept, denoised.clone()), *self._past[:1]]
+        self._past = [Computed(sigma, kept, denoised.clone()), *self._past[: _DIRECTIONS.get(self.rule, 1)]]
 
     def expect(self, sigma: float, x: Tensor) -> Tensor:
         """The denoised latent of a step that is not computed: a tensor of its own, shaped as x.
@@ -76,29 +87,46 @@ class History:
         last = self._past[0]
         if self.rule is Reuse.HOLD_NOISE:
             return x - (sigma / last.sigma) * (last.x - last.denoised)
-        if self.rule is Reuse.LINEAR and len(self._past) == 2:
-            return self._along(sigma, None)
-        if self.rule is Reuse.MEASURED and self._gain is not None:
-            return self._along(sigma, self._gain)
-        return last.denoised.clone()
+        expected = last.denoised.clone()
+        if self.rule is Reuse.LINEAR and len(self._past) >= 2:
+            expected += self._directions(sigma)[0]
+        for gain, direction in zip(self._gains, self._directions(sigma) if self._gains else (), strict=False):
+            expected += gain * direction
+        return expected
 
-    def _along(self, sigma: float, gain: Tensor | None) -> Tensor:
-        last, before = self._past
-        ratio = min((sigma - last.sigma) / (last.sigma - before.sigma), _LONGEST)
-        share = ratio if gain is None else ratio * gain
-        return last.denoised + share * (last.denoised - before.denoised)
+    def _directions(self, sigma: float, longest: float = _LONGEST) -> list[Tensor]:
+        """From the last D on to sigma: along the line through the last two, and by how its slope changed there."""
+        last, before, *earlier = self._past
+        ratio = min((sigma - last.sigma) / (last.sigma - before.sigma), longest)
+        line = ratio * (last.denoised - before.denoised)
+        if not earlier or _DIRECTIONS.get(self.rule, 1) < 2:
+            return [line]
+        gaps = (last.sigma - before.sigma) / (before.sigma - earlier[0].sigma)
+        return [line, line - (ratio * gaps) * (before.denoised - earlier[0].denoised)]
 
 
-def _gain(past: list[Computed], sigma: float, denoised: Tensor) -> Tensor:
-    """How far the line through the last two was right at this step: 1 all the way, 0 not at all. [B, 1, ...].
+def _gains(directions: list[Tensor], went: Tensor) -> list[Tensor]:
+    """By which shares of the directions the model went, for each item of the batch, [B, 1, ...] each.
 
-    The least squares answer to `denoised - D1 = gain * ratio * (D1 - D2)`, for each item of the batch.
+    The least squares answer, limited; 0 for a direction of no length.
     """
-    last, before = past
-    ratio = (sigma - last.sigma) / (last.sigma - before.sigma)
-    wide = torch.promote_types(denoised.dtype, torch.float32)  # 16 bits do not hold sums of squares
-    way = (last.denoised - before.denoised).flatten(1).to(wide)
-    went = (denoised - last.denoised).flatten(1).to(wide)
-    along, length = (went * way).sum(1), ratio * (way * way).sum(1)
-    gain = torch.where(length > 0, along / length, torch.zeros_like(along)).clamp(_LEAST_GAIN, _MOST_GAIN)
-    return gain.to(denoised.dtype).reshape(-1, *[1] * (denoised.ndim - 1))
+    wide = torch.promote_types(went.dtype, torch.float32)  # 16 bits do not hold sums of squares
+    ways, way = [direction.flatten(1).to(wide) for direction in directions], went.flatten(1).to(wide)
+    along = [(each * way).sum(1) for each in ways]
+    lengths = [(each * each).sum(1) for each in ways]
+    if len(ways) == 1:
+        shares = [_quotient(along[0], lengths[0])]
+    else:
+        first, second = (length * (1 + _RIDGE) for length in lengths)
+        both = (ways[0] * ways[1]).sum(1)
+        area = first * second - both * both
+        shares = [
+            _quotient(along[0] * second - along[1] * both, area),
+            _quotient(along[1] * first - along[0] * both, area),
+        ]
+    limited = [share.clamp(*limits) for share, limits in zip(shares, _LIMITS, strict=False)]
+    return [share.to(went.dtype).reshape(-1, *[1] * (went.ndim - 1)) for share in limited]
+
+
+def _quotient(above: Tensor, below: Tensor) -> Tensor:
+    return torch.where(below > 0, above / below, torch.zeros_like(above))

@@ -17,7 +17,7 @@ from .subject import Outcome, Subject
 
 CAPTIONS_SEED, NOISE_SEED, SAMPLES = 12_345, 7, 64
 POWERS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
-RULES = (Reuse.HOLD, Reuse.MEASURED)
+RULES = (Reuse.HOLD, Reuse.MEASURED, Reuse.BENT)
 
 
 def noise() -> torch.Tensor:

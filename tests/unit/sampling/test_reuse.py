@@ -340,7 +340,7 @@ def by_hand(rule: Reuse, known: list[tuple[float, float, float]], sigma: float, 
     return denoised + min(max(slope / slope_before, -0.5), 1.5) * farthest
 
 
-@each_rule
+@pytest.mark.parametrize("rule", [rule for rule in Reuse if rule is not Reuse.BENT])  # line and bend are one there
 def test_a_latent_of_one_number_by_hand(rule: Reuse) -> None:
     values = noise(200, 2, seed=7).tolist()
     for start in range(0, 180, 6):
@@ -352,3 +352,30 @@ def test_a_latent_of_one_number_by_hand(rule: Reuse) -> None:
             known.append((sigma, x, denoised))
             found = history.expect(after, number(x / 2)).item()
             assert found == pytest.approx(by_hand(rule, known, after, x / 2), rel=1e-9, abs=1e-9)
+
+
+# ---- the bend
+
+
+def test_a_bend_that_comes_again_is_followed_exactly() -> None:
+    """D = a + sigma b + sigma^2 c on evenly spaced sigmas: each step goes by the same shares of line and bend."""
+    a, b, c = (noise(2, 4, 8, 6, seed=seed) for seed in (11, 12, 13))
+    history = History(Reuse.BENT)
+    levels = [8.0, 7.0, 6.0, 5.0, 4.0]
+    for sigma in levels[:-1]:
+        history.add(sigma, a, a + sigma * b + sigma**2 * c)
+    wanted = a + levels[-1] * b + levels[-1] ** 2 * c
+    found = history.expect(levels[-1], a)
+    straight = History(Reuse.MEASURED)
+    for sigma in levels[:-1]:
+        straight.add(sigma, a, a + sigma * b + sigma**2 * c)
+
+    assert (found - wanted).norm() < 0.1 * (straight.expect(levels[-1], a) - wanted).norm()
+
+
+def test_without_a_bend_it_is_the_line() -> None:
+    a, b = noise(2, 4, 8, 6, seed=14), noise(2, 4, 8, 6, seed=15)
+    history = History(Reuse.BENT)
+    for sigma in (8.0, 6.0, 5.0, 3.5):
+        history.add(sigma, a, a + sigma * b)
+    torch.testing.assert_close(history.expect(2.5, a), a + 2.5 * b, rtol=5e-3, atol=5e-3)
