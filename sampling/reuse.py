@@ -31,7 +31,8 @@ class Reuse(str, Enum):
     LINEAR: D goes on along the line through the last two computed ones, over sigma.
     MEASURED: as LINEAR, by the share of the way that the model itself went last time: each computed step shows how far
         the line through the two before it would have been right. It holds where the line was of no use.
-    BENT: as MEASURED, with a share of its own for how the line's slope changed from the gap before.
+    BENT: as MEASURED, with a share of its own for how the line's slope changed from the gap before; for each item of
+        the batch only while that would have come closer at the last computed step than the line alone.
     """
 
     HOLD = "hold"
@@ -60,6 +61,7 @@ class History:
         self.rule = rule
         self._past: list[Computed] = []  # the newest first
         self._gains: list[Tensor] = []
+        self._fits: list[list[Tensor]] = []  # of the line alone, and of line and bend
 
     @property
     def is_empty(self) -> bool:
@@ -68,11 +70,12 @@ class History:
     def clear(self) -> None:
         self._past = []
         self._gains = []
+        self._fits = []
 
     def add(self, sigma: float, x: Tensor, denoised: Tensor) -> None:
         """Take note of a computed step. Copies are kept: samplers write into their tensors."""
         if self.rule in _DIRECTIONS and len(self._past) >= 2:
-            self._gains = _gains(self._directions(sigma, math.inf), denoised - self._past[0].denoised)
+            self._measure(sigma, denoised - self._past[0].denoised)
         kept = x.clone() if self.rule is Reuse.HOLD_NOISE else x.new_empty(0)
         self._past = [Computed(sigma, kept, denoised.clone()), *self._past[: _DIRECTIONS.get(self.rule, 1)]]
 
@@ -94,6 +97,16 @@ class History:
             expected += gain * direction
         return expected
 
+    def _measure(self, sigma: float, went: Tensor) -> None:
+        directions = self._directions(sigma, math.inf)
+        fits = [_gains(directions[:count], went) for count in range(1, len(directions) + 1)]
+        self._gains, before, self._fits = fits[0], self._fits, fits
+        if len(before) == len(fits) == 2:
+            line_missed, bent_missed = (_missed(fit, directions, went) for fit in before)
+            line, (slope, bend) = fits[0][0], fits[1]
+            is_bent = bent_missed < line_missed
+            self._gains = [torch.where(is_bent, slope, line), torch.where(is_bent, bend, torch.zeros_like(bend))]
+
     def _directions(self, sigma: float, longest: float = _LONGEST) -> list[Tensor]:
         """From the last D on to sigma: along the line through the last two, and by how its slope changed there."""
         last, before, *earlier = self._past
@@ -103,6 +116,15 @@ class History:
             return [line]
         gaps = (last.sigma - before.sigma) / (before.sigma - earlier[0].sigma)
         return [line, line - (ratio * gaps) * (before.denoised - earlier[0].denoised)]
+
+
+def _missed(gains: list[Tensor], directions: list[Tensor], went: Tensor) -> Tensor:
+    """How far from where the model went these shares would have led, squared, [B, 1, ...]."""
+    for gain, direction in zip(gains, directions, strict=False):
+        went = went - gain * direction
+    wide = torch.promote_types(went.dtype, torch.float32)
+    missed: Tensor = went.to(wide).square().flatten(1).sum(1)
+    return missed.reshape(-1, *[1] * (went.ndim - 1))
 
 
 def _gains(directions: list[Tensor], went: Tensor) -> list[Tensor]:

@@ -361,7 +361,7 @@ def test_a_bend_that_comes_again_is_followed_exactly() -> None:
     """D = a + sigma b + sigma^2 c on evenly spaced sigmas: each step goes by the same shares of line and bend."""
     a, b, c = (noise(2, 4, 8, 6, seed=seed) for seed in (11, 12, 13))
     history = History(Reuse.BENT)
-    levels = [8.0, 7.0, 6.0, 5.0, 4.0]
+    levels = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
     for sigma in levels[:-1]:
         history.add(sigma, a, a + sigma * b + sigma**2 * c)
     wanted = a + levels[-1] * b + levels[-1] ** 2 * c
