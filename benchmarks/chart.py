@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from .rows import Row
+from .svg import card, text
 from .variants import OURS
 
 _WIDTH, _LEFT, _BAR, _STEP = 760, 24, 18, 23
@@ -18,7 +18,7 @@ def chart(sections: Sequence[Section]) -> str:
     """A picture on a card of its own, with one group of bars a section, each to its own scale."""
     parts, y = [], 34
     for title, rows in sections:
-        parts.append(_text("title", _LEFT, y, title))
+        parts.append(text("title", _LEFT, y, title))
         y += 12
         longest = max((row["ms"] for row in rows), default=1.0)
         for row in rows:
@@ -26,10 +26,9 @@ def chart(sections: Sequence[Section]) -> str:
             y += _STEP
         y += 30
     if not sections:
-        parts.append(_text("title", _LEFT, y, "Nothing has been measured yet"))
+        parts.append(text("title", _LEFT, y, "Nothing has been measured yet"))
         y += 20
-    body = "\n".join(parts)
-    return _PICTURE.format(width=_WIDTH, height=y, style=_STYLE, body=body)
+    return card(_WIDTH, y, "milliseconds of one call", _STYLE, parts)
 
 
 def _bar(row: Row, y: int, longest: float) -> list[str]:
@@ -37,12 +36,8 @@ def _bar(row: Row, y: int, longest: float) -> list[str]:
     kind = "ours" if row["variant"].startswith(OURS) else "other"
     return [
         f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR}" rx="3"/>',
-        _text("value", _LEFT + width + 8, y + 14, f"{row['ms']:.1f} ms  {row['variant']}"),
+        text("value", _LEFT + width + 8, y + 14, f"{row['ms']:.1f} ms  {row['variant']}"),
     ]
-
-
-def _text(kind: str, x: float, y: int, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y}">{html.escape(text)}</text>'
 
 
 _STYLE = """.card { fill: #ffffff; stroke: #dfe3e6; }
@@ -56,13 +51,3 @@ text { fill: #e8eaec; }
 .other { fill: #5c6670; }
 .ours { fill: #ff8a4c; }
 }"""
-
-_PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" \
-role="img" aria-label="milliseconds of one call">
-<style>
-{style}
-</style>
-<rect class="card" width="{width}" height="{height}" rx="10"/>
-{body}
-</svg>
-"""

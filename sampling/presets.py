@@ -35,6 +35,10 @@ class Selection:
     listed: str = ""
     counts_down: bool = False
 
+    def why_not(self, steps: int) -> str | None:
+        """Why these steps are not for a run of that length; None where nothing is known against it."""
+        return None
+
     def computed(self, steps: int) -> Steps:
         """
         Raises:
@@ -71,8 +75,13 @@ class Preset:
     rule: Reuse | None = None
     uses: frozenset[Use] = frozenset()
 
-    def rule_for(self, kind: SamplerKind) -> Reuse:
-        return self.rule or rule_for(kind)
+    def rule_for(self, kind: SamplerKind, has_mask: bool = False) -> Reuse:
+        """
+        Args:
+            has_mask: for inpainting: outside of the mask x has noise of its own in each step, and a held D is what was
+                looked at there.
+        """
+        return self.rule or (Reuse.HOLD if has_mask else rule_for(kind))
 
     def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
         """Why every step is computed after all; None where it is not.
@@ -89,9 +98,14 @@ class Preset:
         if Use(kind, guided) not in self.uses:
             where = f"{kind.value} samplers at CFG {'above 1' if guided else '1'}"
             return f"with {where}, a plain run in the time of {self.name} was measured closer, or nothing was measured"
-        if steps < FEWEST_STEPS:
-            return f"a run of {steps} steps is short: each of fewer than {FEWEST_STEPS} steps counts"
+        return why_too_short(steps)
+
+
+def why_too_short(steps: int) -> str | None:
+    """Why a run of so many steps skips none; None where it is long enough."""
+    if steps >= FEWEST_STEPS:
         return None
+    return f"a run of {steps} steps is short: each of fewer than {FEWEST_STEPS} steps counts"
 
 
 _ONE = frozenset({Use(SamplerKind.ONE_STEP, True), Use(SamplerKind.ONE_STEP, False)})

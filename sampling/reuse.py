@@ -47,7 +47,7 @@ _DIRECTIONS = {Reuse.MEASURED: 1, Reuse.BENT: 2}
 
 @dataclass(frozen=True)
 class Computed:
-    """A computed step: sigma, the latent x and the denoised latent, both [B, ...]."""
+    """A computed step: sigma, the denoised latent [B, ...], and x where the rule asks for it, else an empty tensor."""
 
     sigma: float
     x: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 from .reuse import History, Reuse
 from .schedule import Steps
 
-_SAME = 1e-3
+SAME_SIGMA = 1e-3
 """Share of sigma by which a call may miss its step's: samplers compute in float32, at times through logarithms."""
 
 
@@ -39,6 +39,9 @@ class Skipped:
         if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
             what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
         return f"{self.preset}: {what} ({self.sampler}, {self.rule})"
+
+
+AfterRun = Callable[[Skipped], None]
 
 
 class SkippingRun:
@@ -96,6 +99,6 @@ class SkippingRun:
 
     def _step(self, sigma: float) -> int | None:
         nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma), default=None)
-        if nearest is None or abs(self._sigmas[nearest] - sigma) > _SAME * abs(sigma):
+        if nearest is None or abs(self._sigmas[nearest] - sigma) > SAME_SIGMA * abs(sigma):
             return None
         return nearest

@@ -80,7 +80,7 @@ class _Calibrated(Preset):
         if kind not in (use.kind for use in self.uses):
             known = " and ".join(use.kind.value for use in self.uses)
             return f"{self.name} was calibrated with a sampler of another kind ({known}); calibrate with this one"
-        return self.selection.why_not(steps) if isinstance(self.selection, OneLength) else None
+        return self.selection.why_not(steps)
 
 
 def from_record(name: str, record: Any) -> SavedPreset:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..svg import card, text
 
 _COLUMNS, _WIDTH, _HEIGHT, _MARGIN = 4, 250, 210, 44
 _CLASSES = ("ours", "other")
@@ -30,10 +31,10 @@ def curves(panels: Sequence[Panel]) -> str:
     ]
     names = list(dict.fromkeys(series.name for _, group in panels for series in group))
     legend = [
-        f'<circle class="{kind}" cx="{24 + 180 * place}" cy="18" r="4"/>' + _text(34 + 180 * place, 22, name)
+        f'<circle class="{kind}" cx="{24 + 180 * place}" cy="18" r="4"/>' + text("value", 34 + 180 * place, 22, name)
         for place, (kind, name) in enumerate(zip(_CLASSES, names, strict=False))
     ]
-    return _PICTURE.format(width=width, height=height, style=_STYLE, body="\n".join([*legend, *body]))
+    return card(width, height, "closeness to the N-step picture against computed steps", _STYLE, [*legend, *body])
 
 
 def _panel(panel: Panel, left: int, top: int) -> str:
@@ -49,28 +50,24 @@ def _panel(panel: Panel, left: int, top: int) -> str:
             top + 20 + tall * (high_y - y) / (high_y - low_y),
         )
 
-    parts = [_text(left + _MARGIN, top + 10, title, "title")]
+    parts = [text("title", left + _MARGIN, top + 10, title)]
     for y in _ticks(low_y, high_y, 10):
         parts.append(f'<path class="grid" d="M{place(low_x, y)[0]:.1f} {place(low_x, y)[1]:.1f}h{wide}"/>')
-        parts.append(_text(left + 14, place(low_x, y)[1] + 4, f"{y:g}"))
+        parts.append(text("value", left + 14, place(low_x, y)[1] + 4, f"{y:g}"))
     for x in _ticks(low_x, high_x, 4):
-        parts.append(_text(place(x, low_y)[0] - 6, top + 20 + tall + 16, f"{x:g}"))
+        parts.append(text("value", place(x, low_y)[0] - 6, top + 20 + tall + 16, f"{x:g}"))
     for kind, series in zip(_CLASSES, group, strict=False):
         spots = [place(*point) for point in series.points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
         parts.append(f'<polyline class="{kind}" points="{line}"/>')
         parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in spots]
-    parts.append(_text(left + _MARGIN + wide - 92, top + 20 + tall + 32, "computed steps"))
-    parts.append(_text(left, top + 10, "dB"))
+    parts.append(text("value", left + _MARGIN + wide - 92, top + 20 + tall + 32, "computed steps"))
+    parts.append(text("value", left, top + 10, "dB"))
     return "\n".join(parts)
 
 
 def _ticks(low: float, high: float, step: int) -> list[float]:
     return [float(value) for value in range(-(-int(low) // step) * step, int(high) + 1, step)]
-
-
-def _text(x: float, y: float, text: str, kind: str = "value") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
 
 
 _STYLE = """.card { fill: #ffffff; stroke: #dfe3e6; }
@@ -86,13 +83,3 @@ text { fill: #e8eaec; }
 .grid { stroke: #2c3238; }
 circle.ours { fill: #ff8a4c; } polyline.ours { stroke: #ff8a4c; }
 }"""
-
-_PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" \
-role="img" aria-label="closeness to the N-step picture against computed steps">
-<style>
-{style}
-</style>
-<rect class="card" width="{width}" height="{height}" rx="10"/>
-{body}
-</svg>
-"""

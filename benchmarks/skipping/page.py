@@ -18,7 +18,6 @@ from .results import Row, is_judged, read
 NAME = "step-skipping"
 HELP = DOCS.parent / "web" / "js" / "docs" / "SlipstreamStepSkip" / "en.md"
 _BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
-_SHOWN_STEPS = (20, 30, 50)
 
 
 def write_page(results: Path) -> None:
@@ -74,9 +73,9 @@ def page(rows: Sequence[Row]) -> tuple[str, str]:
 
 
 def _presets() -> str:
-    lines = [f"| preset | steps computed of {', '.join(map(str, _SHOWN_STEPS))} | |", "|---|---|---|"]
+    lines = [f"| preset | steps computed of {', '.join(map(str, protocol.STEPS))} | |", "|---|---|---|"]
     for preset in PRESETS.values():
-        counts = ", ".join(str(len(preset.selection.computed(steps))) for steps in _SHOWN_STEPS)
+        counts = ", ".join(str(len(preset.selection.computed(steps))) for steps in protocol.STEPS)
         lines.append(f"| `{preset.name}` | {counts} | {preset.note} |")
     return "\n".join([*lines, ""])
 

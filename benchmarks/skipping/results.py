@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...engine_cache.files import replace_text
 from ...sampling.presets import Use
 from ...sampling.samplers import kind_of
 from .protocol import WORST_GAIN
@@ -32,12 +33,8 @@ def keep(folder: Path, rows: Sequence[Row], raw: Raw) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     together = list({_kind(row): row for row in (*read(folder), *rows)}.values())
     decide(together)
-    values = folder / f"{NAME}.npz"
-    older = dict(np.load(values)) if values.exists() else {}
-    half = {name: each.astype(np.float16) for name, each in raw.items()}
-    with open(part := folder / f"{NAME}.npz.part", "wb") as stream:
-        np.savez_compressed(stream, **{**older, **half})
-    os.replace(part, values)
+    if raw:
+        _keep_values(folder, raw)
     _write(folder / f"{NAME}.jsonl", [row for row in together if is_judged(row)])
     _write(folder / f"{OTHERS}.jsonl", [row for row in together if not is_judged(row)])
 
@@ -47,10 +44,17 @@ def is_judged(row: Row) -> bool:
     return "gain_db" in row
 
 
+def _keep_values(folder: Path, raw: Raw) -> None:
+    values = folder / f"{NAME}.npz"
+    older = dict(np.load(values)) if values.exists() else {}
+    half = {name: each.astype(np.float16) for name, each in raw.items()}
+    with open(part := folder / f"{NAME}.npz.part", "wb") as stream:
+        np.savez_compressed(stream, **{**older, **half})
+    os.replace(part, values)
+
+
 def _write(file: Path, rows: Sequence[Row]) -> None:
-    part = file.with_suffix(".jsonl.part")
-    part.write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), encoding="utf-8")
-    os.replace(part, file)
+    replace_text(file, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file.parent)
 
 
 def decide(rows: Sequence[Row]) -> None:

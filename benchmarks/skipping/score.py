@@ -56,9 +56,10 @@ class Scorer:
         whole = self._take(condition, "full")
         last = converged(condition)
         target = None if last is None else self._take(last, "full").latents
+        costs, pictures = self._shelf.costs(condition.cfg), self._pictures(whole)
         for name in PRESETS:
             made = self._take(condition, f"preset-{name}")
-            rivals = self._rivals(condition, name, whole, self._shelf.costs(condition.cfg).affordable(made))
+            rivals = self._rivals(condition, name, whole, costs.affordable(made))
             best = max(rivals, key=lambda rival: float(rivals[rival].db.mean()))
             rival = rivals[best].made
             row = self._row(condition, name, made, _closeness(made, whole), best, rivals[best].db)
@@ -66,14 +67,14 @@ class Scorer:
             if name == ways.BALANCED:
                 row["random_db"] = _mean(_closeness(self._take(condition, "random"), whole))
             row["best_plain_computed"] = rival.calls
-            row["step_seconds"] = asdict(self._shelf.costs(condition.cfg))
+            row["step_seconds"] = asdict(costs)
             if target is not None:
                 row["converged_db"] = {
                     "full": _mean(capped(latent_psnr(whole.latents, target))),
                     "preset": _mean(capped(latent_psnr(made.latents, target))),
                     "best_plain": _mean(capped(latent_psnr(rival.latents, target))),
                 }
-            row["decoded"] = self._decoded(whole, {"preset": made, "best_plain": rival})
+            row["decoded"] = self._decoded(pictures, {"preset": made, "best_plain": rival})
             yield row
 
     def _rivals(self, condition: Condition, preset: str, whole: Made, steps: int) -> dict[str, Rival]:
@@ -111,8 +112,7 @@ class Scorer:
             "commit": self._commit,
         }
 
-    def _decoded(self, whole: Made, others: Mapping[str, Made]) -> dict[str, dict[str, float]]:
-        reference = self._pictures(whole)
+    def _decoded(self, reference: Tensor, others: Mapping[str, Made]) -> dict[str, dict[str, float]]:
         found = {}
         for name, made in others.items():
             pictures = self._pictures(made)

@@ -15,7 +15,7 @@ from ...sampling.schedule import Steps, shortened
 from .protocol import ELSEWHERE, SCHEDULES, THRESHOLDS, Condition
 from .subject import Patch, Subject
 
-BALANCED, HACKATHON = "balanced", "hackathon"
+BALANCED = "balanced"
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,12 @@ class Way:
     """
     Attributes:
         name: tells it from others of the same condition.
-        preset: whose steps it is about; empty where it is about none.
     """
 
     name: str
     sampler: str
     sigmas: Tensor
     patch: Patch | None = None
-    preset: str = ""
 
 
 def full(subject: Subject, condition: Condition) -> Way:
@@ -41,9 +39,9 @@ def presets(subject: Subject, condition: Condition) -> Iterator[Way]:
     """Each preset, and the sigmas of its steps."""
     sigmas = _sigmas(subject, condition)
     for preset in PRESETS.values():
-        yield Way(f"preset-{preset.name}", condition.sampler, sigmas, _skipping(preset), preset.name)
+        yield Way(f"preset-{preset.name}", condition.sampler, sigmas, _skipping(preset))
         short = shortened(sigmas, computed(preset, sigmas))
-        yield Way(f"shortened-{preset.name}", condition.sampler, short, preset=preset.name)
+        yield Way(f"shortened-{preset.name}", condition.sampler, short)
 
 
 def plain(subject: Subject, condition: Condition, steps: int) -> Iterator[Way]:
@@ -71,7 +69,7 @@ def random_places(subject: Subject, condition: Condition) -> Way:
     steps, count = len(sigmas) - 1, len(computed(PRESETS[BALANCED], sigmas))
     places = random.Random(str(condition)).sample(range(1, steps - 1), count - 2)
     listed = " ".join(map(str, sorted([0, *places, steps - 1])))
-    return Way("random", condition.sampler, sigmas, _skipping(custom(Selection(listed=listed))), BALANCED)
+    return Way("random", condition.sampler, sigmas, _skipping(custom(Selection(listed=listed))))
 
 
 def computed(preset: Preset, sigmas: Tensor) -> Steps:

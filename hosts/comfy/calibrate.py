@@ -11,13 +11,14 @@ from ...core.errors import StoreError, UnsupportedModel
 from ...sampling import saved
 from ...sampling.calibrate import Pictures, calibrate
 from ...sampling.calibrated import Calibration
-from ...sampling.presets import DEFAULT, FEWEST_STEPS, PRESETS, Selection, custom
+from ...sampling.presets import DEFAULT, PRESETS, Selection, custom, why_too_short
+from ...sampling.run import AfterRun
 from ...sampling.saved import SavedPreset
 from ...sampling.schedule import count_of, count_within, power_law
 from ...sampling.trial import mean
 from . import saved_presets
 from .rehearsal import Job, Picture, Rehearsal
-from .step_skip import AfterRun, skip_steps
+from .step_skip import skip_steps
 from .waiting import throw_if_cancelled
 
 _HELD_OUT = 4
@@ -79,9 +80,7 @@ def _steps(job: Job) -> int:
         UnsupportedModel: no steps are skipped in such a run.
     """
     steps = len(job.sigmas()) - 1
-    reason = custom(Selection()).why_not(job.kind, steps)
-    if reason is None and steps < FEWEST_STEPS:
-        reason = f"a run of {max(steps, 0)} steps is short: each of fewer than {FEWEST_STEPS} steps counts"
+    reason = custom(Selection()).why_not(job.kind, steps) or why_too_short(max(steps, 0))
     if reason is not None:
         raise UnsupportedModel(f"There is nothing to calibrate for {job.sampler}: {reason}.")
     return steps

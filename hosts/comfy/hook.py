@@ -32,9 +32,19 @@ def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, comput
 
     where = WrappersMP.DIFFUSION_MODEL if kind.has_wrappers else WrappersMP.APPLY_MODEL
     wrapper = functools.partial(_around_the_module if kind.has_wrappers else _around_the_model, compute)
+    put_innermost(wrappers_of(model_options, where), key, wrapper)
+
+
+def wrappers_of(model_options: dict[str, Any], where: str) -> dict[str, list[Any]]:
+    """Of a run's own options, by their keys: they run in the order of the dict, the first outside of the others."""
     options = model_options.setdefault("transformer_options", {})
-    wrappers = options.setdefault("wrappers", {}).setdefault(where, {})
-    wrappers.pop(key, None)  # they run in the order of the dict
+    found: dict[str, list[Any]] = options.setdefault("wrappers", {}).setdefault(where, {})
+    return found
+
+
+def put_innermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:
+    """In place of one of the same key."""
+    wrappers.pop(key, None)
     wrappers[key] = [wrapper]
 
 

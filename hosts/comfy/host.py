@@ -19,7 +19,7 @@ def provider() -> EngineProvider:
     """The one provider of this process."""
     from .residency import Residency
 
-    made = EngineProvider(EngineStore(store_home(_models_folder())), is_idle=queue_is_idle)
+    made = EngineProvider(EngineStore(home()), is_idle=queue_is_idle)
     Residency(made.pool)  # lives as long as the pool, which calls it
     atexit.register(_end_builds, made)
     return made
@@ -31,6 +31,11 @@ def _end_builds(of: EngineProvider) -> None:
     of.queue.cancel_all("ComfyUI is closing")
     for ticket in tickets:
         ticket.wait(_CLOSING_SECONDS)
+
+
+def home() -> Path:
+    """Where engines and all else that we keep lie."""
+    return store_home(_models_folder())
 
 
 def _models_folder() -> Path | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from ...sampling.run import SAME_SIGMA
 from .waiting import throw_if_cancelled
 
 _KEY = "slipstream_calibrate"
-_SAME = 1e-3  # share of sigma by which a call may miss its step's
 
 Predict = Callable[..., torch.Tensor]
 
@@ -38,7 +38,7 @@ class Recording:
         """Let `patcher` give what was recorded in all steps whose sigma is `least` or more."""
 
         def replay(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-            known = self._denoised.get(_sigma(timestep)) if _sigma(timestep) >= least * (1 - _SAME) else None
+            known = self._denoised.get(_sigma(timestep)) if _sigma(timestep) >= least * (1 - SAME_SIGMA) else None
             if known is None:
                 computed: torch.Tensor = executor(x, timestep, *rest, **more)
                 return computed

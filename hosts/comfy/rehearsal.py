@@ -10,11 +10,11 @@ import torch
 
 from ...core.errors import UnsupportedModel
 from ...sampling.presets import Selection, custom
-from ...sampling.run import Skipped
+from ...sampling.run import AfterRun, Skipped
 from ...sampling.samplers import SamplerKind, kind_of
 from ...sampling.schedule import Steps, shortened
 from .recording import Recording, watch
-from .step_skip import AfterRun, skip_steps, without_skipping
+from .step_skip import skip_steps, without_skipping
 
 _SEEDS = 2**64
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...runtime.home import store_home
 from ...sampling import saved
 from ...sampling.presets import Preset
-from .host import _models_folder
+from .host import home
 
 
 def folder() -> Path:
-    return store_home(_models_folder()) / "step_skipping"
+    return home() / "step_skipping"
 
 
 def saved_presets() -> dict[str, Preset]:

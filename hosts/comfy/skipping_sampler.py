@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ...sampling.presets import Preset
-from .step_skip import AfterRun, skipping
+from ...sampling.run import AfterRun
+from .step_skip import skipping
 
 
 class SkippingSampler:

@@ -16,9 +16,9 @@ import torch
 
 from ...core.errors import UnsupportedModel
 from ...sampling.presets import Preset
-from ...sampling.reuse import Reuse
-from ...sampling.run import Skipped, SkippingRun
-from ...sampling.samplers import SamplerKind, kind_of
+from ...sampling.run import AfterRun, Skipped, SkippingRun
+from ...sampling.samplers import kind_of
+from .hook import wrappers_of
 from .situation import Situation
 from .waiting import throw_if_cancelled
 
@@ -26,9 +26,6 @@ log = logging.getLogger(__name__)
 
 KEY = "slipstream_step_skip"
 _OTHERS = ("easycache", "lazycache")
-
-
-AfterRun = Callable[[Skipped], None]
 
 
 def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) -> Any:
@@ -43,9 +40,8 @@ def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) 
     """
     from comfy.patcher_extension import WrappersMP
 
-    clone = patcher.clone()
+    clone = without_skipping(patcher)
     _refuse_others(clone.model_options)
-    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return _sample(preset, after_run, executor, args, kwargs)
@@ -108,7 +104,7 @@ def skipping(
     name, levels = sampler_name(sampler), sigmas.tolist()
     steps, kind = len(levels) - 1, kind_of(name)
     reason = preset.why_not(kind, steps, _is_guided(guider))
-    rule = _rule(preset, kind, has_mask)
+    rule = preset.rule_for(kind, has_mask)
     run = SkippingRun(levels, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
     if reason:
         log.warning("Slipstream skips no steps: %s", reason)
@@ -128,25 +124,21 @@ def _is_guided(guider: Any) -> bool:
     return any(isinstance(scale, (int, float)) and scale > 1 for scale in scales)
 
 
-def _rule(preset: Preset, kind: SamplerKind, has_mask: bool) -> Reuse:
-    # Outside an inpainting mask x is noise of its own in each step: a held D is what was looked at there.
-    return Reuse.HOLD if has_mask and preset.rule is None else preset.rule_for(kind)
-
-
 @contextmanager
 def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
     """Put `run` outside of all other wrappers of a step's prediction."""
     from comfy.patcher_extension import WrappersMP
 
-    wrappers = guider.model_options.setdefault("transformer_options", {}).setdefault("wrappers", {})
-    others = wrappers.get(WrappersMP.PREDICT_NOISE, {})
-    if KEY in others:
+    wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
+    if KEY in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
-    wrappers[WrappersMP.PREDICT_NOISE] = {KEY: [prediction(guider, run)], **others}
+    others = dict(wrappers)
+    wrappers.clear()
+    wrappers.update({KEY: [prediction(guider, run)], **others})
     try:
         yield
     finally:
-        wrappers[WrappersMP.PREDICT_NOISE].pop(KEY, None)
+        wrappers.pop(KEY, None)
 
 
 def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:

@@ -22,6 +22,7 @@ from ...runtime.measure import milliseconds
 from ...runtime.memory import MemoryWatch
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings import Parallel
+from .hook import put_innermost, wrappers_of
 from .model_calls import ModelCalls
 from .step import PARALLEL, SERIAL, Pattern, Step
 from .step_parts import Conditions, chain_of, why_not_whole, why_other_code
@@ -39,10 +40,8 @@ def lead_steps(guider: Any, key: str, calls: ModelCalls, module: AcceleratedModu
     levers = module.settings.levers
     if not (levers.one_graph and levers.hint_once and can_replay(calls.source.device)):
         return
-    options = guider.model_options.setdefault("transformer_options", {})
-    wrappers = options.setdefault("wrappers", {}).setdefault(WrappersMP.PREDICT_NOISE, {})
-    wrappers.pop(key, None)
-    wrappers[key] = [WholeStep(calls, module, key)]
+    wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
+    put_innermost(wrappers, key, WholeStep(calls, module, key))
 
 
 def can_replay(device: torch.device) -> bool:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...core.errors import UnsupportedModel
 from ...sampling.presets import Preset
-from ...sampling.reuse import Reuse
 from ...sampling.run import SkippingRun
-from ...sampling.samplers import SamplerKind, kind_of
+from ...sampling.samplers import kind_of
 from .schedulers import Terms, Timeline, sampler_name
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Plan:
         self.steps = len(self._sigmas)
         self.sampler = sampler_name(scheduler, given.get("eta") or 0.0)
         kind = kind_of(self.sampler)
-        self.rule = _rule(preset, kind, pipeline)
+        self.rule = preset.rule_for(kind, has_mask="Inpaint" in type(pipeline).__name__)
         not_by_preset = preset.why_not(kind, self.steps, _is_guided(pipeline))
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), not_by_preset)
         self.reason = next(filter(None, reasons), "")
@@ -130,12 +129,6 @@ def _is_guided(pipeline: Any) -> bool:
     """Whether a negative prompt takes part; taken for granted where a pipeline does not say."""
     guided = getattr(pipeline, "do_classifier_free_guidance", None)
     return guided if isinstance(guided, bool) else True
-
-
-def _rule(preset: Preset, kind: SamplerKind, pipeline: Any) -> Reuse:
-    # Outside an inpainting mask the latent has noise of its own in each step: a held D is what was looked at there.
-    is_inpainting = "Inpaint" in type(pipeline).__name__
-    return Reuse.HOLD if is_inpainting and preset.rule is None else preset.rule_for(kind)
 
 
 def _why_not_this_call(given: Mapping[str, Any]) -> str | None:

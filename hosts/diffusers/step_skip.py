@@ -18,7 +18,7 @@ from typing import Any
 
 from ...core.errors import UnsupportedModel
 from ...sampling.presets import Preset
-from ...sampling.run import Skipped
+from ...sampling.run import AfterRun, Skipped
 from .picture import Picture
 from .plan import Plan
 from .taking_over import called_instead, stepped_instead
@@ -28,9 +28,6 @@ log = logging.getLogger(__name__)
 _NETWORKS = ("unet", "transformer", "transformer_2")
 _CONTROLNETS = ("controlnet",)
 _ALWAYS_NEW = "what the pipeline gives its networks is new in each step"
-
-
-AfterRun = Callable[[Skipped], None]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from slipstream.nodes.ksampler_step_skip import KSamplerStepSkip
 from slipstream.nodes.skip_inputs import AUTO_RULE, preset_names, preset_of, preset_table
 from slipstream.nodes.step_skip import SkipSigmas, StepSkip, StepSkipSampler
 from slipstream.sampling import saved
+from slipstream.sampling.measured import closeness
 from slipstream.sampling.presets import CUSTOM, DEFAULT, PRESETS, Selection, custom
 from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.saved_preset import SavedPreset
@@ -90,7 +91,7 @@ def test_the_table_is_that_of_the_presets() -> None:
     assert "20, 30, 50" in lines[0]
     for name, preset in PRESETS.items():
         counts = ", ".join(str(len(preset.selection.computed(steps))) for steps in (20, 30, 50))
-        assert f"{name}: {counts} ({preset.note})" in lines
+        assert f"{name}: {counts} ({preset.note}); {closeness(name, 20)} dB" in lines
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -99,8 +100,8 @@ def test_the_help_page_has_that_table_too(node: Any) -> None:
     if node is not StepSkip:
         assert "The help page of Step Skip" in page
         return
-    assert "<!-- measured -->" in page
     for name, preset in PRESETS.items():
+        assert f"| `{name}` | {' | '.join(closeness(name, steps) for steps in (20, 30, 50))} |" in page
         counts = " | ".join(str(len(preset.selection.computed(steps))) for steps in (20, 30, 50))
         steps = " ".join(map(str, preset.selection.computed(20)))
         assert f"| `{name}` | {counts} | {steps} |" in page
