@@ -16,6 +16,7 @@ from ..core.spec import EngineSpec, Optimize, Precision
 from .attention import fastest_attention
 from .cpp_runtime import shared_cpp_runtime
 from .engine import CompiledEngine
+from .headers import headers_with_the_cache
 from .options import package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
 from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
@@ -55,7 +56,7 @@ class AOTInductorBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with shared_cpp_runtime(job.directory), fastest_attention(job.device):
+        with shared_cpp_runtime(job.directory), headers_with_the_cache(), fastest_attention(job.device):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
                 program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
             )
