@@ -19,11 +19,12 @@ def headers_with_the_cache() -> Iterator[None]:
     than one build gains by them. Older and newer torches that do otherwise are left alone.
     """
     from torch._inductor import codecache, config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     if not hasattr(codecache, "_HEADER_DIR") or _OPTION not in config.get_config_copy():
         yield
         return
-    cache = Path(codecache.cache_dir())
+    cache = Path(cache_dir())
     if Path(tempfile.gettempdir()) in cache.parents:
         with config.patch({_OPTION: False}):
             yield
