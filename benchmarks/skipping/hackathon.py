@@ -15,11 +15,13 @@ from torch import Tensor
 from ...demo import scenes
 from ...hosts.comfy.step_skip import skip_steps
 from ...sampling.metrics import capped, latent_psnr, psnr, ssim
-from ...sampling.presets import PRESETS
+from ...sampling.presets import PRESETS, Preset
 from ...sampling.schedule import shortened
 from ...sampling.statistics import paired_bootstrap
+from . import protocol
 from .protocol import DECODED
-from .subject import Outcome, Subject
+from .subject import Outcome, Patch, Subject
+from .ways import everywhere
 
 SAMPLER, SCHEDULER, STEPS = "ddim", "ddim_uniform", 20
 CFGS = (4.0, 7.5, 9.0)
@@ -51,6 +53,7 @@ def rows(subject: Subject, commit: str | None) -> Iterator[dict[str, Any]]:
                 "scheduler": SCHEDULER,
                 "cfg": cfg,
                 "steps": STEPS,
+                "seeds": protocol.seeds(),
                 "computed": outcome.calls,
                 "samples": len(near),
                 "psnr_db": round(float(near.mean()), 3),
@@ -70,7 +73,11 @@ def _ways(subject: Subject, cfg: float) -> Iterator[tuple[str, Outcome]]:
     yield f"{half} plain steps", subject.sample(SAMPLER, plain, cfg)
     yield "every other of the 20, same start", subject.sample(SAMPLER, shortened(sigmas, range(0, STEPS, 2)), cfg)
     for name, preset in ((LIST, "hackathon"), ("preset fast", "fast")):
-        yield name, subject.sample(SAMPLER, sigmas, cfg, lambda model: skip_steps(model, PRESETS[preset]))  # noqa: B023
+        yield name, subject.sample(SAMPLER, sigmas, cfg, _skipping(PRESETS[preset]))
+
+
+def _skipping(preset: Preset) -> Patch:
+    return lambda model: skip_steps(model, everywhere(preset))
 
 
 def _closeness(outcome: Outcome, whole: Outcome) -> Tensor:

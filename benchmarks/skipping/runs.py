@@ -1,156 +1,178 @@
-"""Everything that the protocol samples, kept on disk: latents of all samples, seconds, computed steps."""
+"""All runs that a condition needs, and which of them are rivals at equal time.
+
+Sampling, planning and scoring go through the same code and differ only in where a run comes from: what was sampled is
+what is scored.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from . import ways
-from .protocol import Condition, converged
+from ...sampling.presets import PRESETS, Preset
+from . import caches, ways
+from .costs import Costs
+from .protocol import CACHES, SAME_AS, Condition, converged
+from .shelf import Made, Shelf
 from .subject import Subject
-from .ways import Way
+from .ways import Schedules, Way
 
 Say = Callable[[str], None]
-
-_TIMED_STEPS, _TIMED_RUNS = 20, 5
+Make = Callable[[Way], Made]
+CostsOf = Callable[[str, float], Costs]
+"""By sampler and CFG."""
+NODES = tuple(CACHES)
 
 
 @dataclass(frozen=True)
-class Made:
+class Run:
     """
     Attributes:
-        steps: of its sigmas.
+        key: the same for the same picture.
+        seconds: by the costs of its steps.
     """
 
-    latents: Tensor
+    key: str
+    made: Made
     seconds: float
-    calls: int
-    steps: int
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of a step of the whole batch, medians over runs: computed, and skipped."""
+class Compared:
+    """A preset in a condition.
 
-    computed: float
-    skipped: float
+    Attributes:
+        rivals: by name.
+        has_cache: whether one of the caches is among them.
+    """
 
-    def affordable(self, preset: Made) -> int:
-        """How many plain steps take the time of a preset's run."""
-        skipped = preset.steps - preset.calls
-        return max(2, round(preset.calls + skipped * self.skipped / self.computed))
-
-
-class Shelf:
-    """What was made, by CFG and name. Plain runs are shared by all conditions that compare with them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def has(self, key: str) -> bool:
-        return self._file(key).exists()
-
-    def add(self, key: str, made: Made) -> None:
-        part = self._file(key).with_suffix(f".{os.getpid()}")
-        figures = {"seconds": made.seconds, "calls": made.calls, "steps": made.steps}
-        torch.save((made.latents.half() if made.latents.isfinite().all() else made.latents, json.dumps(figures)), part)
-        part.replace(self._file(key))
-
-    def take(self, key: str) -> Made:
-        latents, figures = torch.load(self._file(key), weights_only=True)
-        return Made(latents.float(), **json.loads(figures))
-
-    def costs(self, cfg: float) -> Costs:
-        """
-        Raises:
-            FileNotFoundError: nothing of that CFG was sampled.
-        """
-        return Costs(**json.loads(self._costs_file(cfg).read_text()))
-
-    def add_costs(self, cfg: float, costs: Costs) -> None:
-        part = self._costs_file(cfg).with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(asdict(costs)))
-        part.replace(self._costs_file(cfg))
-
-    def _file(self, key: str) -> Path:
-        return self._folder / f"{key}.pt"
-
-    def _costs_file(self, cfg: float) -> Path:
-        return self._folder / f"cfg{cfg:g}-costs.json"
+    run: Run
+    costs: Costs
+    rivals: dict[str, Run]
+    has_cache: bool
 
 
-def key_of(condition: Condition, way: Way) -> str:
-    """Plain runs do not hang on whose rivals they are."""
-    if way.name.startswith("plain-"):
-        return f"cfg{condition.cfg:g}-{way.name}"
-    return f"{condition}-{way.name}"
+class Runs:
+    """One condition's.
+
+    Args:
+        kinds: sampler and schedule of the plain rivals.
+        nodes: caches that are rivals.
+    """
+
+    def __init__(
+        self,
+        schedules: Schedules,
+        condition: Condition,
+        make: Make,
+        costs: CostsOf,
+        kinds: Sequence[tuple[str, str]],
+        nodes: Sequence[str] = NODES,
+    ) -> None:
+        self._schedules, self._condition, self._make = schedules, condition, make
+        self._costs, self._kinds, self._nodes = costs, kinds, nodes
+        self._own = self._costs_of(condition.sampler)
+        self._cached: dict[str, dict[float, Made]] = {}
+
+    @classmethod
+    def of_protocol(cls, schedules: Schedules, condition: Condition, make: Make, costs: CostsOf) -> Runs:
+        return cls(schedules, condition, make, costs, ways.plain_kinds(condition))
+
+    def full(self) -> Made:
+        return self._make(ways.full(self._schedules, self._condition))
+
+    def converged(self) -> Made | None:
+        last = converged(self._condition)
+        return None if last is None else self._make(ways.full(self._schedules, last))
+
+    def randoms(self) -> list[Made]:
+        return [self._make(way) for way in ways.random_places(self._schedules, self._condition)]
+
+    def compared(self, presets: Sequence[Preset] = tuple(PRESETS.values())) -> Iterator[tuple[Preset, Compared]]:
+        """Each preset and its rivals."""
+        runs = {preset.name: self._preset(preset) for preset in presets}
+        for preset in presets:
+            run = runs[preset.name]
+            rivals = {way.name: self._timed(way) for way in self._plain_ways(preset, run)}
+            cached = dict(self._cache_rivals(run, [each.seconds for each in runs.values()]))
+            yield preset, Compared(run, self._own, rivals | cached, bool(cached))
+
+    def _preset(self, preset: Preset) -> Run:
+        way = ways.preset(self._schedules, self._condition, preset)
+        made = self._make(way)
+        return Run(way.key, made, self._own.of_preset(made.calls, made.steps))
+
+    def _plain_ways(self, preset: Preset, run: Run) -> Iterator[Way]:
+        """Without those that are the same run under another name."""
+        counts = sorted({run.made.calls, self._own.affordable(run.seconds)})
+        found = [ways.shortened_to(self._schedules, self._condition, preset, count) for count in counts]
+        for sampler, schedule in self._kinds:
+            steps = self._costs_of(sampler).affordable(run.seconds)
+            found.append(ways.plain(self._schedules, self._condition, sampler, schedule, steps))
+        unlike: dict[str, Way] = {}
+        for way in found:
+            unlike.setdefault(way.key, way)
+        yield from unlike.values()
+
+    def _timed(self, way: Way) -> Run:
+        return Run(way.key, self._make(way), self._costs_of(way.sampler).of_plain(len(way.sigmas) - 1))
+
+    def _cache_rivals(self, run: Run, wanted: Sequence[float]) -> Iterator[tuple[str, Run]]:
+        for node in self._nodes:
+            tried = self._tried(node, run.made.steps, wanted)
+            found = [self._cache_run(node, each, made) for each, made in tried.items() if made.calls < made.steps]
+            nearest = caches.nearest(found, lambda each: each[1].seconds, run.seconds)
+            if nearest is not None and self._own.is_near(nearest[1].seconds, run.seconds):
+                yield nearest
+
+    def _cache_run(self, node: str, threshold: float, made: Made) -> tuple[str, Run]:
+        way = ways.cached(self._schedules, self._condition, node, threshold)
+        return way.name, Run(way.key, made, self._own.of_cache(node, made.calls, made.steps))
+
+    def _tried(self, node: str, steps: int, wanted: Sequence[float]) -> dict[float, Made]:
+        if node not in self._cached:
+            counts = [self._own.affordable_by_cache(node, seconds, steps) for seconds in wanted]
+            self._cached[node] = caches.try_thresholds(partial(self._cache, node), steps, counts, CACHES[node])
+        return self._cached[node]
+
+    def _cache(self, node: str, threshold: float) -> Made:
+        return self._make(ways.cached(self._schedules, self._condition, node, threshold))
+
+    def _costs_of(self, sampler: str) -> Costs:
+        return self._costs(SAME_AS.get(sampler, sampler), self._condition.cfg)
 
 
-def run_all(subject: Subject, shelf: Shelf, conditions: Iterable[Condition], say: Say) -> None:
-    """Make what the shelf lacks."""
-    for condition in conditions:
-        _Runs(subject, shelf, condition, say).make()
+def make_all(runs: Runs) -> None:
+    """Have everything made that the protocol compares in a condition."""
+    runs.full()
+    runs.converged()
+    for _ in runs.compared():
+        pass
+    runs.randoms()
 
 
-class _Runs:
-    """One condition's."""
+def sampled(subject: Subject, shelf: Shelf, say: Say) -> Make:
+    """What the shelf lacks is sampled, and kept there."""
 
-    def __init__(self, subject: Subject, shelf: Shelf, condition: Condition, say: Say) -> None:
-        self._subject, self._shelf, self._condition, self._say = subject, shelf, condition, say
+    def make(way: Way) -> Made:
+        if shelf.has(way.key):
+            return shelf.take(way.key)
+        done = subject.sample(way.sampler, way.sigmas, way.cfg, way.patch)
+        if way.computed is not None and done.calls != way.computed:
+            raise RuntimeError(f"{way.key} computed {done.calls} steps where it should have computed {way.computed}")
+        made = Made(done.latents, done.calls, len(way.sigmas) - 1)
+        shelf.add(way.key, made)
+        say(f"{way.key}: {made.calls} of {made.steps} steps, {done.seconds:.2f} s")
+        return made
 
-    def make(self) -> None:
-        subject, condition = self._subject, self._condition
-        costs = self._shelf.costs(self._condition.cfg)
-        self._made(ways.full(subject, condition))
-        if (last := converged(condition)) is not None:
-            _Runs(subject, self._shelf, last, self._say)._made(ways.full(subject, last))
-        wanted = set()
-        for way in ways.presets(subject, condition):
-            made = self._made(way)
-            if way.name.startswith("preset-"):
-                wanted.add(costs.affordable(made))
-        for steps in sorted(wanted):
-            for way in ways.plain(subject, condition, steps):
-                self._made(way)
-        for way in (*ways.caches(subject, condition), ways.random_places(subject, condition)):
-            self._made(way)
-
-    def _made(self, way: Way) -> Made:
-        key = key_of(self._condition, way)
-        if not self._shelf.has(key):
-            done = self._subject.sample(way.sampler, way.sigmas, self._condition.cfg, way.patch)
-            made = Made(done.latents, done.seconds, done.calls, len(way.sigmas) - 1)
-            self._shelf.add(key, made)
-            self._say(f"{key}: {made.calls} of {made.steps} steps, {made.seconds:.2f} s")
-        return self._shelf.take(key)
+    return make
 
 
-def time_steps(subject: Subject, shelf: Shelf, cfgs: Iterable[float], say: Say) -> None:
-    """Put on the shelf what a step costs, where that is missing, for each CFG, which decides on the size of a batch."""
-    for cfg in cfgs:
-        try:
-            shelf.costs(cfg)
-        except FileNotFoundError:
-            costs = _timed(subject, cfg)
-            shelf.add_costs(cfg, costs)
-            say(f"cfg {cfg:g}: {costs}")
+def taken(shelf: Shelf) -> Make:
+    """Only what is on the shelf.
 
-
-def _timed(subject: Subject, cfg: float) -> Costs:
-    condition = Condition("euler", "normal", cfg, _TIMED_STEPS)
-    full = ways.full(subject, condition)
-    half = next(way for way in ways.presets(subject, condition) if way.name == "preset-fast")
-    whole, skipping = (
-        [subject.sample(way.sampler, way.sigmas, cfg, way.patch) for _ in range(_TIMED_RUNS)] for way in (full, half)
-    )
-    computed = median(each.seconds / each.calls for each in whole)
-    skipped = median((each.seconds - each.calls * computed) / (_TIMED_STEPS - each.calls) for each in skipping)
-    return Costs(computed, max(0.0, skipped))
+    Raises:
+        FileNotFoundError: on use, where it is not.
+    """
+    return lambda way: shelf.take(way.key)

@@ -6,27 +6,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from ...sampling.metrics import capped, high_frequency_energy, latent_psnr, psnr, ssim
-from ...sampling.presets import PRESETS
-from ...sampling.statistics import Interval, paired_bootstrap
-from . import ways
-from .protocol import DECODED, THRESHOLDS, Condition, converged
+from ...sampling.metrics import PSNR_CAP, capped, high_frequency_energy, latent_psnr, psnr, ssim
+from ...sampling.presets import Preset
+from ...sampling.statistics import paired_bootstrap
+from . import protocol, ways
+from .fingerprint import fingerprint
+from .protocol import DECODED, Condition
 from .results import Raw, Row
-from .runs import Made, Shelf, key_of
+from .runs import Compared, Run, Runs, taken
+from .shelf import Made, Shelf
 from .subject import Subject
 
 Say = Callable[[str], None]
+Judged = Callable[[Tensor], Tensor]
+"""The part of latents that is looked at."""
 
 
 @dataclass(frozen=True)
-class Rival:
-    """A plain way to spend the time, and how close its samples are to the full run's: [B] dB."""
+class Figures:
+    """
+    Attributes:
+        row: of a preset in a condition.
+        own, best: closeness of each sample to the full run, [B] dB: the preset's, and its closest rival's.
+        rival: that rival.
+    """
 
-    made: Made
-    db: Tensor
+    row: Row
+    own: Tensor
+    best: Tensor
+    rival: Run
 
 
 class Scorer:
@@ -53,64 +63,21 @@ class Scorer:
         return found
 
     def _of(self, condition: Condition) -> Iterator[Row]:
-        whole = self._take(condition, "full")
-        last = converged(condition)
-        target = None if last is None else self._take(last, "full").latents
-        costs, pictures = self._shelf.costs(condition.cfg), self._pictures(whole)
-        for name in PRESETS:
-            made = self._take(condition, f"preset-{name}")
-            rivals = self._rivals(condition, name, whole, costs.affordable(made))
-            best = max(rivals, key=lambda rival: float(rivals[rival].db.mean()))
-            rival = rivals[best].made
-            row = self._row(condition, name, made, _closeness(made, whole), best, rivals[best].db)
-            row["rivals_db"] = {each: _mean(rivals[each].db) for each in rivals}
-            if name == ways.BALANCED:
-                row["random_db"] = _mean(_closeness(self._take(condition, "random"), whole))
-            row["best_plain_computed"] = rival.calls
-            row["step_seconds"] = asdict(costs)
+        runs = Runs.of_protocol(self._subject, condition, taken(self._shelf), self._shelf.costs)
+        whole, target = runs.full(), runs.converged()
+        pictures = self._pictures(whole)
+        for preset, compared in runs.compared():
+            found = figures(condition, preset, compared, whole, self._commit)
+            row, key, made = found.row, f"{condition}-{preset.name}", compared.run.made
+            self.raw[f"{key}-preset"], self.raw[f"{key}-best_plain"] = found.own.numpy(), found.best.numpy()
+            if not compared.has_cache:
+                row["no_cache_rival"] = True
+            if preset.name == ways.BALANCED:
+                row |= _against_chance(runs.randoms(), whole)
             if target is not None:
-                row["converged_db"] = {
-                    "full": _mean(capped(latent_psnr(whole.latents, target))),
-                    "preset": _mean(capped(latent_psnr(made.latents, target))),
-                    "best_plain": _mean(capped(latent_psnr(rival.latents, target))),
-                }
-            row["decoded"] = self._decoded(pictures, {"preset": made, "best_plain": rival})
+                row |= _to_converged(target, {"full": whole, "preset": made, "best_plain": found.rival.made})
+            row["decoded"] = self._decoded(pictures, {"preset": made, "best_plain": found.rival.made})
             yield row
-
-    def _rivals(self, condition: Condition, preset: str, whole: Made, steps: int) -> dict[str, Rival]:
-        made = {"shortened": self._take(condition, f"shortened-{preset}")}
-        for way in ways.plain(self._subject, condition, steps):
-            made[way.name.removeprefix("plain-")] = self._shelf.take(key_of(condition, way))
-        found = {name: Rival(each, _closeness(each, whole)) for name, each in made.items()}
-        for node, thresholds in THRESHOLDS.items():
-            each = [self._take(condition, f"{node}-{threshold:g}") for threshold in thresholds]
-            if (rival := _at_cost(each, steps, whole)) is not None:
-                found[node] = rival
-        return found
-
-    def _row(self, condition: Condition, preset: str, made: Made, own: Tensor, best: str, best_db: Tensor) -> Row:
-        gain: Interval = paired_bootstrap(own - best_db)
-        key = f"{condition}-{preset}"
-        self.raw[f"{key}-preset"], self.raw[f"{key}-best_plain"] = own.numpy(), best_db.numpy()
-        tenth = own.sort().values[: max(1, len(own) // 10)]
-        return {
-            "sampler": condition.sampler,
-            "scheduler": condition.scheduler,
-            "cfg": condition.cfg,
-            "steps": made.steps,
-            "preset": preset,
-            "computed": made.calls,
-            "samples": len(own),
-            "psnr_db": _mean(own),
-            "worst_tenth_db": _mean(tenth),
-            "best_plain": best,
-            "best_plain_db": _mean(best_db),
-            "gain_db": round(gain.mean, 3),
-            "ci_low": round(gain.low, 3),
-            "ci_high": round(gain.high, 3),
-            "seconds": round(made.seconds, 4),
-            "commit": self._commit,
-        }
 
     def _decoded(self, reference: Tensor, others: Mapping[str, Made]) -> dict[str, dict[str, float]]:
         found = {}
@@ -127,26 +94,81 @@ class Scorer:
         device = self._subject.model.load_device
         return self._subject.decode(made.latents[:DECODED]).to(device)
 
-    def _take(self, condition: Condition, name: str) -> Made:
-        return self._shelf.take(f"{condition}-{name}")
+
+def figures(
+    condition: Condition,
+    preset: Preset,
+    compared: Compared,
+    whole: Made,
+    commit: str | None,
+    judged: Judged = lambda latents: latents,
+) -> Figures:
+    """How a preset fares against its rivals."""
+    run, own = compared.run, closeness(compared.run.made, whole, judged)
+    near = {name: closeness(rival.made, whole, judged) for name, rival in compared.rivals.items()}
+    best = max(near, key=lambda name: float(near[name].mean()))
+    rival, gains = compared.rivals[best], own - near[best]
+    gain = paired_bootstrap(gains)
+    row = {
+        "sampler": condition.sampler,
+        "scheduler": condition.scheduler,
+        "cfg": condition.cfg,
+        "steps": run.made.steps,
+        "condition": str(condition),
+        "preset": preset.name,
+        "fingerprint": fingerprint(preset),
+        "seeds": protocol.seeds(),
+        "computed": run.made.calls,
+        "samples": len(own),
+        "psnr_db": _mean(own),
+        "worst_tenth_db": _worst_tenth(own),
+        "best_plain": best,
+        "best_plain_db": _mean(near[best]),
+        "best_plain_computed": rival.made.calls,
+        "best_plain_seconds": round(rival.seconds, 4),
+        "gain_db": round(gain.mean, 3),
+        "ci_low": round(gain.low, 3),
+        "ci_high": round(gain.high, 3),
+        "worst_tenth_gain_db": _worst_tenth(gains),
+        "seconds": round(run.seconds, 4),
+        "step_seconds": asdict(compared.costs),
+        "rivals_db": {name: _mean(each) for name, each in near.items()},
+        "rivals_seconds": {name: round(each.seconds, 4) for name, each in compared.rivals.items()},
+        "commit": commit,
+    }
+    return Figures(row, own, near[best], rival)
 
 
-def _closeness(made: Made, whole: Made) -> Tensor:
-    """[B] dB."""
-    return capped(latent_psnr(made.latents, whole.latents))
+def closeness(made: Made, whole: Made, judged: Judged = lambda latents: latents) -> Tensor:
+    """[B] dB; what is not finite is as far away as can be."""
+    return capped(latent_psnr(judged(made.latents), judged(whole.latents))).nan_to_num(nan=-PSNR_CAP)
 
 
-def _at_cost(cached: Sequence[Made], steps: int, whole: Made) -> Rival | None:
-    """What a cache gives when it computes so many steps: between two thresholds, in proportion."""
-    skipping = sorted((made for made in cached if made.calls < whole.calls), key=lambda made: made.calls)
-    below = [made for made in skipping if made.calls <= steps]
-    above = [made for made in skipping if made.calls > steps]
-    if not below or not above:
-        return Rival(below[-1], _closeness(below[-1], whole)) if below else None
-    less, more = below[-1], above[0]
-    part = (steps - less.calls) / (more.calls - less.calls)
-    return Rival(less if part < 0.5 else more, torch.lerp(_closeness(less, whole), _closeness(more, whole), part))
+def _against_chance(randoms: Sequence[Made], whole: Made) -> Row:
+    each = [_mean(closeness(made, whole)) for made in randoms]
+    return {"random_db": round(sum(each) / len(each), 3), "random_db_each": each}
+
+
+def _to_converged(target: Made, others: Mapping[str, Made]) -> Row:
+    found = {name: _mean(closeness(made, target)) for name, made in others.items()}
+    row: Row = {"converged_db": found}
+    if found["full"] < found["best_plain"]:
+        row["full_is_further"] = True
+    return row
+
+
+def _worst_tenth(values: Tensor) -> float:
+    return _mean(values.sort().values[: max(1, len(values) // 10)])
 
 
 def _mean(values: Tensor) -> float:
     return round(float(values.mean()), 3)
+
+
+def said(row: Row) -> str:
+    """A row in a line."""
+    return (
+        f"{row['sampler']} {row['scheduler']} cfg {row['cfg']:g} {row['steps']} {row['preset']}: "
+        f"{row['psnr_db']:.2f} dB, {row['gain_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}] "
+        f"against {row['best_plain']}"
+    )

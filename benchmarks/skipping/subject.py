@@ -44,13 +44,25 @@ class Subject:
         captions: as many as samples.
         hints: canny edges [B, 256, 256, 3] for the ControlNet.
         engines: a store; the model runs on engines, made where they are missing. None: the plain model.
+        seed: of the noise that stochastic samplers add.
+
+    Attributes:
+        mask: see `inpaint`; None as long as nothing is inpainted.
     """
 
     def __init__(
-        self, captions: list[str], noise: Tensor, hints: Tensor | None = None, engines: Path | None = None
+        self,
+        captions: list[str],
+        noise: Tensor,
+        hints: Tensor | None = None,
+        engines: Path | None = None,
+        seed: int = protocol.NOISE_SEED,
     ) -> None:
         self.model = load_demo_model()
         self.noise = noise
+        self.mask: Tensor | None = None
+        self._latent = torch.zeros_like(noise)
+        self._seed = seed
         self._engines: AcceleratedModule | None = None
         if engines is not None:
             settings = Settings(policy=BuildPolicy.FIRST_USE)
@@ -62,6 +74,15 @@ class Subject:
             control = load_demo_controlnet()
             positive, negative = (_guided(cond, control, hints) for cond in (positive, negative))
         self._conds = positive, negative
+
+    def inpaint(self, latent: Tensor, mask: Tensor) -> None:
+        """From now on sample only where the mask is 1.
+
+        Args:
+            latent: what stays as it is elsewhere, [B, 4, 32, 32].
+            mask: [B, 1, 32, 32].
+        """
+        self._latent, self.mask = latent, mask
 
     def sigmas(self, sampler: str, scheduler: str, steps: int) -> Tensor:
         """As KSampler makes them, on the CPU, [steps + 1]."""
@@ -93,9 +114,10 @@ class Subject:
             sigmas.clone(),  # UniPC writes into them
             positive,
             negative,
-            torch.zeros_like(self.noise),
+            self._latent,
+            self.mask,
             disable_pbar=True,
-            seed=protocol.NOISE_SEED,
+            seed=self._seed,
         )
         _wait()
         return Outcome(latents.float().cpu(), time.perf_counter() - started, counter.calls)

@@ -11,8 +11,9 @@ import pytest
 
 from slipstream.benchmarks.page import DOCS
 from slipstream.benchmarks.rows import RESULTS
-from slipstream.benchmarks.skipping.page import HELP, NAME, measured, page, with_figures
-from slipstream.benchmarks.skipping.results import is_judged, keep, read
+from slipstream.benchmarks.skipping.page import HELP, NAME, page, write_page
+from slipstream.benchmarks.skipping.results import is_judged, read
+from slipstream.benchmarks.skipping.shown import measured, with_figures
 from slipstream.sampling.measured import MEASURED, closeness
 from slipstream.sampling.presets import PRESETS
 
@@ -35,9 +36,10 @@ def test_page_and_chart_are_those_of_the_rows(rows: list[dict[str, Any]]) -> Non
 
 def test_nodes_show_the_figures_of_the_rows(rows: list[dict[str, Any]]) -> None:
     assert MEASURED.read_text(encoding="utf-8") == measured(rows)
-    help_page = HELP.read_text(encoding="utf-8")
-    assert with_figures(help_page) == help_page
-    assert closeness("balanced", 20) in help_page and "–" not in closeness("balanced", 20)
+    pages = {file.stem: file.read_text(encoding="utf-8") for file in HELP.glob("*.md")}
+    for language, text in pages.items():
+        assert with_figures(text, measured(rows), language) == text
+    assert closeness("balanced", 20) in pages["en"] and "–" not in closeness("balanced", 20)
 
 
 def test_every_row_of_a_preset_has_what_the_table_needs(rows: list[dict[str, Any]]) -> None:
@@ -61,25 +63,42 @@ def test_rows_follow_from_the_values_of_each_sample(rows: list[dict[str, Any]]) 
     assert max(abs(one - other) for one, other in zip(means, told, strict=True)) <= 0.11  # kept as float16
 
 
-def test_newer_rows_take_the_place_of_older_ones(tmp_path: Path) -> None:
-    row = {
-        "sampler": "euler",
-        "scheduler": "normal",
-        "cfg": 4.0,
-        "steps": 20,
-        "preset": "fast",
-        "gain_db": 1.0,
-        "ci_low": 0.5,
-    }
-    other = {"case": "overhead", "rules": {}}
-    keep(tmp_path, [row, other], {"a": np.ones(3, np.float32)})
-    keep(tmp_path, [{**row, "ci_low": -0.5}, {**row, "cfg": 7.5}], {"b": np.zeros(3, np.float32)})
-    kept = read(tmp_path)
-    assert [(each.get("cfg"), each.get("ci_low"), each.get("shipped")) for each in kept] == [
-        (4.0, -0.5, False),
-        (7.5, 0.5, False),  # of the same kind: one that is worse is enough
-        (None, None, None),
-    ]
-    assert set(np.load(tmp_path / f"{NAME}.npz")) == {"a", "b"}
-    judged = (tmp_path / f"{NAME}.jsonl").read_text(encoding="utf-8").splitlines()
-    assert all(is_judged(json.loads(line)) for line in judged) and len(judged) == 2
+def test_nodes_show_the_figures_of_pictures(rows: list[dict[str, Any]]) -> None:
+    chosen = [row for row in rows if is_judged(row) and (row["preset"], row["cfg"]) == ("balanced", 4.0)]
+    found = [row["decoded"]["preset"]["psnr_db"] for row in chosen if row["steps"] in (20, 21)]
+    assert json.loads(measured(rows))["balanced"]["20"] == [round(min(found)), round(max(found))]
+    assert "of the decoded picture" in (HELP / "en.md").read_text(encoding="utf-8")
+
+
+def test_page_says_what_rows_without_equal_time_are(rows: list[dict[str, Any]]) -> None:
+    judged = [{**row, "seeds": {}, "worst_tenth_gain_db": -1.25} for row in rows if is_judged(row)][:3]
+    mixed = [*judged, {key: value for key, value in judged[0].items() if key != "seeds"}]
+    assert "first look" in page(mixed)[0] and "Equal time is measured" not in page(mixed)[0]
+    assert "first look" not in page(judged)[0] and "Equal time is measured" in page(judged)[0]
+    assert "| -1.2 |" in page(judged)[0]
+
+
+def test_page_marks_full_runs_that_are_further_off_than_a_rival(rows: list[dict[str, Any]]) -> None:
+    row = next(row for row in rows if is_judged(row) and "converged_db" in row)
+    settled = {**row, "converged_db": {"full": 40.0, "preset": 39.0, "best_plain": 38.0}}
+    assert "†" not in page([settled])[0]
+    further = {**row, "converged_db": {"full": 24.0, "preset": 25.0, "best_plain": 26.0}}
+    text = page([further])[0]
+    assert "| 24.0, 25.0, 26.0 † |" in text and "† (1 rows)" in text
+
+
+def test_page_says_where_no_cache_is_a_rival(rows: list[dict[str, Any]]) -> None:
+    row = next(row for row in rows if is_judged(row))
+    assert "‡" not in page([row])[0]
+    assert "neither EasyCache nor LazyCache" in page([{**row, "no_cache_rival": True}])[0]
+
+
+def test_page_can_be_written_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    helps = sorted(HELP.glob("*.md"))
+    before = [file.read_bytes() for file in (MEASURED, *helps)]
+    write_page(RESULTS, tmp_path / "pages")
+    written = sorted(file.name for file in (tmp_path / "pages").iterdir())
+    names = [file.name for file in helps]
+    assert written == sorted(["measured.json", "step-skipping.md", "step-skipping.svg", *names])
+    assert [file.read_bytes() for file in (MEASURED, *helps)] == before
+    assert "en.md" in capsys.readouterr().out

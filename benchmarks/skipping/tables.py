@@ -1,0 +1,158 @@
+"""Tables of docs/step-skipping.md, each with what has to be known to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...sampling.presets import PRESETS
+from ...sampling.samplers import kind_of
+from . import fit, protocol
+from .results import Row
+
+_FURTHER = "†"
+
+
+def presets() -> str:
+    lines = [f"| preset | steps computed of {', '.join(map(str, protocol.STEPS))} | |", "|---|---|---|"]
+    for preset in PRESETS.values():
+        counts = ", ".join(str(len(preset.selection.computed(steps))) for steps in protocol.STEPS)
+        lines.append(f"| `{preset.name}` | {counts} | {preset.note} |")
+    return "\n".join([*lines, ""])
+
+
+def of_samplers(judged: Sequence[Row]) -> Iterator[str]:
+    for sampler, scheduler in protocol.SAMPLERS:
+        rows = [row for row in judged if (row["sampler"], row["scheduler"]) == (sampler, scheduler)]
+        if rows:
+            yield "\n".join([f"## {sampler}, {scheduler} ({kind_of(sampler).value})\n", *_of_sampler(rows), ""])
+
+
+def _of_sampler(rows: Sequence[Row]) -> Iterator[str]:
+    yield (
+        "| steps | CFG | preset | computed | dB | plain, same time | dB | gain, dB | worst tenth | "
+        "to converged: N, preset, plain |"
+    )
+    yield "|---" * 10 + "|"
+    for row in sorted(rows, key=lambda row: (row["steps"], row["cfg"], list(PRESETS).index(row["preset"]))):
+        yield f"| {row['steps']} | {row['cfg']:g} | {_cells(row)} | {_converged(row)} |"
+    if any(row.get("no_cache_rival") for row in rows):
+        yield "\n‡: neither EasyCache nor LazyCache took about the preset's time, so neither is among the rivals."
+
+
+def _cells(row: Row) -> str:
+    tenth = row.get("worst_tenth_gain_db")
+    mark = " ‡" if row.get("no_cache_rival") else ""
+    return (
+        f"`{row['preset']}` | {row['computed']} | {row['psnr_db']:.1f} | {row['best_plain']}{mark} | "
+        f"{row['best_plain_db']:.1f} | {_gain(row)} | {'' if tenth is None else format(tenth, '+.1f')}"
+    )
+
+
+def _gain(row: Row) -> str:
+    text = f"{row['gain_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}]"
+    return f"**{text}**" if row["ci_low"] > 0 else text
+
+
+def _converged(row: Row) -> str:
+    last = row.get("converged_db")
+    if not last:
+        return ""
+    figures = ", ".join(f"{last[name]:.1f}" for name in ("full", "preset", "best_plain"))
+    return f"{figures} {_FURTHER}" if is_further(row) else figures
+
+
+def is_further(row: Row) -> bool:
+    """Whether the full run itself is further from the converged picture than the closest plain way."""
+    last = row.get("converged_db")
+    return last is not None and bool(last["full"] < last["best_plain"])
+
+
+def further(judged: Sequence[Row]) -> str:
+    """What the mark means; nothing where no row has it."""
+    marked = [row for row in judged if is_further(row)]
+    if not marked:
+        return ""
+    return (
+        f"{_FURTHER} ({len(marked)} rows): the plain way is closer to the converged picture than the full run itself. "
+        "There the full run has not settled, and how close a preset comes to it says little.\n"
+    )
+
+
+def control(judged: Sequence[Row]) -> str:
+    with_random = [row for row in judged if "random_db" in row]
+    if not with_random:
+        return ""
+    behind = sorted(row["psnr_db"] - row["random_db"] for row in with_random)
+    masks = max(len(row.get("random_db_each", [0])) for row in with_random)
+    places = "at random places" if masks == 1 else f"at random places, the mean of {masks} draws"
+    return (
+        "## Negative control\n\n"
+        f"The same number of steps as `balanced`, {places}: {behind[0]:.1f} to {behind[-1]:.1f} dB behind it, "
+        f"{behind[len(behind) // 2]:.1f} dB in the median of {len(behind)} conditions.\n"
+    )
+
+
+def beside(title: str, about: str, rows: Sequence[Row]) -> str:
+    """A section of rows beside the grid."""
+    if not rows:
+        return ""
+    lines = [
+        f"## {title}\n",
+        f"{about}\n",
+        "| sampler | preset | computed | dB | plain, same time | dB | gain, dB | worst tenth |",
+        "|---" * 8 + "|",
+        *(f"| {row['sampler']}, {row['scheduler']} | {_cells(row)} |" for row in rows),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def fitted(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [f"## How rules and powers were chosen\n\n{_FIT}\n", *fit.table(rows)]
+    return "\n".join([*lines, ""])
+
+
+def hackathon(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        _HACKATHON,
+        "| CFG | 10 computed steps | latent, dB | picture, dB | SSIM | the list ahead, dB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['cfg']:g} | {row['way']} | {row['psnr_db']:.1f} | {row['decoded_psnr_db']:.1f} | "
+            f"{row['ssim']:.3f} | {_ahead(row)} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _ahead(row: Row) -> str:
+    if row["list_ahead_db"] is None:
+        return ""
+    return f"{row['list_ahead_db']:+.2f} [{row['ci_low']:+.2f}, {row['ci_high']:+.2f}]"
+
+
+def overhead(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    lines = ["## What a skipped step costs\n", "At the size of SDXL's latents, [1, 4, 128, 128]:\n"]
+    lines += ["| rule | GPU, ms | host, ms |", "|---|---|---|"]
+    for rule, cost in rows[-1]["rules"].items():
+        lines.append(f"| {rule} | {cost['device_ms']:.3f} | {cost['host_ms']:.3f} |")
+    return "\n".join([*lines, ""])
+
+
+_FIT = """On captions that no preset is judged on: what is closest to the full run in the mean of the
+conditions, what the presets do now, and the closest plain way in the same time. `least ahead`: the smallest lead of the
+closest over the plain way in any of the conditions."""
+
+_HACKATHON = """## The hackathon's list
+
+Canny ControlNet, 20 steps of DDIM on `ddim_uniform`, whose 20 steps begin at timestep 951 and whose 10 at 901: 10 plain
+steps begin at another noise level than the 20, so that part of their distance comes before any step is left out. `every
+other of the 20` begins where the 20 do. With DDIM and Euler the list, each step held, is exactly DDIM on the sigmas of
+the listed steps: a schedule. `the list ahead` is its PSNR less the other's.
+"""
