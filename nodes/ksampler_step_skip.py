@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .skip_inputs import CATEGORY, preset_input, preset_of, rule_input, selection_inputs
+from .skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 from .step_skip import recorder
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ class KSamplerStepSkip(io.ComfyNode):
             outputs=[io.Latent.Output(), io.String.Output(display_name="report")],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, preset: str | None = None, **_: Any) -> str:
+        return fingerprint_of(preset)
 
     @classmethod
     def execute(cls, model: Any, latent_image: Any, **inputs: Any) -> io.NodeOutput:

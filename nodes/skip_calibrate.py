@@ -35,7 +35,7 @@ class SkipCalibrate(io.ComfyNode):
         positive: Any,
         negative: Any,
         latent_image: dict[str, Any],
-        seed: int,
+        first_seed: int,
         seeds: int,
         steps: int,
         cfg: float,
@@ -54,7 +54,7 @@ class SkipCalibrate(io.ComfyNode):
         job = Job(model, negative, latent_image, steps, cfg, sampler_name, scheduler, denoise)
         positives = [positive, *(further[key] for key in _FURTHER if further.get(key) is not None)]
         wish = Wish(computed_steps, seconds, name.strip())
-        proposal = calibrate_model(job, positives, seed, seeds, wish, recorder(cls))
+        proposal = calibrate_model(job, positives, first_seed, seeds, wish, recorder(cls))
         chart = draw_chart(proposal.calibration)
         shown = ui.PreviewImage(chart).as_dict() | ui.PreviewText(proposal.report).as_dict()
         return io.NodeOutput(proposal.model, proposal.report, chart, ui=shown)
@@ -66,7 +66,8 @@ def _what_is_sampled() -> list[io.Input]:
         io.Conditioning.Input("positive", tooltip="A prompt as you use them, with its ControlNets."),
         io.Conditioning.Input("negative"),
         io.Latent.Input("latent_image", tooltip="Of the size that you sample."),
-        io.Int.Input("seed", default=0, min=0, max=2**64 - 1, tooltip="The first; others follow it."),
+        # Not called seed: of that name the page makes a new one for each queue, which would calibrate anew each time.
+        io.Int.Input("first_seed", default=0, min=0, max=2**64 - 1, tooltip="Further ones follow it."),
         io.Int.Input(
             "seeds",
             default=2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from comfy_api.latest import io
 
 from ..sampling.measured import CFG, closeness
@@ -49,6 +51,17 @@ def preset_of(
     if preset not in known:
         raise ValueError(f"There is no preset {preset!r} here. Choose one of {', '.join(preset_names())}.")
     return known[preset]
+
+
+def fingerprint_of(preset: str | None) -> str:
+    """Differs when a saved preset was calibrated anew under its name, so that ComfyUI runs the node again.
+
+    Args:
+        preset: None where it comes by a link, and may be any of the saved ones.
+    """
+    from ..hosts.comfy.saved_presets import records
+
+    return json.dumps({name: record for name, record in records().items() if preset in (None, name)})
 
 
 def preset_input() -> io.Combo.Input:

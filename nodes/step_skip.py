@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .skip_inputs import CATEGORY, preset_input, preset_of, rule_input, selection_inputs
+from .skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,10 @@ class StepSkip(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, preset: str | None = None, **_: Any) -> str:
+        return fingerprint_of(preset)
+
+    @classmethod
     def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:
         from ..hosts.comfy.step_skip import skip_steps
 
@@ -60,6 +64,10 @@ class StepSkipSampler(io.ComfyNode):
             outputs=[io.Sampler.Output()],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, preset: str | None = None, **_: Any) -> str:
+        return fingerprint_of(preset)
 
     @classmethod
     def execute(cls, sampler: Any, **chosen: Any) -> io.NodeOutput:
@@ -82,6 +90,10 @@ class SkipSigmas(io.ComfyNode):
             outputs=[io.Sigmas.Output()],
             hidden=[io.Hidden.unique_id],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, preset: str | None = None, **_: Any) -> str:
+        return fingerprint_of(preset)
 
     @classmethod
     def execute(cls, sigmas: Tensor, preset: str, **chosen: Any) -> io.NodeOutput:

@@ -3,6 +3,7 @@
 schedule   which of N steps are computed
 reuse      what stands in for the model in the others
 samplers   kinds of samplers, and the rule for each
+task       a run before it begins
 presets    what a user picks
 run        one run, step by step
 calibrate  a selection for the user's own model: `trial`, `paths`, `calibrated`; `saved` keeps it

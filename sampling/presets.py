@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from .reuse import Reuse
 from .samplers import SamplerKind, rule_for
 from .schedule import Steps, count_of, countdown_law, parse_steps, power_law
+from .task import Task
 
 FEWEST_STEPS = 12
 """A run of fewer leaves a preset nothing to skip: each step changes the picture too much."""
 
 CUSTOM = "custom"
+_CHOOSE = f"choose {CUSTOM} to skip steps all the same"
 
 
 @dataclass(frozen=True)
@@ -75,30 +77,33 @@ class Preset:
     rule: Reuse | None = None
     uses: frozenset[Use] = frozenset()
 
-    def rule_for(self, kind: SamplerKind, has_mask: bool = False) -> Reuse:
-        """
-        Args:
-            has_mask: for inpainting: outside of the mask x has noise of its own in each step, and a held D is what was
-                looked at there.
-        """
-        return self.rule or (Reuse.HOLD if has_mask else rule_for(kind))
+    def rule_for(self, task: Task) -> Reuse:
+        """A line through a packed latent would follow its parts, which have nothing to do with each other, alike."""
+        return self.rule or (Reuse.HOLD if task.has_parts else rule_for(task.kind))
 
-    def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
-        """Why every step is computed after all; None where it is not.
-
-        Args:
-            guided: by a negative prompt, as with CFG above 1.
-        """
-        if kind is SamplerKind.SEVERAL_CALLS:
+    def why_not(self, task: Task) -> str | None:
+        """Why every step is computed after all; None where it is not."""
+        if task.kind is SamplerKind.SEVERAL_CALLS:
             return "this sampler calls the model several times a step, which leaves nothing to reuse"
-        if kind is SamplerKind.UNKNOWN:
-            return (
-                f"the presets were not measured with this sampler; choose {CUSTOM} to skip steps with it all the same"
-            )
-        if Use(kind, guided) not in self.uses:
-            where = f"{kind.value} samplers at CFG {'above 1' if guided else '1'}"
+        return self._why_not_measured(task) or why_too_short(task.steps)
+
+    def remark(self, task: Task) -> str:
+        """What people should know of steps that are skipped in it; empty where that is nothing."""
+        return ""
+
+    def _why_not_measured(self, task: Task) -> str | None:
+        if task.is_distilled:
+            return f"this is a distilled model, for few steps of which each counts; {_CHOOSE}"
+        if task.kind is SamplerKind.UNKNOWN:
+            return f"the presets were not measured with this sampler; {_CHOOSE}"
+        if task.has_parts:
+            return f"the presets were not measured with latents of several parts, such as video with sound; {_CHOOSE}"
+        if task.has_mask:
+            return f"with a mask for inpainting, fewer plain steps were mostly measured closer; {_CHOOSE}"
+        if Use(task.kind, task.guided) not in self.uses:
+            where = f"{task.kind.value} samplers at CFG {'above 1' if task.guided else '1'}"
             return f"with {where}, a plain run in the time of {self.name} was measured closer, or nothing was measured"
-        return why_too_short(steps)
+        return None
 
 
 def why_too_short(steps: int) -> str | None:
@@ -141,7 +146,5 @@ def custom(selection: Selection, rule: Reuse | None = None) -> Preset:
 
 
 class _Custom(Preset):
-    def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
-        if kind is SamplerKind.SEVERAL_CALLS:
-            return super().why_not(kind, steps, guided)
-        return None
+    def why_not(self, task: Task) -> str | None:
+        return super().why_not(task) if task.kind is SamplerKind.SEVERAL_CALLS else None

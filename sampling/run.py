@@ -22,6 +22,7 @@ class Skipped:
     Attributes:
         sampler: ComfyUI's name of its method.
         reason: why every step was computed; empty where steps were skipped as chosen.
+        remark: what else people should know of it.
     """
 
     preset: str
@@ -31,6 +32,7 @@ class Skipped:
     skipped: int
     rule: str
     reason: str
+    remark: str = ""
 
     def __str__(self) -> str:
         if self.reason:
@@ -38,7 +40,8 @@ class Skipped:
         what = f"{self.computed} of {self.steps} steps computed"
         if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
             what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
-        return f"{self.preset}: {what} ({self.sampler}, {self.rule})"
+        remark = f"; {self.remark}" if self.remark else ""
+        return f"{self.preset}: {what} ({self.sampler}, {self.rule}){remark}"
 
 
 AfterRun = Callable[[Skipped], None]

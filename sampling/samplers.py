@@ -40,6 +40,12 @@ def kind_of(sampler: str) -> SamplerKind:
     return _KIND_OF.get(sampler.removesuffix("_gpu"), SamplerKind.UNKNOWN)
 
 
+def method_of(sampler: str) -> str:
+    """The name without what makes no other method of it: where noise is drawn, and DDIM, which is Euler's method."""
+    name = sampler.removesuffix("_gpu").replace("unipc", "uni_pc")
+    return "euler" if name == "ddim" else name
+
+
 def rule_for(kind: SamplerKind) -> Reuse:
     """The rule that a preset uses.
 

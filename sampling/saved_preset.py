@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .presets import Preset, Selection, Use
-from .samplers import SamplerKind, kind_of
+from .presets import Preset, Selection
+from .run import SAME_SIGMA
+from .samplers import SamplerKind, method_of
 from .schedule import Steps
+from .task import Task
 
 _FORMAT = 1
 
@@ -22,6 +25,8 @@ class SavedPreset:
         model, sampler, scheduler, cfg: that it was calibrated with.
         held_out_db: closeness to the full run on pictures that it was not fitted on.
         saved: the day, such as 2025-11-30.
+        has_mask: whether that was inpainting.
+        sigmas: of its runs; empty where they were not written down.
     """
 
     name: str
@@ -33,19 +38,20 @@ class SavedPreset:
     cfg: float
     held_out_db: float
     saved: str
+    has_mask: bool = False
+    sigmas: tuple[float, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """All but the name, for JSON."""
         return {"format": _FORMAT} | {key: value for key, value in asdict(self).items() if key != "name"}
 
     def preset(self) -> Preset:
-        """For runs of exactly so many steps; others compute every step, and say why."""
+        """For runs of so many steps, by the same sampler and as much guided; others compute every step, and say why."""
         note = (
             f"calibrated {self.saved}: {len(self.computed)} of {self.steps} steps, {self.model}, {self.sampler}, "
             f"{self.scheduler}, CFG {self.cfg:g}, {self.held_out_db:.1f} dB"
         )
-        uses = frozenset({Use(kind_of(self.sampler), self.cfg > 1)})
-        return _Calibrated(self.name, OneLength(steps=self.steps, fixed=self.computed), note, None, uses)
+        return _Calibrated(self.name, OneLength(steps=self.steps, fixed=self.computed), note, known=self)
 
 
 @dataclass(frozen=True)
@@ -73,14 +79,51 @@ class OneLength(Selection):
         return self.fixed
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Calibrated(Preset):
-    def why_not(self, kind: SamplerKind, steps: int, guided: bool = True) -> str | None:
-        if kind is SamplerKind.SEVERAL_CALLS:
-            return super().why_not(kind, steps, guided)
-        if kind not in (use.kind for use in self.uses):
-            known = " and ".join(use.kind.value for use in self.uses)
-            return f"{self.name} was calibrated with a sampler of another kind ({known}); calibrate with this one"
-        return self.selection.why_not(steps)
+    known: SavedPreset
+
+    def why_not(self, task: Task) -> str | None:
+        if task.kind is SamplerKind.SEVERAL_CALLS:
+            return super().why_not(task)
+        if (another := _what_it_is_not_for(self.known, task)) is not None:
+            return f"{self.name} was calibrated {another}; sample so, or calibrate anew"
+        return self.selection.why_not(task.steps)
+
+    def remark(self, task: Task) -> str:
+        others = _what_differs(self.known, task)
+        return f"calibrated with {' and '.join(others)}" if others else ""
+
+
+def _what_it_is_not_for(known: SavedPreset, task: Task) -> str | None:
+    if method_of(task.sampler) != method_of(known.sampler):
+        return f"with {known.sampler}, and this is {task.sampler}"
+    if task.guided != (known.cfg > 1):
+        return "at CFG 1, and this is above" if task.guided else "at CFG above 1, and this is CFG 1"
+    if task.has_mask != known.has_mask:
+        return f"with{'' if known.has_mask else 'out'} a mask for inpainting, and this is {_with(task.has_mask)}"
+    return "on latents of one part, and this has several" if task.has_parts else None
+
+
+def _with(there: bool) -> str:
+    return "with one" if there else "without"
+
+
+def _what_differs(known: SavedPreset, task: Task) -> list[str]:
+    """What the steps were found with and this run does not have, as far as both are known."""
+    others = []
+    if known.sigmas and task.sigmas and not _are_alike(known.sigmas, task.sigmas):
+        others.append(f"another schedule ({known.scheduler})")
+    if task.cfg is not None and task.cfg != known.cfg:
+        others.append(f"CFG {known.cfg:g}")
+    if task.model and task.model != known.model:
+        others.append(f"a model of the class {known.model}")
+    return others
+
+
+def _are_alike(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=SAME_SIGMA) for a, b in pairs)
 
 
 def from_record(name: str, record: Any) -> SavedPreset:
@@ -91,6 +134,7 @@ def from_record(name: str, record: Any) -> SavedPreset:
     """
     if record["format"] != _FORMAT:
         raise ValueError(f"format {record['format']!r} is not known to this version")
+    record = {"has_mask": False, "sigmas": ()} | record  # which were not always written down
     values = {field.name: record[field.name] for field in fields(SavedPreset) if field.name != "name"}
     numbers, words = ("cfg", "held_out_db"), ("model", "sampler", "scheduler", "saved")
     if not all(isinstance(values[key], str) for key in words):
@@ -100,7 +144,11 @@ def from_record(name: str, record: Any) -> SavedPreset:
         raise TypeError("steps must be whole numbers")
     if not computed or computed[0] != 0 or computed[-1] >= steps or not _rises(computed):
         raise ValueError(f"{list(computed)} are no steps of a run of {steps}")
-    return SavedPreset(name, **(values | {"computed": computed} | {key: float(values[key]) for key in numbers}))
+    if not isinstance(values["has_mask"], bool):
+        raise TypeError("has_mask must be true or false")
+    sigmas = tuple(map(float, values["sigmas"]))
+    changed = {"computed": computed, "sigmas": sigmas} | {key: float(values[key]) for key in numbers}
+    return SavedPreset(name, **(values | changed))
 
 
 def _rises(steps: Steps) -> bool:

@@ -15,10 +15,12 @@ from ...sampling.presets import DEFAULT, PRESETS, Selection, custom, why_too_sho
 from ...sampling.run import AfterRun
 from ...sampling.saved import SavedPreset
 from ...sampling.schedule import count_of, count_within, power_law
+from ...sampling.task import Task
 from ...sampling.trial import mean
 from . import saved_presets
 from .rehearsal import Job, Picture, Rehearsal
 from .step_skip import skip_steps
+from .task import model_class
 from .waiting import throw_if_cancelled
 
 _HELD_OUT = 4
@@ -80,7 +82,7 @@ def _steps(job: Job) -> int:
         UnsupportedModel: no steps are skipped in such a run.
     """
     steps = len(job.sigmas()) - 1
-    reason = custom(Selection()).why_not(job.kind, steps) or why_too_short(max(steps, 0))
+    reason = custom(Selection()).why_not(Task(job.sampler, steps)) or why_too_short(max(steps, 0))
     if reason is not None:
         raise UnsupportedModel(f"There is nothing to calibrate for {job.sampler}: {reason}.")
     return steps
@@ -139,12 +141,14 @@ def _saved_preset(job: Job, calibration: Calibration, name: str) -> SavedPreset:
         name=name or _UNNAMED,
         steps=calibration.steps,
         computed=proposal.computed,
-        model=type(job.model.model.model_config).__name__,
+        model=model_class(job.model),
         sampler=job.sampler,
         scheduler=job.scheduler,
         cfg=float(job.cfg),
         held_out_db=mean(proposal.held_out),
         saved=datetime.date.today().isoformat(),
+        has_mask=job.latent.get("noise_mask") is not None,
+        sigmas=tuple(job.sigmas().tolist()),
     )
 
 
@@ -186,4 +190,7 @@ def _kept(preset: SavedPreset, name: str) -> str:
         saved.save(preset, saved_presets.folder())
     except StoreError as error:
         return f"NOT saved: {error}"
-    return f"Saved as {name}: choose it as the preset of Step Skip, for runs of exactly {preset.steps} steps."
+    return (
+        f"Saved as {name}: choose it as the preset of Step Skip, for runs of exactly {preset.steps} steps. Reload the "
+        "page to see it in the list."
+    )

@@ -13,7 +13,7 @@ import torch
 from ...sampling.run import SAME_SIGMA
 from .waiting import throw_if_cancelled
 
-_KEY = "slipstream_calibrate"
+KEY = "slipstream_calibrate"
 
 Predict = Callable[..., torch.Tensor]
 
@@ -59,10 +59,10 @@ def watch(patcher: Any) -> None:
 
 
 def _around(patcher: Any, predict: Predict) -> None:
-    """Inside of `step_skip`, which puts itself outermost: skipped steps never come here."""
+    """Inside of `step_skip`, which sees to that: skipped steps never come here."""
     from comfy.patcher_extension import WrappersMP
 
-    patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, _KEY, predict)  # several are called one in another
+    patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)  # several are called one in another
 
 
 def _sigma(timestep: torch.Tensor) -> float:

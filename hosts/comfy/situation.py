@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -21,6 +22,15 @@ class Situation:
         self._prompts: Hashable = None
         self._begins: list[float] = []
         self._ends: list[float] = []
+        self._sigma, self._times = math.inf, 0
+
+    def next(self, sigma: float) -> Hashable:
+        """`at` for the step that is asked for now. Who asks a second time at the same sigma, another node say, means
+        something else by it: that is a situation of its own, so that neither is continued from the other.
+        """
+        self._times = self._times + 1 if sigma == self._sigma else 0
+        self._sigma = sigma
+        return self.at(sigma), self._times
 
     def at(self, sigma: float) -> Hashable:
         """Equal for steps between which no prompt, ControlNet or hook begins, ends or is exchanged."""

@@ -9,6 +9,7 @@ import torch
 from ...sampling.presets import Preset
 from ...sampling.run import AfterRun
 from .step_skip import skipping
+from .task import task_of
 
 
 class SkippingSampler:
@@ -40,7 +41,9 @@ class SkippingSampler:
         disable_pbar: bool = False,
     ) -> Any:
         """See `comfy.samplers.KSAMPLER.sample`; `model_wrap` is the guider."""
-        with skipping(model_wrap, self._preset, self._sampler, sigmas, denoise_mask is not None, self._after_run):
+        shapes = getattr(model_wrap.inner_model, "latent_shapes", None)
+        task = task_of(model_wrap, self._sampler, sigmas, denoise_mask, shapes)
+        with skipping(model_wrap, self._preset, task, self._after_run):
             return self._sampler.sample(
                 model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
             )

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedModel
+from ...core.once import warn_once
 from ...sampling.presets import Preset
 from ...sampling.run import AfterRun, Skipped, SkippingRun
-from ...sampling.samplers import kind_of
-from .hook import wrappers_of
+from ...sampling.task import Task
+from . import accelerate, recording
+from .hook import put_innermost, wrappers_of
 from .situation import Situation
+from .task import task_of
 from .waiting import throw_if_cancelled
 
 log = logging.getLogger(__name__)
 
 KEY = "slipstream_step_skip"
+_INSIDE = (recording.KEY, accelerate.KEY)
 _OTHERS = ("easycache", "lazycache")
 
 
@@ -59,13 +63,6 @@ def without_skipping(patcher: Any) -> Any:
     return clone
 
 
-def sampler_name(sampler: Any) -> str:
-    """ComfyUI's name of a SAMPLER's method, without what tells CPU and GPU noise apart. DDIM's is euler."""
-    function = getattr(sampler, "sampler_function", None)
-    name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
-    return name.removesuffix("_function").removesuffix("_gpu").replace("unipc", "uni_pc")
-
-
 def _refuse_others(model_options: dict[str, Any]) -> None:
     options = model_options.get("transformer_options", {})
     found = next((options[name] for name in _OTHERS if name in options), None)
@@ -81,60 +78,53 @@ def _sample(
     preset: Preset, after_run: AfterRun | None, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
-    guider, has_mask = executor.class_obj, given.get("denoise_mask") is not None
-    with skipping(guider, preset, given["sampler"], given["sigmas"], has_mask, after_run):
+    guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
+    with skipping(guider, preset, task_of(guider, given["sampler"], given["sigmas"], mask, shapes), after_run):
         return executor(*args, **kwargs)
 
 
 @contextmanager
-def skipping(
-    guider: Any, preset: Preset, sampler: Any, sigmas: torch.Tensor, has_mask: bool, after_run: AfterRun | None
-) -> Iterator[None]:
+def skipping(guider: Any, preset: Preset, task: Task, after_run: AfterRun | None) -> Iterator[None]:
     """A run of `guider` whose predictions are skipped as `preset` says.
 
     Args:
-        sampler, sigmas: of the run.
-        has_mask: for inpainting.
+        task: what the run is.
 
     Raises:
         UnsupportedModel: something else skips steps in this run already.
         ValueError: the preset's steps do not belong to a run of that length.
     """
     _refuse_others(guider.model_options)
-    name, levels = sampler_name(sampler), sigmas.tolist()
-    steps, kind = len(levels) - 1, kind_of(name)
-    reason = preset.why_not(kind, steps, _is_guided(guider))
-    rule = preset.rule_for(kind, has_mask)
-    run = SkippingRun(levels, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
+    steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
+    remark = "" if reason else preset.remark(task)
+    run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
     if reason:
         log.warning("Slipstream skips no steps: %s", reason)
+    if remark:
+        warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {remark}")
     try:
         with nullcontext() if reason else _led(guider, run):
             yield
     finally:
         run.forget()
         if after_run is not None:
-            computed = steps if reason else run.computed_calls
-            after_run(Skipped(preset.name, name, steps, computed, run.skipped_calls, rule.value, reason or ""))
-
-
-def _is_guided(guider: Any) -> bool:
-    """Whether a negative prompt takes part: CFG above 1, by whichever name a guider has for it."""
-    scales = [getattr(guider, name, None) for name in ("cfg", "cfg1", "cfg2")]
-    return any(isinstance(scale, (int, float)) and scale > 1 for scale in scales)
+            counts = (steps, 0) if reason else (run.computed_calls, run.skipped_calls)
+            after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark))
 
 
 @contextmanager
 def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
-    """Put `run` outside of all other wrappers of a step's prediction."""
+    """Put `run` inside of what other nodes put around a step's prediction, since they may change the guider for it, and
+    outside of what nodes of ours put there, which stands in for the prediction itself.
+    """
     from comfy.patcher_extension import WrappersMP
 
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
     if KEY in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
-    others = dict(wrappers)
-    wrappers.clear()
-    wrappers.update({KEY: [prediction(guider, run)], **others})
+    inner = {key: wrappers.pop(key) for key in _INSIDE if key in wrappers}
+    put_innermost(wrappers, KEY, prediction(guider, run))
+    wrappers.update(inner)
     try:
         yield
     finally:
@@ -152,6 +142,6 @@ def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
 
         throw_if_cancelled()
         sigma = float(timestep.flatten()[0])
-        return run(x, sigma, compute, situation.at(sigma))
+        return run(x, sigma, compute, situation.next(sigma))
 
     return predict

@@ -29,6 +29,7 @@ class Picture:
         self._conditions = Conditions()
         self._outputs: dict[Any, Any] = {}  # of each network by its input's shape, without the numbers
         self._reason = ""  # why nothing can stand in for a network
+        self._asked = 0  # for how many samples the networks were asked in the first step
         self._skips: bool | None = None  # the step that is under way; None between steps
         self._changes = 0  # of the conditions, when that was decided
 
@@ -63,6 +64,8 @@ class Picture:
         key = (name, None if latent is None else latent.shape)
         if self._skips and key in self._outputs:
             return _mapped(self._outputs[key], _zeros)
+        if self.plan is None and not is_control and latent is not None:
+            self._asked += len(latent)
         output = original(*args, **kwargs)
         if latent is None or not (is_control or _is_one_tensor(output)):
             self._reason = "the network takes or gives something else than one tensor"
@@ -77,7 +80,9 @@ class Picture:
         """
         self._conditions.end_step()
         if self.plan is None:
-            self.plan = Plan(self._pipeline, self.scheduler, self._preset, given, self._reason)
+            # Pipelines hardly agree on how they call it; that each sample is asked for twice they do agree on.
+            guided = self._asked > len(given["sample"])
+            self.plan = Plan(self._pipeline, self.scheduler, self._preset, given, guided, self._reason)
         skips, self._skips = bool(self._skips), None
         # What changed in a skipped step after that was decided is for the next one to notice.
         return self.plan.step(given, skips, self._changes if skips else self._conditions.changes)

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import UnsupportedModel
+from ...core.once import warn_once
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun
-from ...sampling.samplers import kind_of
-from .schedulers import Terms, Timeline, sampler_name
+from ...sampling.task import Task
+from .schedulers import Terms, Timeline, is_distilled, sampler_name
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +26,19 @@ class Plan:
         steps: of the picture.
         rule: for the skipped ones.
         reason: why every one is computed; empty where that is not so.
+        remark: what else people should know of it.
 
     Raises:
         ValueError: the preset's steps do not belong to a picture of so many.
     """
 
-    def __init__(self, pipeline: Any, scheduler: Any, preset: Preset, given: Mapping[str, Any], reason: str) -> None:
+    def __init__(
+        self, pipeline: Any, scheduler: Any, preset: Preset, given: Mapping[str, Any], guided: bool, reason: str
+    ) -> None:
         """
         Args:
             given: arguments of the first call of `scheduler.step`.
+            guided: a negative prompt took part in it.
             reason: that is known already, or nothing.
         """
         self._scheduler, self._timeline, self._position = scheduler, Timeline(scheduler), -1
@@ -44,16 +49,20 @@ class Plan:
         self._sigmas = list(dict.fromkeys(terms.sigma for terms in self._terms.values()))  # PNDM has one twice
         self.steps = len(self._sigmas)
         self.sampler = sampler_name(scheduler, given.get("eta") or 0.0)
-        kind = kind_of(self.sampler)
-        self.rule = preset.rule_for(kind, has_mask="Inpaint" in type(pipeline).__name__)
-        not_by_preset = preset.why_not(kind, self.steps, _is_guided(pipeline))
-        reasons = (reason, self._timeline.reason, _why_not_this_call(given), not_by_preset)
+        levels = (*self._sigmas, 0.0)
+        has_mask = "Inpaint" in type(pipeline).__name__
+        task = Task(self.sampler, self.steps, guided, has_mask, is_distilled=is_distilled(scheduler), sigmas=levels)
+        self.rule = preset.rule_for(task)
+        reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))
         self.reason = next(filter(None, reasons), "")
+        self.remark = "" if self.reason else preset.remark(task)
         self._computed = tuple(range(self.steps)) if self.reason else preset.selection.computed(self.steps)
-        self._run = SkippingRun([*self._sigmas, 0.0], self._computed, self.rule)
+        self._run = SkippingRun(levels, self._computed, self.rule)
         self._changes, self._forced = -1, 0
         if self.reason:
             log.warning("Slipstream skips no steps: %s", self.reason)
+        if self.remark:
+            warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {self.remark}")
 
     @property
     def is_over(self) -> bool:
@@ -123,12 +132,6 @@ class Plan:
         situation = (self._changes, self._forced)
         denoised = self._run(terms.common(latent), terms.sigma, compute, situation)
         return terms.predicted(latent, denoised).to(predicted.dtype) if skips else predicted
-
-
-def _is_guided(pipeline: Any) -> bool:
-    """Whether a negative prompt takes part; taken for granted where a pipeline does not say."""
-    guided = getattr(pipeline, "do_classifier_free_guidance", None)
-    return guided if isinstance(guided, bool) else True
 
 
 def _why_not_this_call(given: Mapping[str, Any]) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-# diffusers' class -> ComfyUI's name of the same method, by which `sampling` knows it. DDPM and LCM are left out: the
-# presets were not measured with them.
+# diffusers' class -> ComfyUI's name of the same method, by which `sampling` knows it. DDPM is left out: the presets
+# were not measured with it.
 _SAMPLERS = {
     "DDIMScheduler": "ddim",
     "EulerDiscreteScheduler": "euler",
@@ -27,6 +27,7 @@ _SAMPLERS = {
     "KDPM2AncestralDiscreteScheduler": "dpm_2_ancestral",
     "DPMSolverSDEScheduler": "dpmpp_sde",
 }
+_DISTILLED = frozenset({"LCMScheduler", "TCDScheduler"})
 _PREDICTIONS = {"epsilon": "noise", "v_prediction": "velocity", "sample": "latent", "original_sample": "latent"}
 _LEAST_SIGNAL = 2.0**-12
 """Stands for none at all, as in a schedule with zero terminal SNR; diffusers' Euler does the same."""
@@ -50,6 +51,11 @@ def sampler_name(scheduler: Any, eta: float = 0.0) -> str:
     if name == "ipndm" and not config.get("skip_prk_steps"):  # begins with Runge and Kutta's method
         return "heun"
     return name
+
+
+def is_distilled(scheduler: Any) -> bool:
+    """Whether it is for models that were trained to sample in few steps."""
+    return any(kind.__name__ in _DISTILLED for kind in type(scheduler).__mro__)
 
 
 @dataclass(frozen=True)

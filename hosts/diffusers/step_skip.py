@@ -128,4 +128,4 @@ def _told(preset: Preset, plan: Plan) -> Skipped:
     reason = plan.reason or (_ALWAYS_NEW if plan.came_to_nothing else "")
     if reason and not plan.reason:
         log.warning("Slipstream skipped no steps: %s", reason)
-    return Skipped(preset.name, plan.sampler, plan.steps, *plan.counts, plan.rule.value, reason)
+    return Skipped(preset.name, plan.sampler, plan.steps, *plan.counts, plan.rule.value, reason, plan.remark)

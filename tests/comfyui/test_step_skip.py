@@ -14,18 +14,23 @@ import comfy.samplers
 import node_helpers
 import pytest
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy_extras.nodes_custom_sampler import Guider_Basic, Guider_DualCFG
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete, ModelSamplingSD3
 
 import nodes
 from slipstream.core.errors import UnsupportedModel
+from slipstream.hosts.comfy import accelerate
 from slipstream.hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
+from slipstream.hosts.comfy.hook import put_innermost, wrappers_of
 from slipstream.hosts.comfy.skipping_sampler import SkippingSampler
-from slipstream.hosts.comfy.step_skip import KEY, sampler_name, skip_steps, without_skipping
+from slipstream.hosts.comfy.step_skip import KEY, skip_steps, without_skipping
+from slipstream.hosts.comfy.task import sampler_name
 from slipstream.sampling.presets import PRESETS, Preset, Selection, custom
 from slipstream.sampling.reuse import History, Reuse
 from slipstream.sampling.samplers import SamplerKind, kind_of
+from slipstream.sampling.saved_preset import SavedPreset
 from slipstream.sampling.schedule import shortened
 from slipstream.tests.comfyui.support.skipping import (
     distance,
@@ -243,13 +248,24 @@ def test_with_a_lora_before_and_after(model: Patcher) -> None:
 
 
 def test_inpainting_keeps_what_lies_outside_the_mask(model: Patcher) -> None:
-    seen, mask = watched(model, BALANCED), torch.zeros(1, 8, 8)
+    seen, mask = watched(model, custom(BALANCED.selection)), torch.zeros(1, 8, 8)
     mask[:, :, :4] = 1
     picture = sampled(model, "ddim", positive=encode_demo_prompt("a green ring"))
     found = sampled(seen.patcher, "ddim", latent=picture, noise_mask=mask)
     assert distance(found[..., 4:], picture[..., 4:]) < 1e-4 and distance(found[..., :4], picture[..., :4]) > 0.05
     assert len(set(seen.sigmas)) == 12
-    assert str(seen.said[0]) == "balanced: 12 of 20 steps computed (euler, hold)"
+    assert str(seen.said[0]) == "custom: 12 of 20 steps computed (euler, measured)"
+
+
+@pytest.mark.parametrize("by_sampler", [False, True], ids=["Step Skip", "Step Skip Sampler"])
+def test_inpainting_computes_every_step_by_preset(model: Patcher, by_sampler: bool) -> None:
+    seen, mask = watched(model, None if by_sampler else BALANCED), torch.ones(1, 8, 8)
+    mask[:, 4:] = 0
+    sampler = comfy.samplers.sampler_object("euler")
+    skipping = SkippingSampler(sampler, BALANCED, seen.said.append) if by_sampler else sampler
+    inpainted = {"sigmas": schedule_of(model), "latent": sampled(model), "noise_mask": mask}
+    assert torch.equal(sampled(seen.patcher, skipping, **inpainted), sampled(model, sampler, **inpainted))
+    assert str(seen.said[0]).startswith("every step computed: with a mask for inpainting, fewer plain steps")
 
 
 def test_with_areas(model: Patcher) -> None:
@@ -363,6 +379,91 @@ def test_where_a_hook_changes(model: Patcher) -> None:
     forced(model, [begins(model, 0.5)], positive=positive)
 
 
+Predict = Callable[..., torch.Tensor]
+
+
+def predicting(model: Patcher, predict: Predict) -> Patcher:
+    """A clone of `model` with another node's wrapper around the prediction of a step."""
+    clone = model.clone()
+    clone.add_wrapper(WrappersMP.PREDICT_NOISE, predict)
+    return clone
+
+
+def cfg_within(model: Patcher, cfg: float, start: float, end: float) -> Patcher:
+    """As CFG Override of ComfyUI does it, which older ones do not have."""
+    high, low = sigma_at(model, start), sigma_at(model, end)
+
+    def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any) -> torch.Tensor:
+        guider, before = executor.class_obj, executor.class_obj.cfg
+        guider.cfg = cfg if low <= float(timestep.flatten()[0]) <= high else before
+        try:
+            return executor(x, timestep, *rest)
+        finally:
+            guider.cfg = before
+
+    return predicting(model, predict)
+
+
+def cfg_override(model: Patcher, cfg: float, start: float, end: float) -> Patcher:
+    node = pytest.importorskip("comfy_extras.nodes_custom_sampler")
+    if not hasattr(node, "CFGOverride"):
+        pytest.skip("this ComfyUI has no CFG Override")
+    return node.CFGOverride.execute(model, cfg, start, end).result[0]
+
+
+@pytest.mark.parametrize("override", [cfg_within, cfg_override])
+@pytest.mark.parametrize("comes_first", [False, True], ids=["behind Step Skip", "before Step Skip"])
+def test_where_another_node_changes_the_guidance(
+    model: Patcher, override: Callable[..., Patcher], comes_first: bool
+) -> None:
+    seen, sigmas = watched(model, None if comes_first else ENDS), schedule_of(model)
+    overridden = override(seen.patcher, 1.0, 0.3, 0.7)
+    found = sampled(skip_steps(overridden, ENDS) if comes_first else overridden)
+    computed = [0, begins(model, 0.3), ends(model, 0.7), 19]
+    assert seen.steps(sigmas) == computed
+    wanted = sampled(override(model, 1.0, 0.3, 0.7), sigmas=shortened(sigmas, computed))
+    assert distance(found, wanted) < 1e-5
+    assert distance(sampled(model, sigmas=shortened(sigmas, computed)), wanted) > 0.01, "the guidance changes nothing"
+
+
+def test_what_another_node_asks_for_twice_in_a_step_does_not_mix(model: Patcher) -> None:
+    def predict(executor: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return 1.5 * executor(x, *rest) - 0.5 * executor(0.9 * x, *rest)
+
+    seen = watched(predicting(model, predict), ENDS)
+    assert torch.equal(sampled(seen.patcher), sampled(predicting(model, predict)))
+    assert (seen.said[0].computed, seen.said[0].skipped) == (40, 0)
+
+
+@pytest.mark.parametrize("comes_first", [False, True], ids=["behind Step Skip", "before Step Skip"])
+def test_outside_of_an_accelerated_model_and_inside_of_other_nodes(model: Patcher, comes_first: bool) -> None:
+    """An accelerated model puts itself around the prediction at the beginning of each run, as `whole_step` does it."""
+    asked: dict[str, int] = {"accelerated": 0, "other": 0}
+
+    def counting(name: str) -> Predict:
+        def predict(executor: Any, *args: Any) -> torch.Tensor:
+            asked[name] += 1
+            return executor(*args)
+
+        return predict
+
+    def accelerated(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wrappers = wrappers_of(executor.class_obj.model_options, WrappersMP.PREDICT_NOISE)
+        put_innermost(wrappers, accelerate.KEY, counting("accelerated"))
+        return executor(*args, **kwargs)
+
+    def with_accelerate(patcher: Patcher) -> Patcher:
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, accelerate.KEY, accelerated)
+        return clone
+
+    other = predicting(model, counting("other"))
+    both = skip_steps(with_accelerate(other), BALANCED) if comes_first else with_accelerate(skip_steps(other, BALANCED))
+    found = sampled(both)
+    assert asked == {"accelerated": 12, "other": 20}
+    assert torch.equal(found, sampled(skip_steps(model, BALANCED)))
+
+
 # ---- what is refused, and what computes every step
 
 
@@ -420,10 +521,77 @@ def test_samplers_that_were_not_measured_take_custom_alone(model: Patcher) -> No
     for sampler in ("lcm", "euler_cfg_pp"):
         seen = watched(model, BALANCED)
         assert torch.equal(sampled(seen.patcher, sampler), sampled(model, sampler))
-        assert "not measured with this sampler; choose custom" in str(seen.said[0])
+        assert "not measured with this sampler; choose custom to skip steps all the same" in str(seen.said[0])
         seen = watched(model, custom(BALANCED.selection))
         sampled(seen.patcher, sampler)
         assert str(seen.said[0]) == f"custom: 12 of 20 steps computed ({sampler}, hold)"
+
+
+def test_distilled_models_take_custom_alone(model: Patcher) -> None:
+    distilled = ModelSamplingDiscrete().patch(model, "lcm", False)[0]
+    seen = watched(distilled, BALANCED)
+    assert torch.equal(sampled(seen.patcher), sampled(distilled))
+    assert str(seen.said[0]).startswith("every step computed: this is a distilled model")
+    seen = watched(distilled, custom(BALANCED.selection))
+    sampled(seen.patcher)
+    assert seen.said[0].computed == 12
+    seen = watched(model, BALANCED)
+    sampled(seen.patcher)
+    assert seen.said[0].computed == 12, "the model itself is as it was"
+
+
+def calibrated(sampler: str = "euler", cfg: float = 4.0) -> Preset:
+    computed = BALANCED.selection.computed(20)
+    return SavedPreset("mine", 20, computed, "SD15", sampler, "karras", cfg, 40.0, "2025-11-30", sigmas=(2.0,)).preset()
+
+
+def test_a_calibrated_preset_is_for_its_own_sampler_and_guidance(model: Patcher) -> None:
+    for preset, cfg, why in (
+        (calibrated("dpmpp_2m"), 4.0, "mine was calibrated with dpmpp_2m, and this is euler"),
+        (calibrated(cfg=1.0), 4.0, "mine was calibrated at CFG 1, and this is above"),
+        (calibrated(), 1.0, "mine was calibrated at CFG above 1, and this is CFG 1"),
+    ):
+        seen = watched(model, preset)
+        sampled(seen.patcher, cfg=cfg)
+        assert str(seen.said[0]).startswith(f"every step computed: {why}")
+    seen = watched(model, calibrated("ddim"))
+    sampled(seen.patcher, "euler")
+    assert seen.said[0].computed == 12, "the same method"
+
+
+def test_a_calibrated_preset_says_what_else_is_not_as_it_was(model: Patcher, caplog: pytest.LogCaptureFixture) -> None:
+    seen = watched(model, calibrated(cfg=2.5))
+    for _ in range(2):
+        sampled(seen.patcher)
+    differs = "calibrated with another schedule (karras) and CFG 2.5"
+    assert [str(said) for said in seen.said] == [f"mine: 12 of 20 steps computed (euler, measured); {differs}"] * 2
+    assert caplog.text.count(differs) == 1, "said once"
+
+
+class Bends(comfy.samplers.CFGGuider):
+    """Predicts something of latents of any shape."""
+
+    def predict_noise(self, x: torch.Tensor, timestep: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.calls += 1
+        return torch.tanh(x / (1 + timestep[0]))
+
+
+@pytest.mark.parametrize("by_sampler", [False, True], ids=["Step Skip", "Step Skip Sampler"])
+def test_latents_of_several_parts_take_custom_alone(model: Patcher, by_sampler: bool) -> None:
+    NestedTensor = pytest.importorskip("comfy.nested_tensor", reason="no packed latents").NestedTensor
+    noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    parts = NestedTensor([noise[0], noise[1, :, :, :2]])
+    for preset, computed in ((BALANCED, 20), (custom(BALANCED.selection), 12)):
+        seen = watched(model, None if by_sampler else preset)
+        sampler = comfy.samplers.sampler_object("euler")
+        skipping = SkippingSampler(sampler, preset, seen.said.append) if by_sampler else sampler
+        guider = Bends(seen.patcher)
+        guider.calls = 0
+        guider.set_cfg(4.0)
+        nothing = NestedTensor([torch.zeros_like(part) for part in parts.unbind()])
+        guider.sample(parts, nothing, skipping, schedule_of(model), disable_pbar=True, seed=1)
+        assert guider.calls == seen.said[0].computed == computed and seen.said[0].rule == "hold"
+        assert ("latents of several parts" in seen.said[0].reason) == (computed == 20)
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")

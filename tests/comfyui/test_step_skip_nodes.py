@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from slipstream.sampling import saved
 from slipstream.sampling.measured import closeness
 from slipstream.sampling.presets import CUSTOM, DEFAULT, PRESETS, Selection, custom
 from slipstream.sampling.reuse import Reuse
+from slipstream.sampling.samplers import SamplerKind, kind_of
 from slipstream.sampling.saved_preset import SavedPreset
-from slipstream.sampling.schedule import shortened
+from slipstream.sampling.schedule import Steps, shortened
+from slipstream.sampling.task import Task
 from slipstream.tests.comfyui.support.client import ComfyClient, Run
 from slipstream.tests.comfyui.support.graph import Graph, Node
 from slipstream.tests.comfyui.support.skipping import (
@@ -107,6 +110,43 @@ def test_the_help_page_has_that_table_too(node: Any) -> None:
         assert f"| `{name}` | {counts} | {steps} |" in page
 
 
+STEP_SKIP_PAGE = (DOCS / "SlipstreamStepSkip" / "en.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task("heun", 20),
+        Task("euler", 20, is_distilled=True),
+        Task("lcm", 20),
+        Task("euler", 20, has_parts=True),
+        Task("euler", 20, has_mask=True),
+        Task("dpmpp_2m", 20, guided=False),
+        Task("euler", 8),
+    ],
+    ids=lambda task: PRESETS[DEFAULT].why_not(task),
+)
+def test_the_help_page_quotes_each_reason_of_a_preset(task: Task) -> None:
+    reason = PRESETS[DEFAULT].why_not(task)
+    assert reason is not None
+    reason = re.sub(r"with \w+ samplers at CFG 1,", "with … samplers at CFG …,", reason)
+    assert f"| {reason.replace(f'the time of {DEFAULT}', 'the time of …')} |" in STEP_SKIP_PAGE
+
+
+@pytest.mark.parametrize("task", [Task("euler", 20), Task("dpmpp_2m", 30)], ids=["sampler", "steps"])
+def test_the_help_page_quotes_each_reason_of_a_calibrated_preset(task: Task) -> None:
+    reason = replace(calibrated((0, 19)), sampler="dpmpp_2m").preset().why_not(task)
+    assert reason is not None and f"| {reason.replace('Mine was', '… was')} |" in STEP_SKIP_PAGE
+
+
+def test_the_help_page_knows_the_kind_of_every_sampler() -> None:
+    for name in comfy.samplers.SAMPLER_NAMES:
+        kind = kind_of(name)
+        rows = [line for line in STEP_SKIP_PAGE.splitlines() if line.startswith(f"| {kind.value} |")]
+        if kind not in (SamplerKind.SEVERAL_CALLS, SamplerKind.UNKNOWN):
+            assert f"`{name.removesuffix('_gpu')}`" in rows[0] or f"`{name}`" in rows[0]
+
+
 def test_inputs_make_a_preset() -> None:
     assert preset_of("fast", share=0.9, step_list="nonsense") == PRESETS["fast"]
     assert preset_of(CUSTOM) == custom(Selection())
@@ -116,9 +156,13 @@ def test_inputs_make_a_preset() -> None:
         preset_of("slow")
 
 
+def calibrated(computed: Steps) -> SavedPreset:
+    return SavedPreset("Mine", 20, computed, "SD15", "euler", "normal", 4.0, 33.3, "2025-11-30")
+
+
 def test_what_was_saved_is_there_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
-    mine = SavedPreset("Mine", 20, (0, 1, 2, 5, 19), "SD15", "euler", "normal", 4.0, 33.3, "2025-11-30")
+    mine = calibrated((0, 1, 2, 5, 19))
     assert "Mine" not in preset_names()
     saved.save(mine, saved_presets.folder())
     assert preset_names()[-2:] == [CUSTOM, "Mine"]
@@ -130,6 +174,25 @@ def test_what_was_saved_is_there_to_choose(tmp_path: Path, monkeypatch: pytest.M
     assert seen.steps(schedule_of(model)) == [0, 1, 2, 5, 19]
     with pytest.raises(ValueError, match="calibrated for runs of 20 steps, and this one has 12"):
         run_node(SkipSigmas, sigmas=schedule_of(model, 12), preset="Mine")
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_a_preset_that_was_calibrated_anew_is_another_input(
+    node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
+
+    def fingerprints() -> list[str]:
+        """Of a saved preset, of one of ours, and of one that comes by a link: its value is not known beforehand."""
+        return [node.fingerprint_inputs(preset=name, share=0.6, model=None) for name in ("Mine", DEFAULT, None)]
+
+    seen = []
+    for computed in ((0, 1, 2, 5, 19), (0, 1, 2, 6, 19)):
+        saved.save(calibrated(computed), saved_presets.folder())
+        assert fingerprints() == fingerprints()
+        seen.append(fingerprints())
+    (mine, ours, linked), (mine_anew, ours_later, linked_anew) = seen
+    assert mine != mine_anew and linked != linked_anew and ours == ours_later
 
 
 def given(node: Any, model: Any) -> dict[str, Any]:
@@ -237,8 +300,13 @@ def test_a_ksampler_behind_step_skip_has_its_own_preset(model: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(server_of: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyClient]:
-    with server_of(home=tmp_path_factory.mktemp("home")) as server, server.client() as client:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def client(server_of: Callable[..., Any], home: Path) -> Iterator[ComfyClient]:
+    with server_of(home=home) as server, server.client() as client:
         yield client
 
 
@@ -307,7 +375,7 @@ def test_with_accelerated_model_controlnet_and_vae(client: ComfyClient) -> None:
     ((made,),) = [record_of(run, fast.step_skip)]
     assert made["step_skipping"] == {
         "preset": "balanced", "sampler": "euler", "steps": 20, "computed": 12, "skipped": 8, "rule": "measured",
-        "reason": "",
+        "reason": "", "remark": "",
     }  # fmt: skip
     (found,), (wanted,) = run.latents(), client.run(plain.graph).latents()
     assert np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted)
@@ -382,6 +450,22 @@ def test_the_all_in_one_node_shows_its_report_and_previews(client: ComfyClient) 
         output["text"] for output in run.outputs.values() if "text" in output
     ]
     assert len(client.previews) - before == 20
+
+
+def test_a_preset_that_is_calibrated_anew_is_sampled_anew(client: ComfyClient, home: Path) -> None:
+    def reports(graph: Graph) -> list[str]:
+        run = client.run(graph)
+        assert run.ok, run.error
+        return [text for output in run.outputs.values() for text in output.get("text", ())]
+
+    graph = one_node(preset="Mine")
+    (sampler,) = [node for node in graph.prompt.values() if node["class_type"] == "SlipstreamKSamplerStepSkip"]
+    sampler["inputs"]["seed"] = [graph.add("PrimitiveInt", value=5).id, 0]
+    for computed in ((0, 1, 2, 5, 19), (0, 1, 2, 5, 8, 19)):
+        saved.save(calibrated(computed), home / "step_skipping")
+        assert reports(graph) == [f"Mine: {len(computed)} of 20 steps computed (euler, measured)"]
+    run = client.run(graph)
+    assert set(graph.prompt) - set(run.cached) == set(), "nothing of it changed, so nothing is run"
 
 
 def test_what_is_refused_says_what_to_do(client: ComfyClient) -> None:

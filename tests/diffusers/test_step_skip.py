@@ -32,10 +32,11 @@ from slipstream.hosts.diffusers.schedulers import Terms, Timeline, sampler_name
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Settings
 from slipstream.sampling.metrics import latent_psnr
-from slipstream.sampling.presets import PRESETS, Preset, Selection, custom
+from slipstream.sampling.presets import PRESETS, Preset, Selection, Use, custom
 from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.run import Skipped, SkippingRun
-from slipstream.sampling.samplers import SamplerKind, kind_of
+from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
+from slipstream.sampling.saved_preset import SavedPreset
 from slipstream.tests.tiny_unet import CONFIG as WHOLE
 
 pytestmark = pytest.mark.diffusers
@@ -326,7 +327,7 @@ def test_schedulers_are_known_by_their_method(name: str) -> None:
     (skipped,) = told
     kind = kind_of(name.split()[0])
     assert (skipped.sampler, skipped.steps, skipped.reason) == (name.split()[0], STEPS, "")
-    assert skipped.rule == BALANCED.rule_for(kind).value
+    assert skipped.rule == rule_for(kind).value
     wanted = len(BALANCED.selection.computed(STEPS))
     assert skipped.computed == pipeline.unet.calls == (wanted + 1 if name == "ipndm" else wanted)
     assert skipped.computed + skipped.skipped == calls
@@ -337,7 +338,8 @@ def test_schedulers_are_known_by_their_method(name: str) -> None:
     ("scheduler", "words"),
     [
         *((scheduler, "several times a step") for scheduler in SEVERAL_CALLS.values()),
-        *((scheduler, "not measured with this sampler") for scheduler in UNKNOWN.values()),
+        (UNKNOWN["DDPMScheduler"], "not measured with this sampler"),
+        *((UNKNOWN[name], "distilled model") for name in ("LCMScheduler", "TCDScheduler")),
         (make("PNDMScheduler"), "several times a step"),
         (make("FlowMatchHeunDiscreteScheduler"), "several times a step"),
     ],
@@ -501,17 +503,43 @@ def test_a_network_of_the_other_sign() -> None:
     assert torch.equal(*results)
 
 
-def test_inpainting_holds() -> None:
+def test_inpainting_computes_every_step_by_preset() -> None:
     class TinyInpaintPipeline(TinyPipeline):
         pass
 
     told = Told()
     pipeline = TinyInpaintPipeline(make("DDIMScheduler"))
+    for preset in (BALANCED, listed()):
+        with skip_steps(pipeline, preset, told):
+            pipeline()
+    assert [each.computed for each in told] == [STEPS, len(LISTED)]
+    assert "with a mask for inpainting" in told[0].reason and told[1].rule == Reuse.MEASURED.value
+
+
+@pytest.mark.parametrize("in_two_calls", [False, True])
+def test_guided_is_who_asks_twice_for_each_sample(in_two_calls: bool) -> None:
+    """Whatever the pipeline calls it: a scale that the network is given guides by no negative prompt."""
+    told, pipeline = Told(), TinyPipeline(make("DPMSolverMultistepScheduler"))
+    pipeline._guidance_scale = pipeline.guidance_scale = 3.5
     with skip_steps(pipeline, BALANCED, told):
-        pipeline()
-    with skip_steps(pipeline, custom(Selection(), Reuse.LINEAR), told):
-        pipeline()
-    assert [each.rule for each in told] == [Reuse.HOLD.value, Reuse.LINEAR.value]
+        for cfg in (1.0, 3.5):
+            pipeline(cfg=cfg, in_two_calls=in_two_calls)
+    assert [each.skipped for each in told] == [0, STEPS - len(BALANCED.selection.computed(STEPS))]
+    assert told[0].reason.startswith("with multistep samplers at CFG 1, ")
+
+
+def test_a_calibrated_preset_in_a_run_of_another_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    told, pipeline = Told(), TinyPipeline(make("EulerDiscreteScheduler"))
+    sigmas = (*(float(sigma) for sigma in range(STEPS, 0, -1)), 0.0)
+    mine = SavedPreset("mine", STEPS, LISTED, "SD15", "euler", "simple", 3.0, 40.0, "2025-11-30", sigmas=sigmas)
+    with skip_steps(pipeline, mine.preset(), told):
+        pipeline(seed=1)
+        pipeline(seed=2)
+        pipeline(cfg=1.0)
+    assert [each.computed for each in told] == [len(LISTED), len(LISTED), STEPS]
+    assert str(told[0]).endswith("(euler, measured); calibrated with another schedule (simple)")
+    assert caplog.text.count("calibrated with another schedule (simple)") == 1, "said once"
+    assert "calibrated at CFG above 1, and this is CFG 1" in told[2].reason and not told[2].remark
 
 
 def test_a_network_with_several_results_is_computed() -> None:
@@ -783,12 +811,12 @@ def test_diffusers_own_pipeline() -> None:
         generator = torch.Generator().manual_seed(1)
         return torch.from_numpy(pipe(generator=generator, num_inference_steps=20, eta=eta, output_type="np").images)
 
-    plain, calls, told = sample(), [], Told()
+    plain, calls, told, quality = sample(), [], Told(), PRESETS["quality"]  # which is for runs without guidance too
     counted(unet, calls, "unet")
-    with skip_steps(pipe, BALANCED, told):
+    with skip_steps(pipe, quality, told):
         found = sample()
         sample(eta=0.5)
-    assert len(calls) == 2 * len(BALANCED.selection.computed(20)) == 2 * told[0].computed
+    assert len(calls) == 2 * len(quality.selection.computed(20)) == 2 * told[0].computed
     assert [each.rule for each in told] == ["measured", "hold"]
     assert 0 < relative(found, plain) < 0.4
     with skip_steps(pipe, EVERYTHING):
@@ -901,3 +929,24 @@ def test_stable_diffusion_with_a_controlnet(parts: dict[str, Any], guess_mode: b
         calls.clear()
         whole(pipe, **options, control_guidance_end=0.5)  # ends with step 10
     assert (calls.count("unet"), calls.count("controlnet")) == (8, 8)
+
+
+def test_flux_is_guided_by_a_negative_prompt_alone() -> None:
+    """The scale that it is given otherwise goes into the network, which is asked once for each sample."""
+    axes = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 8), "num_attention_heads": 2}
+    sizes = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    torch.manual_seed(3)
+    flux = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True, **sizes, **axes)
+    rest = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipe = diffusers.FluxPipeline(make("FlowMatchEulerDiscreteScheduler"), transformer=flux.eval(), **rest)
+    pipe.set_progress_bar_config(disable=True)
+    prompt = {"prompt_embeds": torch.ones(1, 7, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
+    negative = {f"negative_{name}": -tensor for name, tensor in prompt.items()}
+    guided_only = Preset("guided", Selection(), "for a test", uses=frozenset({Use(SamplerKind.ONE_STEP, True)}))
+    told, size = Told(), {"height": 32, "width": 32, "num_inference_steps": 20, "output_type": "latent"}
+    with skip_steps(pipe, guided_only, told):
+        pipe(**prompt, **size, guidance_scale=3.5)
+        pipe(**prompt, **size, true_cfg_scale=2.0)
+        pipe(**prompt, **negative, **size, true_cfg_scale=2.0)
+    assert [each.skipped for each in told] == [0, 0, 8]
+    assert all("with one step samplers at CFG 1, " in each.reason for each in told[:2])

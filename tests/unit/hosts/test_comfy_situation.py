@@ -149,6 +149,13 @@ def test_windows_are_looked_at_when_the_first_step_begins() -> None:
     assert situation.at(7.0) != situation.at(3.0)
 
 
+def test_a_step_that_is_asked_for_twice_is_two_situations() -> None:
+    situation = Situation(guider(positive=[prompt()]))
+    first, second, third = (situation.next(5.0) for _ in range(3))
+    assert len({first, second, third}) == 3
+    assert situation.next(3.0) == situation.next(1.0) == first
+
+
 def test_another_cfg_is_another_situation() -> None:
     led = guider(cfg=7.0, positive=[prompt()])
     situation = Situation(led)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.calibrate import Pictures, Search, calibrate, most_runs, moved, nearest_preset
+from slipstream.sampling.calibrated import Calibration, Candidate, Choice
 from slipstream.sampling.paths import Gap, cheapest_selections, gaps_up_to, least_gap, with_gap
 from slipstream.sampling.presets import PRESETS
 from slipstream.sampling.reuse import Reuse
@@ -280,6 +281,33 @@ def test_what_carries_over_is_proposed() -> None:
     choice, text = result.choice, "\n".join(result.lines())
     assert choice.helps and choice.proposal.computed == found.computed
     assert f"{choice.gain:.2f} dB closer" in text and "closer in 1 of 1" in text and "NOT" not in text
+
+
+def choice(found: tuple[float, ...], preset: tuple[float, ...]) -> Choice:
+    """Of which these are the held-out figures."""
+    ways = Candidate("calibrated", (0, 3, 11), found), Candidate("balanced (3 steps)", (0, 5, 11), preset)
+    return Choice(*ways, Candidate("shortened sigmas", (0, 3, 11), preset))
+
+
+@pytest.mark.parametrize(
+    ("found", "closer", "helps"),
+    [
+        ((31.0, 31.0, 31.0, 29.0), 3, True),
+        ((60.0, 31.0, 29.0, 29.0), 2, False),
+        ((90.0, 29.9, 29.9, 29.9), 1, False),
+        ((30.1, 30.1, 30.1, 20.0), 3, False),
+        ((30.0, 30.0, 30.0, 30.0), 0, False),
+    ],
+    ids=["most", "half", "a single one", "most, and one far off", "none"],
+)
+def test_what_was_found_has_to_be_closer_in_most_pictures_and_in_the_mean(
+    found: tuple[float, ...], closer: int, helps: bool
+) -> None:
+    made = choice(found, (30.0,) * 4)
+    assert (made.closer, made.helps) == (closer, helps)
+    assert made.proposal is (made.found if helps else made.preset)
+    text = "\n".join(Calibration(12, 3, (made,), 1, 1).lines())
+    assert f"closer in {closer} of 4 held-out pictures" in text and ("is NOT closer" in text) is not helps
 
 
 def test_shortened_sigmas_that_are_closer_are_said_to_be() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
@@ -19,15 +20,27 @@ from slipstream.sampling.presets import (
     custom,
 )
 from slipstream.sampling.reuse import Reuse
-from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
+from slipstream.sampling.samplers import SamplerKind, kind_of, method_of, rule_for
+from slipstream.sampling.task import Task
 
 LENGTHS = range(12, 101)
 SHARES = {"quality": 0.75, "balanced": 0.6, "fast": 0.5, "extreme": 0.35, "hackathon": 0.5}
 CALLS_ONCE = [SamplerKind.ONE_STEP, SamplerKind.MULTISTEP, SamplerKind.STOCHASTIC]
+SAMPLERS = {
+    SamplerKind.ONE_STEP: "euler",
+    SamplerKind.MULTISTEP: "dpmpp_2m",
+    SamplerKind.STOCHASTIC: "euler_ancestral",
+    SamplerKind.SEVERAL_CALLS: "heun",
+    SamplerKind.UNKNOWN: "of_another_extension",
+}
 SELDOM = Preset("seldom", Selection(0.5), "for a test", uses=frozenset({Use(SamplerKind.ONE_STEP, True)}))
 
 each_preset = pytest.mark.parametrize("name", PRESETS)
 each_kind = pytest.mark.parametrize("kind", SamplerKind)
+
+
+def task(kind: SamplerKind, steps: int = 20, guided: bool = True, **more: Any) -> Task:
+    return Task(SAMPLERS[kind], steps, guided, **more)
 
 
 # ---- presets
@@ -75,13 +88,13 @@ def test_counts_that_are_documented(steps: int, counts: tuple[int, ...]) -> None
 def test_the_hackathons_list() -> None:
     listed = [19 - step for step in PRESETS["hackathon"].selection.computed(20)]
     assert listed == [19, 18, 17, 16, 15, 14, 13, 11, 8, 4]
-    assert all(PRESETS["hackathon"].rule_for(kind) is Reuse.HOLD for kind in SamplerKind)
+    assert all(PRESETS["hackathon"].rule_for(task(kind)) is Reuse.HOLD for kind in SamplerKind)
 
 
 @each_preset
 @each_kind
 def test_a_preset_has_the_rule_of_the_sampler_unless_its_own(name: str, kind: SamplerKind) -> None:
-    assert PRESETS[name].rule_for(kind) is (Reuse.HOLD if name == "hackathon" else rule_for(kind))
+    assert PRESETS[name].rule_for(task(kind)) is (Reuse.HOLD if name == "hackathon" else rule_for(kind))
 
 
 # ---- reasons to compute every step
@@ -91,14 +104,14 @@ def test_a_preset_has_the_rule_of_the_sampler_unless_its_own(name: str, kind: Sa
 def test_samplers_that_presets_are_for(name: str) -> None:
     preset = PRESETS[name]
     for kind, guided, steps in itertools.product(CALLS_ONCE, (True, False), LENGTHS):
-        assert (preset.why_not(kind, steps, guided) is None) == (Use(kind, guided) in preset.uses)
+        assert (preset.why_not(task(kind, steps, guided)) is None) == (Use(kind, guided) in preset.uses)
 
 
 @each_preset
 @pytest.mark.parametrize("steps", [1, 11, 20, 50])
 def test_samplers_that_presets_are_not_for(name: str, steps: int) -> None:
-    several = PRESETS[name].why_not(SamplerKind.SEVERAL_CALLS, steps)
-    unknown = PRESETS[name].why_not(SamplerKind.UNKNOWN, steps)
+    several = PRESETS[name].why_not(task(SamplerKind.SEVERAL_CALLS, steps))
+    unknown = PRESETS[name].why_not(task(SamplerKind.UNKNOWN, steps))
     assert several is not None and "several times a step" in several
     assert unknown is not None and f"choose {CUSTOM}" in unknown
 
@@ -106,7 +119,7 @@ def test_samplers_that_presets_are_not_for(name: str, steps: int) -> None:
 @each_kind
 @pytest.mark.parametrize("guided", [True, False])
 def test_a_sampler_that_a_preset_was_worse_with(kind: SamplerKind, guided: bool) -> None:
-    reason = SELDOM.why_not(kind, 20, guided)
+    reason = SELDOM.why_not(task(kind, 20, guided))
     if kind is SamplerKind.ONE_STEP and guided:
         assert reason is None
     else:
@@ -121,8 +134,37 @@ def test_a_short_run() -> None:
         preset = dataclasses.replace(PRESETS[name], uses=EVERYWHERE)
         for steps in range(FEWEST_STEPS):
             reason = f"a run of {steps} steps is short: each of fewer than 12 steps counts"
-            assert preset.why_not(kind, steps, guided) == reason
-        assert preset.why_not(kind, FEWEST_STEPS, guided) is None
+            assert preset.why_not(task(kind, steps, guided)) == reason
+        assert preset.why_not(task(kind, FEWEST_STEPS, guided)) is None
+
+
+UNMEASURED = {
+    "distilled": ({"is_distilled": True}, "this is a distilled model, for few steps"),
+    "inpainting": ({"has_mask": True}, "with a mask for inpainting, fewer plain steps were mostly measured closer"),
+    "packed": ({"has_parts": True}, "not measured with latents of several parts"),
+}
+
+
+@pytest.mark.parametrize(("what", "said"), UNMEASURED.values(), ids=UNMEASURED)
+@each_preset
+def test_runs_that_only_custom_is_for(name: str, what: dict[str, bool], said: str) -> None:
+    for kind in CALLS_ONCE:
+        reason = dataclasses.replace(PRESETS[name], uses=EVERYWHERE).why_not(task(kind, **what))
+        assert reason is not None and said in reason and f"choose {CUSTOM}" in reason
+        assert custom(Selection()).why_not(task(kind, **what)) is None
+
+
+def test_nothing_is_followed_through_the_parts_of_a_packed_latent() -> None:
+    """A share that is fitted over all of it would be that of the largest part."""
+    for kind in SamplerKind:
+        assert custom(Selection()).rule_for(task(kind, has_parts=True)) is Reuse.HOLD
+        assert custom(Selection(), Reuse.LINEAR).rule_for(task(kind, has_parts=True)) is Reuse.LINEAR
+        assert custom(Selection()).rule_for(task(kind, has_mask=True)) is rule_for(kind)
+
+
+@each_preset
+def test_presets_of_ours_have_nothing_to_remark(name: str) -> None:
+    assert PRESETS[name].remark(task(SamplerKind.ONE_STEP, cfg=7.0, model="SDXL", sigmas=(1.0, 0.0))) == ""
 
 
 # ---- custom
@@ -131,7 +173,7 @@ def test_a_short_run() -> None:
 @each_kind
 @pytest.mark.parametrize("steps", [2, 11, 12, 50])
 def test_custom_goes_with_any_sampler_that_calls_once_a_step(kind: SamplerKind, steps: int) -> None:
-    reason = custom(Selection(0.5)).why_not(kind, steps)
+    reason = custom(Selection(0.5)).why_not(task(kind, steps))
     if kind is SamplerKind.SEVERAL_CALLS:
         assert reason is not None and "several times a step" in reason
     else:
@@ -143,7 +185,7 @@ def test_custom_goes_with_any_sampler_that_calls_once_a_step(kind: SamplerKind, 
 def test_custom_has_the_users_rule(kind: SamplerKind, rule: Reuse | None) -> None:
     preset = custom(Selection(count=3), rule)
     assert preset.name == CUSTOM and preset.selection.count == 3
-    assert preset.rule_for(kind) is (rule if rule is not None else rule_for(kind))
+    assert preset.rule_for(task(kind)) is (rule if rule is not None else rule_for(kind))
 
 
 # ---- selections
@@ -210,6 +252,12 @@ def test_a_selection_that_a_run_has_not(selection: Selection, said: str) -> None
 )
 def test_kinds_of_samplers(sampler: str, kind: SamplerKind) -> None:
     assert kind_of(sampler) is kind
+
+
+def test_methods_are_told_apart_and_their_names_are_not() -> None:
+    same = [("ddim", "euler"), ("dpmpp_2m_sde_gpu", "dpmpp_2m_sde"), ("unipc_bh2", "uni_pc_bh2"), ("deis", "deis")]
+    assert all(method_of(one) == method_of(other) for one, other in same)
+    assert len({method_of(name) for name in ("euler", "euler_ancestral", "uni_pc", "uni_pc_bh2", "dpmpp_2m")}) == 5
 
 
 def test_only_deterministic_samplers_are_continued_along_a_line() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.reuse import Reuse
-from slipstream.sampling.run import SkippingRun
+from slipstream.sampling.run import Skipped, SkippingRun
 from slipstream.sampling.schedule import Steps, countdown_law, power_law, shortened
 
 SIGMAS = (10.0, 8.0, 6.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.0)
@@ -501,3 +501,13 @@ def test_pictures_of_a_batch_are_as_alone(sampler: Any, rule: Reuse) -> None:
 
     alone = torch.cat([sampled(x[index : index + 1]) for index in range(4)])
     torch.testing.assert_close(sampled(x), alone, rtol=0, atol=1e-6)
+
+
+# ---- what is said of a run
+
+
+def test_what_happened_in_words() -> None:
+    skipped = Skipped("mine", "euler", 20, 12, 8, "measured", "")
+    assert str(skipped) == "mine: 12 of 20 steps computed (euler, measured)"
+    assert str(replace(skipped, remark="calibrated with CFG 7")) == f"{skipped}; calibrated with CFG 7"
+    assert str(replace(skipped, reason="too short")) == "every step computed: too short"

@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from slipstream.sampling import saved
 from slipstream.sampling.presets import CUSTOM, PRESETS
 from slipstream.sampling.samplers import SamplerKind, rule_for
 from slipstream.sampling.saved import SavedPreset
+from slipstream.sampling.task import Task
 
 PRESET = SavedPreset("Portraits 1", 20, (0, 1, 2, 5, 9, 19), "SD15", "dpmpp_2m", "karras", 6.5, 41.25, "2025-11-30")
 DAMAGED = {
@@ -34,6 +36,8 @@ DAMAGED = {
     "a name that is none": json.dumps(PRESET.record() | {"sampler": 7}),
     "CFG in words": json.dumps(PRESET.record() | {"cfg": "much"}),
     "CFG without end": json.dumps(PRESET.record() | {"cfg": 10**400}),
+    "sigmas in words": json.dumps(PRESET.record() | {"sigmas": ["high", "low"]}),
+    "a mask in words": json.dumps(PRESET.record() | {"has_mask": "no"}),
     "bytes": b"\xff\xfe\x00",
 }
 
@@ -54,6 +58,18 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert [each.name for each in folder.iterdir()] == [path.name], "nothing is left beside it"
     assert saved.load("Portraits 1", folder) == PRESET
     assert saved.saved_presets(folder) == {"Portraits 1": PRESET}
+
+
+def test_all_of_it_is_kept(tmp_path: Path) -> None:
+    inpainting = replace(PRESET, has_mask=True, sigmas=(14.6, 0.1, 0.0))
+    saved.save(inpainting, tmp_path)
+    assert saved.load(PRESET.name, tmp_path) == inpainting
+
+
+def test_what_was_saved_before_masks_and_sigmas_were_is_loaded(tmp_path: Path) -> None:
+    older = {key: value for key, value in PRESET.record().items() if key not in ("has_mask", "sigmas")}
+    write(tmp_path, PRESET.name, json.dumps(older))
+    assert saved.load(PRESET.name, tmp_path) == PRESET
 
 
 def test_lists_are_in_order_and_know_only_presets(tmp_path: Path) -> None:
@@ -152,11 +168,15 @@ def test_names_that_are_taken(name: str) -> None:
 # ---- what it does
 
 
+RUN = Task("dpmpp_2m", 20, sigmas=tuple(float(level) for level in range(20, -1, -1)), cfg=6.5, model="SD15")
+"""One that it was calibrated for."""
+
+
 def test_it_computes_its_steps_in_runs_of_its_length_alone() -> None:
     preset = PRESET.preset()
     assert preset.name == PRESET.name and preset.selection.computed(20) == PRESET.computed
-    assert preset.why_not(SamplerKind.MULTISTEP, 20) is None
-    reason = preset.why_not(SamplerKind.MULTISTEP, 30)
+    assert preset.why_not(RUN) is None
+    reason = preset.why_not(replace(RUN, steps=30))
     assert reason == (
         "these steps were calibrated for runs of 20 steps, and this one has 30; sample with 20 steps, or calibrate "
         "with 30"
@@ -165,13 +185,46 @@ def test_it_computes_its_steps_in_runs_of_its_length_alone() -> None:
         preset.selection.computed(30)
 
 
-def test_it_is_for_samplers_of_its_kind() -> None:
-    preset = PRESET.preset()
-    assert preset.rule_for(SamplerKind.MULTISTEP) is rule_for(SamplerKind.MULTISTEP)
-    assert "another kind (multistep)" in str(preset.why_not(SamplerKind.STOCHASTIC, 20))
-    assert "several times a step" in str(preset.why_not(SamplerKind.SEVERAL_CALLS, 20))
-    unknown = replace(PRESET, sampler="of_another_extension").preset()
-    assert unknown.why_not(SamplerKind.UNKNOWN, 20) is None
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "sampler": ({"sampler": "deis"}, "with dpmpp_2m, and this is deis"),
+    "kind of sampler": ({"sampler": "euler_ancestral"}, "with dpmpp_2m, and this is euler_ancestral"),
+    "guidance": ({"guided": False, "cfg": 1.0}, "at CFG above 1, and this is CFG 1"),
+    "mask": ({"has_mask": True}, "without a mask for inpainting, and this is with one"),
+    "parts": ({"has_parts": True}, "on latents of one part, and this has several"),
+}
+
+
+@pytest.mark.parametrize(("changes", "said"), OTHERS.values(), ids=OTHERS)
+def test_it_is_for_runs_like_those_of_its_calibration(changes: dict[str, Any], said: str) -> None:
+    reason = PRESET.preset().why_not(replace(RUN, **changes))
+    assert reason == f"Portraits 1 was calibrated {said}; sample so, or calibrate anew"
+
+
+def test_it_is_for_whatever_it_was_calibrated_with() -> None:
+    for saved_one, run in (
+        (replace(PRESET, sampler="of_another_extension"), replace(RUN, sampler="of_another_extension")),
+        (replace(PRESET, sampler="ddim"), replace(RUN, sampler="euler")),
+        (replace(PRESET, sampler="dpmpp_2m_sde_gpu"), replace(RUN, sampler="dpmpp_2m_sde")),
+        (replace(PRESET, cfg=1.0), replace(RUN, guided=False)),
+        (replace(PRESET, has_mask=True), replace(RUN, has_mask=True)),
+        (PRESET, replace(RUN, is_distilled=True)),
+    ):
+        assert saved_one.preset().why_not(run) is None
+    reason = replace(PRESET, has_mask=True).preset().why_not(RUN)
+    assert reason is not None and "with a mask for inpainting, and this is without" in reason
+    assert "several times a step" in str(PRESET.preset().why_not(replace(RUN, sampler="heun")))
+    assert PRESET.preset().rule_for(RUN) is rule_for(SamplerKind.MULTISTEP)
+
+
+def test_what_differs_is_remarked() -> None:
+    preset = replace(PRESET, sigmas=RUN.sigmas).preset()
+    nearly = tuple(level * (1 + 1e-5) for level in RUN.sigmas)
+    assert preset.remark(RUN) == preset.remark(replace(RUN, sigmas=nearly)) == ""
+    assert preset.remark(replace(RUN, cfg=7.0)) == "calibrated with CFG 6.5"
+    other = replace(RUN, sigmas=tuple(level / 2 for level in RUN.sigmas), model="SDXL")
+    assert preset.remark(other) == "calibrated with another schedule (karras) and a model of the class SD15"
+    unknown = replace(RUN, sigmas=(), cfg=None, model="")
+    assert preset.remark(unknown) == PRESET.preset().remark(replace(RUN, sigmas=(1.0, 0.0))) == ""
 
 
 def test_its_note_says_what_it_is_for() -> None:
