@@ -19,6 +19,7 @@ from ..runtime.settings import Resolution, Settings
 from ..runtime.verify import relative_error
 from .build import Obtained, load, obtain, settings_from
 from .errors import OK, CommandError
+from .home import preferences
 from .interrupt import prompt_interrupts
 from .models import DEMO, LoadedModel
 from .output import Output
@@ -32,8 +33,9 @@ _COLUMNS = ("case", "variant", "ms", "min", "max", "speed", "error", "engine cal
 
 def bench(store: EngineStore, output: Output, options: Namespace) -> int:
     """Time each resolution; engines that are missing are built first."""
-    settings = settings_from(options)
-    provider = EngineProvider(store)
+    chosen = preferences(options)
+    settings = chosen.applied_to(settings_from(options))
+    provider = EngineProvider(store, preferences=lambda: chosen)
     rows: list[Row] = []
     with prompt_interrupts(provider), torch.no_grad():
         model = load(options, provider)

@@ -9,13 +9,14 @@ from typing import Any
 
 from ..core.progress import Progress
 from ..engine_cache import EngineStore, Entry
+from ..runtime.describe import summary
 from ..runtime.estimate import say_estimate
 from ..runtime.plan import CallShape, Plan
 from ..runtime.provider import EngineProvider, HostHooks
 from ..runtime.settings import Settings
-from .describe import summary
 from .engines import SHOWN
 from .errors import OK
+from .home import preferences
 from .interrupt import prompt_interrupts
 from .models import LoadedModel, load_model
 from .output import Output, progress_bar
@@ -42,8 +43,9 @@ class Obtained:
 def build(store: EngineStore, output: Output, options: Namespace) -> int:
     """Build, load and check the engines of all resolutions; those that exist are only checked."""
     started = time.monotonic()
-    settings = settings_from(options)
-    provider = EngineProvider(store)
+    chosen = preferences(options)
+    settings = chosen.applied_to(settings_from(options))
+    provider = EngineProvider(store, preferences=lambda: chosen)
     with prompt_interrupts(provider):
         model = load(options, provider)
         engines: dict[str, Obtained] = {}

@@ -7,51 +7,55 @@ from argparse import Namespace
 from datetime import datetime
 from typing import Any
 
-from ..core.errors import SlipstreamError
 from ..engine_cache import EngineStore, Entry
-from .describe import details, summary
+from ..runtime.describe import details, overview
+from ..runtime.pruning import prune
 from .errors import FAILED, OK, CommandError
 from .output import Output
-from .words import say_bytes, say_error, say_seconds, say_time
+from .words import say_bytes, say_error, say_seconds, say_speedup, say_time
 
 SHOWN = 12
 """Digits of a digest that people get to see."""
 
-_COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "state")
+_COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
 
 
 def list_engines(store: EngineStore, output: Output) -> int:
     """Show every engine, the most recently used first."""
-    entries = store.list()
-    rows = [summary(entry) for entry in entries]
-    total = sum(entry.bytes for entry in entries)
-    data = {"store": str(store.root), "bytes": total, "limit_bytes": store.limit_bytes, "engines": rows}
+    data = overview(store)
+    rows = data["engines"]
 
     def tell() -> None:
         if not rows:
             output.line(f"No engines in {store.root}.")
             output.line("Build one: slipstream build --model FILE --resolution 512x512")
             return
-        output.table(_COLUMNS, [_row(entry, row) for entry, row in zip(entries, rows, strict=True)])
-        output.line(f"{len(rows)} engines, {say_bytes(total)} of {say_bytes(store.limit_bytes)}, in {store.root}")
+        output.table(_COLUMNS, [_row(row) for row in rows])
+        used = f"{say_bytes(data['bytes'])} of {say_bytes(store.limit_bytes)}"
+        output.line(f"{len(rows)} engines, {used}, in {store.root}")
 
     output.show(data, tell)
     return OK
 
 
-def _row(entry: Entry, row: dict[str, Any]) -> tuple[str, ...]:
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["digest"][:SHOWN],
         row["label"],
         row["backend"],
         row["precision"],
         say_bytes(row["bytes"]),
-        say_time(datetime.fromisoformat(row["created"]).timestamp()),
+        _say_when(row["created"]),
         say_seconds(row["build_s"]),
-        say_time(entry.last_used),
+        _say_when(row["last_used"]),
         say_error(row["error"]),
+        say_speedup(row["speedup"]),
         say_state(row),
     )
+
+
+def _say_when(iso: str) -> str:
+    return say_time(datetime.fromisoformat(iso).timestamp())
 
 
 def say_state(row: dict[str, Any]) -> str:
@@ -75,7 +79,7 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
     facts = [("engine", data["label"]), ("used now?", _say_use(data["reasons"]))]
     facts += [(name, str(data[name])) for name in plain]
-    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data))]
+    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", _say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
     output.facts(facts)
     output.line("\nfiles")
@@ -92,6 +96,13 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
 def _say_build(data: dict[str, Any]) -> str:
     phases = ", ".join(f"{name} {say_seconds(seconds)}" for name, seconds in data["build_phases"].items())
     return f"{say_seconds(data['build_s'])} ({phases})" if phases else say_seconds(data["build_s"])
+
+
+def _say_speed(data: dict[str, Any]) -> str:
+    if data["speedup"] is None:
+        return "not measured"
+    times = f"{data['engine_ms']:.1f} ms a call, the plain model takes {data['eager_ms']:.1f} ms"
+    return f"{say_speedup(data['speedup'])}: {times}"
 
 
 def _say_check(check: dict[str, Any]) -> str:
@@ -116,7 +127,7 @@ def _flat(node: Any, name: str = "") -> list[tuple[str, str]]:
 def verify_engines(store: EngineStore, output: Output, prefixes: list[str]) -> int:
     """Read the files of some engines (of all when none is named) and compare them with their checksums."""
     if prefixes:
-        found = {digest: _why_bad(store, digest) for digest in dict.fromkeys(resolve(store, text) for text in prefixes)}
+        found = {digest: store.verify(digest) for digest in dict.fromkeys(resolve(store, text) for text in prefixes)}
     else:
         found = store.verify_all()
     bad = sum(reason is not None for reason in found.values())
@@ -131,31 +142,17 @@ def verify_engines(store: EngineStore, output: Output, prefixes: list[str]) -> i
     return FAILED if bad else OK
 
 
-def _why_bad(store: EngineStore, digest: str) -> str | None:
-    entry = store.lookup(digest)
-    if entry is None:
-        return "damaged or from a newer Slipstream; see the warning. It is built anew when it is next asked for"
-    try:
-        entry.verify_files(again=True)
-    except SlipstreamError as error:
-        return str(error)
-    return None
-
-
 def prune_engines(store: EngineStore, output: Output, options: Namespace) -> int:
     """Remove the least recently used engines until the rest fits, and what builds that were killed left behind."""
-    if store.root.is_dir():
-        store.clean()
-    labels = {entry.digest: (entry.manifest.label, entry.bytes) for entry in store.list()}
-    removed = store.prune(limit_bytes=options.limit, older_than=options.older_than)
-    freed = sum(labels[digest][1] for digest in removed if digest in labels)
+    removed = prune(store, options.limit, options.older_than)
+    freed = sum(entry.bytes for entry in removed)
 
     def tell() -> None:
-        for digest in removed:
-            output.line(f"{digest[:SHOWN]}  {labels.get(digest, ('?', 0))[0]}")
+        for entry in removed:
+            output.line(f"{entry.digest[:SHOWN]}  {entry.manifest.label}")
         output.line(f"{len(removed)} engines removed, {say_bytes(freed)} freed, {say_bytes(store.size_bytes())} left")
 
-    output.show({"store": str(store.root), "removed": removed, "freed_bytes": freed}, tell)
+    output.show({"store": str(store.root), "removed": [entry.digest for entry in removed], "freed_bytes": freed}, tell)
     return OK
 
 

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from ..engine_cache import EngineStore
 from ..hosts.comfy.standalone import models_folder
-from ..runtime.home import store_home
+from ..runtime.home import open_store as open_preferred_store
+from ..runtime.home import preferences_file
+from ..runtime.preferences import Preferences
 
 
 def open_store(options: Namespace) -> EngineStore:
     """`--home`, else SLIPSTREAM_HOME, else the store of the ComfyUI that is meant, else the user's own.
+
+    The folder that the user prefers takes the place of the last two; `--home` is for what ComfyUI does not use.
 
     Raises:
         BackendUnavailable: `--comfyui` or COMFYUI_DIR names no ComfyUI.
     """
     if options.home is not None:
         return EngineStore(options.home.expanduser())
+    return open_preferred_store(preferences(options), _host_default(options))
+
+
+def preferences(options: Namespace) -> Preferences:
+    """What the user chose on the page of the ComfyUI that is meant.
+
+    Raises:
+        BackendUnavailable: as `open_store`.
+    """
+    return preferences_file(_host_default(options)).read()
+
+
+def _host_default(options: Namespace) -> Path | None:
     models = models_folder(options.comfyui)
-    return EngineStore(store_home(models / "slipstream" if models else None))
+    return models / "slipstream" if models else None

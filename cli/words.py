@@ -92,5 +92,10 @@ def say_error(error: float | None) -> str:
     return "not checked" if error is None else f"{error:.1e}"
 
 
+def say_speedup(speedup: float | None) -> str:
+    """How many times as fast as the plain model; "-" where that was not measured."""
+    return "-" if speedup is None else f"{speedup:.2f}×"
+
+
 def one_line(text: object) -> str:
     return " ".join(str(text).split())

@@ -11,6 +11,7 @@
     │   └── NotFinite        ... that computes NaN or Inf where the model in fp32 does not
     ├── CorruptEngine        files that differ from what their manifest says
     └── StoreError           the engine store cannot be read or written
+        └── EngineInUse      ... because a living process needs the engine that was to go
 
 A message says what happened, on what, and what to do next; it is shown to users as it stands.
 """
@@ -60,6 +61,10 @@ class CorruptEngine(SlipstreamError):
 
 class StoreError(SlipstreamError):
     """The engine store cannot be read or written: no space, no permission, or a lock that never came free."""
+
+
+class EngineInUse(StoreError):
+    """An engine was not deleted, since a run needs it."""
 
 
 def first_line(error: BaseException) -> str:

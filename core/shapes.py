@@ -116,6 +116,11 @@ class ShapeProfile:
     def from_json(cls, data: Mapping[str, Any]) -> ShapeProfile:
         return cls({name: tuple(ShapeRange(*map(int, axis)) for axis in axes) for name, axes in data.items()})
 
+    @classmethod
+    def from_factors(cls, data: Mapping[str, Any]) -> ShapeProfile:
+        """As it stands among an engine's factors."""
+        return cls({name: tuple(ShapeRange(**axis) for axis in axes) for name, axes in data["inputs"].items()})
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {_times(axes)}" for name, axes in self.inputs.items())
 

@@ -6,7 +6,7 @@ from .files import identity as file_identity
 from .history import BuildHistory, PastBuild
 from .key import EngineKey, canonical, canonical_json, digest_of
 from .locks import WaitCallback
-from .manifest import BuildRecord, FileRecord, Manifest, Verification
+from .manifest import BuildRecord, FileRecord, Manifest, Verification, is_digest
 from .memo import WeightsMemo
 from .overflows import OverflowMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
@@ -36,4 +36,5 @@ __all__ = [
     "digest_of",
     "digest_tensors",
     "file_identity",
+    "is_digest",
 ]

@@ -57,6 +57,8 @@ class Verification:
         when: ISO 8601 in UTC.
         note: one line for people, e.g. that the error is above twice eager's.
         device_bytes: device memory that the engine held itself, weights of the host not counted; 0 where unknown.
+        engine_ms, eager_ms: one call of the engine, and of the host's own module in its precision, at the shapes that
+            the engine is tuned for: milliseconds, the median of a few; None where they were not measured.
     """
 
     relative_error: float
@@ -67,11 +69,21 @@ class Verification:
     when: str = field(default_factory=lambda: utc_now())
     note: str = ""
     device_bytes: int = 0
+    engine_ms: float | None = None
+    eager_ms: float | None = None
 
     def __post_init__(self) -> None:
         for value in (self.relative_error, self.eager_error or 0.0):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{value!r} is no relative error: what gives NaN or Inf is never kept")
+        for time in (self.engine_ms, self.eager_ms):
+            if time is not None and not 0 < time < math.inf:
+                raise ValueError(f"{time!r} is no time of a call in milliseconds")
+
+    @property
+    def speedup(self) -> float | None:
+        """The plain model's time by the engine's; None where they were not measured."""
+        return None if self.engine_ms is None or self.eager_ms is None else self.eager_ms / self.engine_ms
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,23 @@ class Manifest:
     def bytes(self) -> int:
         """Size of the engine's files on disk."""
         return sum(record.bytes for record in self.files.values())
+
+    @property
+    def profiles(self) -> tuple[ShapeProfile, ...]:
+        """All shapes that the engine takes."""
+        more = self.factors.get("spec", {}).get("more_profiles", ())
+        return self.profile, *(ShapeProfile.from_factors(profile) for profile in more)
+
+    @property
+    def worst_error(self) -> float | None:
+        """The largest relative error of its verifications; None before the first."""
+        return max((result.relative_error for result in self.verifications.values()), default=None)
+
+    @property
+    def timed(self) -> Verification | None:
+        """The newest verification in which engine and plain model were timed."""
+        newest_first = reversed(list(self.verifications.values()))
+        return next((result for result in newest_first if result.speedup is not None), None)
 
     def with_verification(self, weights_digest: str, result: Verification) -> Manifest:
         """A copy that also knows `result`; it replaces an earlier one for the same weights."""
@@ -242,6 +271,8 @@ def _verification(data: Mapping[str, Any]) -> Verification:
         when=_take(data, "when", str),
         note=_take(data, "note", str),
         device_bytes=_take_or_none(data, "device_bytes", int) or 0,
+        engine_ms=_take_or_none(data, "engine_ms", float),
+        eager_ms=_take_or_none(data, "eager_ms", float),
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..core.errors import BuildFailed, CorruptEngine, IncompatibleEngine, StoreError
+from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError
 from ..core.protocols import Artifact
 from .entry import LAST_USED_NAME, Entry, Hold
 from .files import (
@@ -100,9 +100,10 @@ class EngineStore:
 
     def verify_all(self) -> dict[str, str | None]:
         """Read all files again: digest -> what is wrong, or None. Corrupt entries are set aside."""
-        return {digest: self._why_bad(digest) for digest in self._digests()}
+        return {digest: self.verify(digest) for digest in self._digests()}
 
-    def _why_bad(self, digest: str) -> str | None:
+    def verify(self, digest: str) -> str | None:
+        """Read an engine's files again: what is wrong with them, or None. A corrupt entry is set aside."""
         try:
             entry = self._read(digest)
             if entry is not None:
@@ -113,6 +114,23 @@ class EngineStore:
         except (IncompatibleEngine, StoreError, OSError) as error:
             return str(error)
         return None
+
+    def has(self, digest: str) -> bool:
+        """Whether there is an entry, readable or not."""
+        return os.path.lexists(self._directory(digest))
+
+    def is_used(self, digest: str) -> bool:
+        """Whether a living process holds the entry; False where the store is read-only, so that nobody can tell."""
+        try:
+            with self._space.writing(f"Looking for users of the engine {digest[:12]}"):
+                return self._is_used(digest)
+        except StoreError as error:
+            log.debug("%s", error)
+            return False
+
+    def free_bytes(self) -> int:
+        """Free space on the store's disk."""
+        return free_bytes(self.root)
 
     def _digests(self) -> Digests:
         try:
@@ -267,18 +285,18 @@ class EngineStore:
             Whether there was one.
 
         Raises:
-            StoreError: it is in use, or the store cannot be written.
+            EngineInUse: nothing was deleted.
+            StoreError: the store cannot be written.
         """
-        directory = self._directory(digest)
-        if not os.path.lexists(directory):
+        if not self.has(digest):
             return False
         with self._space.writing(f"Deleting the engine {digest[:12]}"):
             if not force and self._is_used(digest):
-                raise StoreError(
+                raise EngineInUse(
                     f"The engine {digest[:12]} is in use, so it was not deleted: wait until the run that needs "
                     f"it ends (or close the ComfyUI that makes it) and try again."
                 )
-            trash = self._space.discard(directory)
+            trash = self._space.discard(self._directory(digest))
         remove_tree(trash)
         return True
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+HIDDEN = [io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo]
+"""What these nodes ask of ComfyUI."""
+
 
 def accelerated(
     node: type[io.ComfyNode], accelerate: Callable[..., Any], subject: Any, **choices: Any
@@ -20,11 +23,20 @@ def accelerated(
     Raises:
         ValueError: a choice that is not offered.
     """
+    from ..hosts.comfy.build_prompt import is_dry_run
     from ..hosts.comfy.host import provider
     from ..hosts.comfy.pictures import record_run
+    from ..hosts.comfy.watching import changed, watch
     from ..runtime.module import AcceleratedModule
     from ..runtime.settings import Settings
 
-    module = AcceleratedModule(provider(), Settings.of_text(**choices))
-    node_id = str(node.hidden.unique_id)
-    return io.NodeOutput(accelerate(subject, module, lambda what: record_run(what, node_id)))
+    hidden = node.hidden
+    module = AcceleratedModule(provider(), Settings.of_text(**choices), by_hand=is_dry_run(hidden.prompt))
+    watch(module, hidden.unique_id, hidden.extra_pnginfo)
+    node_id = str(hidden.unique_id)
+
+    def after_run(what: dict[str, Any]) -> None:
+        record_run(what, node_id)
+        changed()
+
+    return io.NodeOutput(accelerate(subject, module, after_run))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io, ui
 
+from .accelerating import HIDDEN
 from .inputs import backend_input, engine_inputs, optimize_input, precision_input
+
+if TYPE_CHECKING:
+    from ..runtime.settings import Settings
 
 
 class BuildEngine(io.ComfyNode):
@@ -19,7 +23,7 @@ class BuildEngine(io.ComfyNode):
             description="Builds engines now, with a progress bar, and checks them against the model. An engine that "
             "exists already is only checked. Cancel stops the build and leaves nothing behind.",
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input("model", tooltip="The model to build for, with the LoRA that it will have."),
                 io.String.Input("resolutions", default="512x512", tooltip="Picture sizes, such as 512x512, 768x512."),
                 io.Int.Input(
                     "batch",
@@ -41,7 +45,11 @@ class BuildEngine(io.ComfyNode):
                 optimize_input(),
                 *engine_inputs(),
             ],
-            outputs=[io.Model.Output(), io.String.Output(display_name="report")],
+            outputs=[
+                io.Model.Output(tooltip="The same model. Lead it on to Accelerate Model: building then comes first."),
+                io.String.Output(display_name="report", tooltip="A line for each engine: ready, or why not."),
+            ],
+            hidden=HIDDEN,
             is_output_node=True,
         )
 
@@ -57,8 +65,6 @@ class BuildEngine(io.ComfyNode):
         optimize: str,
         **engines: Any,
     ) -> io.NodeOutput:
-        from ..hosts.comfy.build import build_engines
-        from ..hosts.comfy.host import provider
         from ..runtime.settings import Settings
 
         settings = Settings.of_text(
@@ -69,5 +75,25 @@ class BuildEngine(io.ComfyNode):
             resolutions=resolutions,
             **engines,
         )
-        report = "\n".join(build_engines(provider(), model, settings, batch, tokens))
+        report = "\n".join(_built(cls.hidden, model, settings, batch, tokens))
         return io.NodeOutput(model, report, ui=ui.PreviewText(report))
+
+
+def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int) -> list[str]:
+    """A line for each engine, or in a dry run why there is none: it meets the shapes that this node cannot know."""
+    from ..core.errors import UnsupportedModel
+    from ..hosts.comfy.build import build_engines
+    from ..hosts.comfy.build_prompt import is_dry_run
+    from ..hosts.comfy.host import provider
+    from ..hosts.comfy.watching import watch
+    from ..runtime.module import AcceleratedModule
+
+    module = AcceleratedModule(provider(), settings, by_hand=True)
+    if not is_dry_run(hidden.prompt):
+        watch(module, hidden.unique_id, hidden.extra_pnginfo)
+    try:
+        return build_engines(provider(), model, settings, batch, tokens, module.status.want)
+    except UnsupportedModel as error:
+        if not is_dry_run(hidden.prompt):
+            raise
+        return [str(error)]

@@ -10,9 +10,11 @@ from .accelerate_controlnet import AccelerateControlNet
 from .accelerate_vae import AccelerateVAE
 from .build_engine import BuildEngine
 from .compare_images import CompareImages
-from .demo import SlipstreamDemoLoader, SlipstreamDemoPrompt
+from .demo import SlipstreamDemoLoader, SlipstreamDemoLora, SlipstreamDemoPrompt
+from .dry_run import SlipstreamDryRunEnd, SlipstreamOneStep
 from .engine_info import EngineInfo
 from .ksampler_step_skip import KSamplerStepSkip
+from .routes import add_routes
 from .skip_calibrate import SkipCalibrate
 from .step_skip import SkipSigmas, StepSkip, StepSkipSampler
 
@@ -20,6 +22,7 @@ from .step_skip import SkipSigmas, StepSkip, StepSkipSampler
 class SlipstreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         watch_prompts()  # here, since older ComfyUIs never call on_load
+        add_routes()
         return [
             AccelerateModel,
             AccelerateControlNet,
@@ -33,5 +36,8 @@ class SlipstreamExtension(ComfyExtension):
             SkipCalibrate,
             CompareImages,
             SlipstreamDemoLoader,
+            SlipstreamDemoLora,
             SlipstreamDemoPrompt,
+            SlipstreamOneStep,
+            SlipstreamDryRunEnd,
         ]

@@ -1,4 +1,4 @@
-"""Facts about one engine as plain data, and whether it would be used on this machine now."""
+"""Facts about engines as plain data, and whether one would be used on this machine now."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ import torch
 from ..core.errors import SlipstreamError
 from ..core.protocols import Backend
 from ..core.spec import Optimize, Precision
-from ..engine_cache import Entry, Manifest, canonical, describe_differences
+from ..engine_cache import EngineStore, Entry, Manifest, canonical, describe_differences
 from ..engine_cache.key import KEY_SCHEMA
-from ..runtime.backends import backend_named
+from .backends import backend_named
+from .plan import say_batch, say_sizes
+
+
+def overview(store: EngineStore) -> dict[str, Any]:
+    """What `list` tells: the store, and each of its engines, the most recently used first."""
+    engines = [summary(entry) for entry in store.list()]
+    return {
+        "store": str(store.root),
+        "bytes": sum(engine["bytes"] for engine in engines),
+        "limit_bytes": store.limit_bytes,
+        "free_bytes": store.free_bytes(),
+        "engines": engines,
+    }
 
 
 def summary(entry: Entry) -> dict[str, Any]:
-    """What `list` tells about an engine."""
+    """One engine in brief."""
     manifest = entry.manifest
     reasons = why_not_used(manifest)
     return {
@@ -33,14 +46,27 @@ def summary(entry: Entry) -> dict[str, Any]:
         "created": manifest.created,
         "build_s": manifest.build.seconds,
         "last_used": datetime.fromtimestamp(entry.last_used, timezone.utc).isoformat(timespec="seconds"),
-        "error": worst_error(manifest),
+        "error": manifest.worst_error,
+        **_speed(manifest),
         "state": "stale" if reasons else "ok",
         "reasons": reasons,
+        "gpu": _environment_of(manifest).get("gpu"),
+        "resolution": say_sizes(manifest.profiles),
+        "batch": say_batch(manifest.profiles),
+    }
+
+
+def _speed(manifest: Manifest) -> dict[str, float | None]:
+    timed = manifest.timed
+    return {
+        "speedup": timed.speedup if timed else None,
+        "engine_ms": timed.engine_ms if timed else None,
+        "eager_ms": timed.eager_ms if timed else None,
     }
 
 
 def details(entry: Entry) -> dict[str, Any]:
-    """What `show` tells: all that is known."""
+    """What `show` tells: all that is known about an engine."""
     manifest = entry.manifest
     return {
         **summary(entry),
@@ -54,11 +80,6 @@ def details(entry: Entry) -> dict[str, Any]:
         "verifications": {weights: asdict(result) for weights, result in manifest.verifications.items()},
         "factors": dict(manifest.factors),
     }
-
-
-def worst_error(manifest: Manifest) -> float | None:
-    """The largest relative error of its verifications; None before the first."""
-    return max((result.relative_error for result in manifest.verifications.values()), default=None)
 
 
 def why_not_used(manifest: Manifest) -> list[str]:

@@ -39,6 +39,17 @@ def estimate(history: BuildHistory, plan: Plan, operations: int = 0) -> float | 
     return _estimate(history.builds(), plan, operations)
 
 
+def typical(history: BuildHistory, optimize: str | None = None) -> float | None:
+    """Seconds that builds took on this machine, in the middle; None before the first.
+
+    Args:
+        optimize: an `Optimize`, as text, for builds with this much effort alone.
+    """
+    here = [build for build in history.builds() if build.machine == platform.node()]
+    seconds = [build.seconds for build in here if optimize in (None, build.optimize)]
+    return statistics.median(seconds) if seconds else None
+
+
 def estimator(history: BuildHistory, plan: Plan) -> Callable[[int], float | None]:
     """`estimate` by the number of operations; the history is read once."""
     builds = history.builds()

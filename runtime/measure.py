@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,10 @@ from .. import __version__
 from ..core.environment import Environment
 from ..core.protocols import ModelSource
 from ..engine_cache import Entry
-from .plan import Plan
-from .provider import EngineProvider
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .provider import EngineProvider
 
 ROOT = Path(__file__).resolve().parent.parent
 

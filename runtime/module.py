@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -28,12 +29,21 @@ class AcceleratedModule:
     """One accelerated model of a workflow; lives as long as the node's output.
 
     It holds no tensors: the live model comes with every run.
+
+    Args:
+        by_hand: see `HostHooks`.
     """
 
-    def __init__(self, provider: EngineProvider, settings: Settings) -> None:
+    def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
         self.provider = provider
-        self.settings = settings
+        self._chosen = settings
+        self.by_hand = by_hand
         self.status = Status()
+
+    @property
+    def settings(self) -> Settings:
+        """What the user chose for it, and where that is `auto`, for everything; asked anew in each run."""
+        return self.provider.with_preferences(self._chosen)
 
     @contextmanager
     def run(self, source: ModelSource, hooks: HostHooks | None = None, *, finite_only: bool = False) -> Iterator[Run]:
@@ -68,7 +78,8 @@ class Run:
         self._finite_only = finite_only
         self._module = module
         self._source = source
-        self._hooks = hooks
+        self._wanted = ""
+        self._hooks = replace(hooks, wants=self._want, by_hand=module.by_hand)
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
 
@@ -172,11 +183,17 @@ class Run:
         return None
 
     def _new_offer(self, call: CallShape) -> Offer:
-        module = self._module
+        module, self._wanted = self._module, ""
         offer = module.provider.offer(self._source, call, module.settings, self._hooks)
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
+        elif self._wanted and module.provider.store.lookup(self._wanted) is None:
+            module.status.miss(offer.reason, self._wanted)
         return offer
+
+    def _want(self, digest: str) -> None:
+        self._wanted = digest
+        self._module.status.want(digest)
 
     def _compute(self, offer: Offer, call: CallShape, inputs: Tensors) -> Tensors:
         """A batch above the engine's largest is computed in parts, each of which counts as an engine call."""
@@ -232,4 +249,6 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     checked = entry.manifest.verifications.get(source.weights_digest())
     spec = offer.plan.spec
     error = checked.relative_error if checked else None
-    return EngineUse(offer.plan.key.digest, str(offer.plan), spec.backend.name, spec.precision.value, error)
+    timed = entry.manifest.timed
+    speedup = timed.speedup if timed else None
+    return EngineUse(offer.plan.key.digest, str(offer.plan), spec.backend.name, spec.precision.value, error, speedup)

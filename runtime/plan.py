@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,15 +37,25 @@ class Plan:
     save_weights: Callable[[Path], None] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
-        sizes = ", ".join(dict.fromkeys(map(_say_size, self.spec.profiles)))
-        batch = latent_of(self.spec.profile.inputs)[0]
+        sizes, batch = say_sizes(self.spec.profiles), say_batch(self.spec.profiles)
         control = " with control" if any(name.startswith("control_") for name in self.spec.dtypes) else ""
-        return f"{self.spec.fingerprint.architecture_name} {sizes} batch {_span(batch.min, batch.max)}{control}"
+        return f"{self.spec.fingerprint.architecture_name} {sizes} batch {batch}{control}"
 
     def serves(self, call: CallShape, settings: Settings) -> bool:
         """Whether `plans` would find this very engine for another call of the same model and settings."""
         dtypes = _dtype_names(call, self.host, self.spec.precision)
         return dtypes == self.spec.dtypes and profiles_wanted(call.shapes, settings) == self.spec.profiles
+
+
+def say_sizes(profiles: Sequence[ShapeProfile]) -> str:
+    """The pictures that an engine is for, e.g. "512×512" or "512×512…768×768"."""
+    return ", ".join(dict.fromkeys(map(_say_size, profiles)))
+
+
+def say_batch(profiles: Sequence[ShapeProfile]) -> str:
+    """How many samples it takes at once, e.g. "2" or "1…4"."""
+    batch = latent_of(profiles[0].inputs)[0]
+    return _span(batch.min, batch.max)
 
 
 def _say_size(profile: ShapeProfile) -> str:

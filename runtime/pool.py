@@ -137,6 +137,15 @@ class EnginePool:
         for device in {loaded.device for loaded in idle}:
             self.on_change(device)
 
+    def close_idle(self, digest: str) -> None:
+        """Close those of one engine that nobody uses, so that its files may go."""
+        with self._lock:
+            numbers = [number for number, idle in self._idle.items() if idle.entry.digest == digest]
+            idle = [self._idle.pop(number) for number in numbers]
+        for loaded in idle:
+            loaded.close()
+            self.on_change(loaded.device)
+
     def device_bytes(self, device: torch.device) -> int:
         """What all engines hold on `device` themselves, weights of the host not counted."""
         with self._lock:

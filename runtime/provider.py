@@ -32,6 +32,7 @@ from .memory import MemoryWatch, Shortages, give_back_unused
 from .overflow import ADVICE, Overflows
 from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine
+from .preferences import Background, Preferences
 from .queue import BuildQueue, Ticket
 from .settings import BuildPolicy, Settings
 from .trust import Trust
@@ -55,6 +56,9 @@ class HostHooks:
         interruptions: the types of that exception, which no fallback may swallow.
         make_room: unloads what this run does not need until so many bytes are free on a device, as far as possible.
         drop_copies: forgets copies of weights on a device that the host keeps for engines alone.
+        wants: told the digest of each engine whose build is asked for.
+        by_hand: a person asked for the engines: earlier failures count no more, and the run ends, by the first of
+            `interruptions`, where the build that it waits for is cancelled.
     """
 
     progress: ProgressCallback = ignore_progress
@@ -62,6 +66,8 @@ class HostHooks:
     interruptions: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
     make_room: Callable[[torch.device, int], None] = lambda device, wanted: None
     drop_copies: Callable[[torch.device], object] = lambda device: None
+    wants: Callable[[str], None] = lambda digest: None
+    by_hand: bool = False
 
 
 _NO_HOOKS = HostHooks()
@@ -94,6 +100,7 @@ class EngineProvider:
 
     Args:
         is_idle: whether the host has nothing else to do; see `BuildQueue`.
+        preferences: what the user prefers at this moment.
     """
 
     def __init__(
@@ -101,8 +108,10 @@ class EngineProvider:
         store: EngineStore,
         backends: list[Backend] | None = None,
         is_idle: Callable[[], bool] = lambda: True,
+        preferences: Callable[[], Preferences] = Preferences,
     ) -> None:
         self.store = store
+        self.preferences = preferences
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
         self.history = BuildHistory(store.root)
@@ -121,7 +130,13 @@ class EngineProvider:
         )
 
     def _is_idle(self) -> bool:
+        if self.preferences().background is Background.ALWAYS:
+            return True
         return self._active_runs == 0 and self._host_is_idle()
+
+    def with_preferences(self, settings: Settings) -> Settings:
+        """The settings of one model, with `auto` replaced by what the user prefers."""
+        return self.preferences().applied_to(settings)
 
     def run_began(self) -> None:
         """A sampling run is under way: builds that nobody waits for hold still."""
@@ -250,6 +265,9 @@ class EngineProvider:
                 return reason
             if settings.policy is BuildPolicy.MANUAL:
                 return f"no engine for {plan} yet; build it with the Build Engine node or `slipstream build`"
+            if hooks.by_hand:
+                self.queue.forget(plan)
+            hooks.wants(plan.key.digest)
             ticket = self.queue.submit(plan, urgent=settings.policy is BuildPolicy.FIRST_USE)
             if ticket.estimate is None:
                 ticket.estimate = self.estimate(plan)
@@ -261,7 +279,11 @@ class EngineProvider:
                 hooks.make_room(plan.device, needed)
             try:
                 return plan, self.wait_for(ticket, hooks)
-            except (BuildCancelled, BuildDied, StoreError, UnsupportedModel):  # no fault of the backend
+            except BuildCancelled as error:
+                if hooks.by_hand:
+                    raise hooks.interruptions[0](str(error)) from None
+                raise
+            except (BuildDied, StoreError, UnsupportedModel):  # no fault of the backend
                 raise
             except SlipstreamError as error:
                 reasons.append(f"{plan.backend.name}: {error}")
@@ -344,7 +366,7 @@ class EngineProvider:
         loaded = self.pool.take(plan, entry, source.device)
         try:
             loaded.engine.update_weights(source.weights(plan.spec.precision))
-            self._trust.prove(source, plan, loaded)
+            self._trust.prove(source, plan, loaded, hooks.check_interrupted)
         except BaseException as error:
             ran_out = watch.ran_out(error)
             if ran_out or _may_be_spoiled(loaded, error):

@@ -32,6 +32,9 @@ class TicketState(str, Enum):
     CANCELLED = "cancelled"
 
 
+ENDED = (TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED)
+
+
 class Ticket:
     """One build that was asked for.
 
@@ -91,6 +94,10 @@ class Ticket:
         self._ended.set()
 
 
+Listener = Callable[[Ticket], None]
+"""Told of a ticket that was queued, began, progressed or ended, in the thread where that happened."""
+
+
 class BuildQueue:
     """Runs builds one after another; the same engine asked for twice is built once.
 
@@ -106,6 +113,11 @@ class BuildQueue:
         self._failures: dict[str, list[SlipstreamError]] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._listeners: list[Listener] = []
+
+    def listen(self, callback: Listener) -> None:
+        """`callback` should be quick; what it raises is logged and forgotten."""
+        self._listeners.append(callback)
 
     def submit(self, plan: Plan, *, urgent: bool = False) -> Ticket:
         """Ask for a build; one that was given up ends at once with its old error (see `forget`).
@@ -123,12 +135,23 @@ class BuildQueue:
             ticket.urgent |= urgent
             self._ensure_thread()
             self._changed.notify_all()
+        self._tell(ticket)
         return ticket
 
     def forget(self, plan: Plan) -> None:
         """Earlier failures of this engine count no more: somebody asks for it by hand."""
         with self._changed:
             self._failures.pop(plan.key.digest, None)
+
+    def failure(self, digest: str) -> SlipstreamError | None:
+        """Why the last build of an engine failed, as long as that counts."""
+        with self._changed:
+            failures = self._failures.get(digest)
+            return failures[-1] if failures else None
+
+    def is_held(self, ticket: Ticket) -> bool:
+        """Whether it waits, or holds still, since the host is busy."""
+        return ticket.state not in ENDED and not ticket.urgent and not self._may_run()
 
     def pending(self) -> list[Ticket]:
         """Builds that wait or run, in the order in which they were asked for."""
@@ -147,8 +170,10 @@ class BuildQueue:
     def _drop(self, ticket: Ticket) -> None:
         """End a cancelled build that has not begun; a running one sees it by its token."""
         with self._changed:
-            if ticket.state is TicketState.QUEUED:
-                self._end(ticket, TicketState.CANCELLED, _cancelled(ticket))
+            if ticket.state is not TicketState.QUEUED:
+                return
+            self._end(ticket, TicketState.CANCELLED, _cancelled(ticket))
+        self._tell(ticket)
 
     def _end(self, ticket: Ticket, state: TicketState, error: SlipstreamError | None) -> None:
         digest = ticket.plan.key.digest
@@ -162,6 +187,13 @@ class BuildQueue:
                 self._failures.setdefault(digest, []).append(error)
             ticket.error = error
             ticket.end(state)
+
+    def _tell(self, ticket: Ticket) -> None:
+        for listener in self._listeners:
+            try:
+                listener(ticket)
+            except Exception:  # whoever listens must not end the builds
+                log.exception("Slipstream: telling of %s broke", ticket.plan)
 
     def _given_up(self, plan: Plan) -> Ticket | None:
         failures = self._failures.get(plan.key.digest, [])
@@ -186,7 +218,9 @@ class BuildQueue:
                     self._changed.wait(_IDLE_POLL_SECONDS)
                     ticket = self._next()
                 ticket.state = TicketState.RUNNING
+            self._tell(ticket)
             self._run(ticket)
+            self._tell(ticket)
 
     def _next(self) -> Ticket | None:
         tickets = list(self._tickets.values())
@@ -207,6 +241,7 @@ class BuildQueue:
     def _run(self, ticket: Ticket) -> None:
         def progress(update: Progress) -> None:
             ticket.progress = update
+            self._tell(ticket)
 
         def may_run() -> bool:
             ticket.tick(running := self._may_run())

@@ -22,7 +22,7 @@ MAX_BATCH = 2
 
 MAX_TOKENS = 3 * TOKENS
 
-SWITCHED_OFF = "acceleration is switched off in the node"
+SWITCHED_OFF = "acceleration is switched off, in the node or in Slipstream's settings"
 """Why the plain model runs with `BackendChoice.OFF`."""
 
 

@@ -5,28 +5,61 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass
 class EngineUse:
-    """One engine that served calls of a model."""
+    """One engine that served calls of a model.
+
+    Attributes:
+        speedup: the plain model's time by the engine's; None where it was not measured.
+    """
 
     digest: str
     label: str
     backend: str
     precision: str
     relative_error: float | None
+    speedup: float | None = None
     since: float = field(default_factory=time.time)
     calls: int = 0
 
 
+_WANTED_KEPT = 16
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a model does at the moment.
+
+    Attributes:
+        engine: that made the last call; None where the plain model did, or nothing ran.
+        reason: for the plain model in the last call; empty where an engine made it, or nothing ran.
+        wanted: digest of the engine that the plain model stood in for; None where none would have served.
+        note: said before anything ran.
+    """
+
+    engine: EngineUse | None = None
+    reason: str = ""
+    wanted: str | None = None
+    note: str = ""
+
+
 class Status:
-    """Counts and reasons of one accelerated model. Safe to read from any thread."""
+    """Counts and reasons of one accelerated model. Safe to read from any thread.
+
+    Attributes:
+        on_change: called when another engine is wanted or in use.
+    """
 
     def __init__(self) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._wanted: dict[str, None] = {}
+        self._missing: dict[str, str] = {}
+        self._standing = Standing()
         self._lock = threading.Lock()
         self._engines: dict[str, EngineUse] = {}
         self._reasons: Counter[str] = Counter()
@@ -48,29 +81,60 @@ class Status:
         with self._lock:
             return next(reversed(self._engines.values()), None)
 
+    @property
+    def standing(self) -> Standing:
+        with self._lock:
+            return self._standing
+
+    @property
+    def wanted(self) -> list[str]:
+        """Digests of engines whose builds were asked for, the last one first."""
+        with self._lock:
+            return list(reversed(self._wanted))
+
+    def want(self, digest: str) -> None:
+        """Note that a build was asked for."""
+        with self._lock:
+            self._wanted.pop(digest, None)
+            self._wanted[digest] = None
+            while len(self._wanted) > _WANTED_KEPT:
+                del self._wanted[next(iter(self._wanted))]
+        self.on_change()
+
+    def miss(self, reason: str, digest: str) -> None:
+        """Note which engine would have served where `reason` is given for the plain model."""
+        with self._lock:
+            self._missing[reason] = digest
+
     def use_engine(self, use: EngineUse) -> None:
         """Note that an engine came into use; what it did before still counts."""
         with self._lock:
             if known := self._engines.pop(use.digest, None):
                 use.since, use.calls = known.since, known.calls
             self._engines[use.digest] = use
+            self._standing = Standing(engine=use)
+        self.on_change()
 
     def note(self, what: str) -> None:
         """Say something about this model before it runs, or instead of that."""
         with self._lock:
             self._last = what
+            self._standing = Standing(note=what)
 
     def count_engine(self, digest: str) -> None:
         with self._lock:
             use = self._engines[digest]
             use.calls += 1
             self._last = f"engine {digest[:12]} ({use.label})"
+            if self._standing.engine is not use:
+                self._standing = Standing(engine=use)
 
     def count_eager(self, reason: str) -> bool:
         """Count a call of the plain model; True the first time that this reason is given."""
         with self._lock:
             self._reasons[reason] += 1
             self._last = f"eager: {reason}"
+            self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1
 
     def since(self, earlier: Mapping[str, Any]) -> dict[str, Any]:

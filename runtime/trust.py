@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ from ..engine_cache import EngineStore, Entry, Verification
 from .overflow import Overflows
 from .plan import Plan
 from .pool import LoadedEngine
+from .speed import measure_speed
 from .verify import check, verify
 
 log = logging.getLogger(__name__)
@@ -46,11 +48,20 @@ class Trust:
         """Whether an engine was compared with the model in this process; one that copies weights may be again."""
         return _case(source, plan, entry) in self._known
 
-    def prove(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
+    def prove(
+        self,
+        source: ModelSource,
+        plan: Plan,
+        loaded: LoadedEngine,
+        check_interrupted: Callable[[], None] = lambda: None,
+    ) -> None:
         """Compare an engine with the model unless it was, in this process and since it copied its weights.
 
         One that is wrong is refused from then on; one that copies weights only after a second attempt, since what it
         copied may be to blame.
+
+        Args:
+            check_interrupted: raises when the person who waits has enough.
 
         Raises:
             IncompatibleEngine: it computes something else.
@@ -59,16 +70,25 @@ class Trust:
         engine = loaded.engine
         refitted = engine.copies_weights and self._compared.get(loaded) != engine.generation
         if case in self._known and not refitted:
+            if case[2] not in loaded.entry.manifest.verifications:  # deleted, and built again to the same bytes
+                self._record(loaded, case[2], self._known[case])
             return
         try:
-            self._known[case] = self._compare(source, plan, loaded, case)
+            self._known[case] = self._compare(source, plan, loaded, case, check_interrupted)
         except IncompatibleEngine as error:
             self._note_failure(source, plan, case, error, final=not engine.copies_weights)
             raise
         self._failed_once.discard((case, source.is_patched))
         self._compared[loaded] = engine.generation
 
-    def _compare(self, source: ModelSource, plan: Plan, loaded: LoadedEngine, case: _Case) -> Verification:
+    def _compare(
+        self,
+        source: ModelSource,
+        plan: Plan,
+        loaded: LoadedEngine,
+        case: _Case,
+        check_interrupted: Callable[[], None],
+    ) -> Verification:
         weights, driver = source.weights_digest(), plan.key.environment.driver
         known = self._known.get(case) or loaded.entry.manifest.verifications.get(weights)
         if known is not None and known.driver == driver:
@@ -78,11 +98,16 @@ class Trust:
         remarks = (result.note, self._overflows.remark(source, plan.spec))
         result = replace(result, device_bytes=loaded.engine.device_bytes, note="; ".join(filter(None, remarks)))
         log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
+        if speed := measure_speed(loaded.engine, source, plan.spec, check_interrupted):
+            result = replace(result, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms)
+        self._record(loaded, weights, result)
+        return result
+
+    def _record(self, loaded: LoadedEngine, weights: str, result: Verification) -> None:
         try:
             loaded.entry = self._store.record_verification(loaded.entry, weights, result)
         except SlipstreamError as error:  # a read-only store: checked again in the next process
             log.warning("Slipstream: %s", error)
-        return result
 
     def _note_failure(
         self, source: ModelSource, plan: Plan, case: _Case, error: IncompatibleEngine, final: bool

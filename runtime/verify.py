@@ -84,7 +84,7 @@ def check(
     Raises:
         IncompatibleEngine: it is not; NotFinite: it is not finite where the model is.
     """
-    inputs = _inputs(source, spec, spec.profile.opt, _SEEDS[0])
+    inputs = tuned_inputs(source, spec)
     with torch.no_grad():
         wanted = _finite_answer(source, inputs)
         if wanted is None:
@@ -173,6 +173,11 @@ def exact_fp32() -> Iterator[None]:
         yield
     finally:
         convolutions.allow_tf32, products.allow_tf32 = before
+
+
+def tuned_inputs(source: ModelSource, spec: EngineSpec) -> Tensors:
+    """One call at the shapes that the engine is tuned for."""
+    return _inputs(source, spec, spec.profile.opt, _SEEDS[0])
 
 
 def _inputs(source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int) -> Tensors:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,24 +24,34 @@ _PIXELS = 8
 """Of a picture in each direction, to one value of the latents that a `Resolution` means."""
 
 
-def build_engines(provider: EngineProvider, patcher: Any, settings: Settings, batch: int, tokens: int) -> list[str]:
+def build_engines(
+    provider: EngineProvider,
+    patcher: Any,
+    settings: Settings,
+    batch: int,
+    tokens: int,
+    want: Callable[[str], None] = lambda digest: None,
+) -> list[str]:
     """Build (or find), load and verify an engine for each resolution; a line of report for each engine.
 
     Args:
         batch: samples in one call of the UNet.
         tokens: length of the text.
+        want: told the digest of each engine.
 
     Raises:
         SlipstreamError: an engine could not be had; those before it are kept.
     """
     if not settings.resolutions:
         raise UnsupportedModel("Name at least one resolution, such as 512x512")
+    settings = provider.with_preferences(settings)
     source = open_unet(patcher, provider.weights_memo)
     made: list[tuple[Plan, str]] = []
     for resolution in settings.resolutions:
         call = unet_call(source, resolution, batch, tokens)
         if not any(plan.serves(call, settings) for plan, _ in made):  # one may be for several resolutions
-            made.append(_build_one(provider, source, settings, call))
+            made.append(_build_one(provider, source, settings, call, want))
+            want(made[-1][0].key.digest)
     return [report for _, report in made]
 
 
@@ -80,10 +92,15 @@ def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, token
 
 
 def _build_one(
-    provider: EngineProvider, source: ComfyUNetSource, settings: Settings, call: CallShape
+    provider: EngineProvider,
+    source: ComfyUNetSource,
+    settings: Settings,
+    call: CallShape,
+    want: Callable[[str], None],
 ) -> tuple[Plan, str]:
     expected = provider.expected(source, call, settings)
-    plan, entry = provider.prepare(source, call, settings, waiting_hooks())
+    hooks = replace(waiting_hooks(), wants=want, by_hand=True)
+    plan, entry = provider.prepare(source, call, settings, hooks)
     seconds = entry.manifest.build.seconds
     built = f"built in {seconds:.0f} s" + (f" ({say_roughly(expected)} expected)" if expected else "")
     checked = entry.manifest.verifications.get(source.weights_digest())

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import atexit
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
-from ...engine_cache import EngineStore
-from ...runtime.home import store_home
+import torch
+
+from ...runtime.home import default_home, open_store, preferences_file, store_home
+from ...runtime.preferences_file import PreferencesFile
 from ...runtime.provider import EngineProvider
+from ...runtime.queue import Ticket, TicketState
+from .page import ENGINES, send
 
 _CLOSING_SECONDS = 2.0
 
+_making = threading.Lock()
 
-@functools.lru_cache(maxsize=1)
+
 def provider() -> EngineProvider:
     """The one provider of this process."""
+    with _making:  # the page's questions come from several threads at once
+        return _provider()
+
+
+@functools.lru_cache(maxsize=1)
+def _provider() -> EngineProvider:
     from .residency import Residency
 
-    made = EngineProvider(EngineStore(home()), is_idle=queue_is_idle)
+    chosen = preferences()
+    store = open_store(chosen.read(), _models_folder())
+    made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read)
     Residency(made.pool)  # lives as long as the pool, which calls it
+    made.queue.listen(_tell_page)
     atexit.register(_end_builds, made)
     return made
+
+
+def _tell_page(ticket: Ticket) -> None:
+    if ticket.state is TicketState.DONE:
+        send(ENGINES, {})
 
 
 def _end_builds(of: EngineProvider) -> None:
@@ -33,9 +53,20 @@ def _end_builds(of: EngineProvider) -> None:
         ticket.wait(_CLOSING_SECONDS)
 
 
+@functools.lru_cache(maxsize=1)
+def preferences() -> PreferencesFile:
+    """What the user chose for all of Slipstream."""
+    return preferences_file(_models_folder())
+
+
 def home() -> Path:
-    """Where engines and all else that we keep lie."""
+    """Where all that we keep lies, but for engines where the user prefers another folder for them."""
     return store_home(_models_folder())
+
+
+def default_folder() -> Path:
+    """Where engines lie unless the user or the environment says otherwise."""
+    return default_home(_models_folder())
 
 
 def _models_folder() -> Path | None:
@@ -44,6 +75,13 @@ def _models_folder() -> Path | None:
     except ImportError:
         return None
     return Path(folder_paths.models_dir) / "slipstream"
+
+
+def device() -> torch.device:
+    """That ComfyUI computes on."""
+    import comfy.model_management
+
+    return torch.device(comfy.model_management.get_torch_device())
 
 
 def queue_is_idle() -> bool:

@@ -27,9 +27,10 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
         since = time.strftime("%H:%M:%S", time.localtime(use["since"]))
         error = use["relative_error"]
         checked = f", checked: error {error:.1e}" if error is not None else ""
+        speed = f", {use['speedup']:.2f}× as fast as the plain model" if use["speedup"] is not None else ""
         lines.append(
             f"engine {use['digest'][:12]}: {use['label']}, {use['backend']} {use['precision']}, "
-            f"since {since}, {use['calls']} calls{checked}"
+            f"since {since}, {use['calls']} calls{checked}{speed}"
         )
     lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
     lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in module.provider.queue.pending()]

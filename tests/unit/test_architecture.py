@@ -42,6 +42,7 @@ HOMES: dict[str, set[str]] = {
     **dict.fromkeys(COMFYUI, {"benchmarks", "hosts", "nodes"}),
     **dict.fromkeys(TENSORRT, {"trt_backend"}),
     "torchao": {"compile_backend"},
+    "aiohttp": {"nodes"},
     "gradio": {"ui"},
 }
 # … and these only when they are used
@@ -183,6 +184,7 @@ PLANTED = {
     ("trt_backend/surgery/x.py", "import onnxscript.ir"): "import onnxscript inside the function",
     ("compile_backend/x.py", "import torchao.quantization"): "import torchao inside the function",
     ("hosts/x.py", "def f():\n    import gradio"): "only ui may import gradio",
+    ("hosts/x.py", "from aiohttp import web"): "only nodes may import aiohttp",
     ("__init__.py", "from .nodes.extension import X"): "only the standard library",
     ("__init__.py", "import torch"): "only the standard library",
 }  # fmt: skip

@@ -29,7 +29,9 @@ def test_its_engine_is_the_one_that_a_pipeline_asks_for(tmp_path: Path, monkeypa
         asked.append((source.architecture.fingerprint, call))
         return Offer(reason="only asked")
 
-    provider = SimpleNamespace(offer=offer, run_began=lambda: None, run_ended=lambda: None)
+    provider = SimpleNamespace(
+        offer=offer, run_began=lambda: None, run_ended=lambda: None, with_preferences=lambda settings: settings
+    )
     unet = model.source.unet
     context = torch.zeros(2, 77, unet.config.cross_attention_dim, dtype=unet.dtype, device=unet.device)
     latent = torch.zeros(2, 4, 8, 16, dtype=unet.dtype, device=unet.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,16 @@ def test_an_empty_store(cli, store) -> None:
 
 
 def test_list_for_machines(cli, put, store) -> None:
-    entry = put(verifications={"1" * 64: verification(1e-6), "2" * 64: verification(3e-6)})
+    timed = replace(verification(3e-6), engine_ms=2.0, eager_ms=5.0)
+    entry = put(verifications={"1" * 64: verification(1e-6), "2" * 64: timed})
     data = cli("list", "--json").json
     assert data["store"] == str(store.root) and data["bytes"] == 1000
     (engine,) = data["engines"]
     assert engine == {
         **{"digest": entry.digest, "label": "SD15 512×512 batch 2", "role": "unet", "bytes": 1000},
         **{"backend": "aotinductor", "precision": "fp32", "optimize": "balanced", "build_s": 3.5},
-        **{"error": 3e-6, "state": "ok", "reasons": []},
+        **{"error": 3e-6, "state": "ok", "reasons": [], "gpu": None, "resolution": "512×512", "batch": "2"},
+        **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0},
         "created": engine["created"],
         "last_used": engine["last_used"],
     }

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli.home import open_store
+from slipstream.cli.home import open_store, preferences
 from slipstream.cli.models import load_model
 from slipstream.core.errors import BackendUnavailable
-from slipstream.engine_cache import WeightsMemo
+from slipstream.core.spec import Precision
+from slipstream.engine_cache import DEFAULT_LIMIT_BYTES, WeightsMemo
 from slipstream.hosts.comfy import standalone
+from slipstream.runtime.preferences_file import PreferencesFile
+from slipstream.runtime.settings import Settings
 
 
 def make_comfyui(folder: Path, code: str = "") -> Path:
@@ -73,6 +76,22 @@ def test_the_order_in_which_a_store_is_looked_for(tmp_path: Path, cache: Path, m
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "configured"))
     assert open_store(options()).root == tmp_path / "configured"
     assert open_store(options(home=tmp_path / "home")).root == tmp_path / "home"
+
+
+def test_what_was_chosen_on_the_page_counts_here_too(tmp_path: Path, monkeypatch) -> None:
+    comfyui = make_comfyui(tmp_path / "ComfyUI")
+    monkeypatch.setenv("COMFYUI_DIR", str(comfyui))
+    preferred = tmp_path / "preferred"
+    PreferencesFile(comfyui / "models" / "slipstream").change(
+        {"folder": str(preferred), "limit_bytes": 10**9, "precision": "bf16"}
+    )
+    store = open_store(options())
+    assert (store.root, store.limit_bytes) == (preferred, 10**9)
+    assert preferences(options()).applied_to(Settings()).precision is Precision.BF16
+    named = open_store(options(home=tmp_path / "home"))
+    assert (named.root, named.limit_bytes) == (tmp_path / "home", DEFAULT_LIMIT_BYTES), "it is no store of ComfyUI's"
+    monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path / "configured"))
+    assert open_store(options()).root == tmp_path / "configured"
 
 
 def build(process, *words: object, **environment: str):

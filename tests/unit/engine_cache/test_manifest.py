@@ -31,6 +31,9 @@ HOSTILE_NAMES = [
 ]
 
 
+TIMES = {"engine_ms": 2.0, "eager_ms": 5.0}
+
+
 def make_manifest(**changes: Any) -> Manifest:
     key = make_key()
     fields: dict[str, Any] = {
@@ -160,6 +163,28 @@ def test_an_error_that_is_no_number_is_never_recorded(error: float) -> None:
         Verification(error, 1e-3, 1, "fp16")
     with pytest.raises(ValueError, match="never kept"):
         Verification(1e-3, error, 1, "fp16")
+
+
+@pytest.mark.parametrize("ms", [float("nan"), float("inf"), -1.0, 0.0])
+def test_a_time_that_is_none_is_never_recorded(ms: float) -> None:
+    for name in ("engine_ms", "eager_ms"):
+        with pytest.raises(ValueError, match="no time of a call"):
+            Verification(1e-6, None, 1, "fp32", **{name: ms})
+
+
+def test_how_much_faster() -> None:
+    plain, half, timed = (Verification(1e-6, None, 1, "fp32", **times) for times in ({}, {"engine_ms": 2.0}, TIMES))
+    assert (plain.speedup, half.speedup, timed.speedup) == (None, None, 2.5)
+    manifest = make_manifest(verifications={"1" * 64: timed, "2" * 64: plain})
+    assert Manifest.from_json(manifest.to_json()).timed == timed
+    assert make_manifest(verifications={"1" * 64: plain}).timed is None
+
+
+def test_a_manifest_from_before_times_were_taken() -> None:
+    data = json.loads(make_manifest(verifications={"1" * 64: Verification(1e-6, None, 1, "fp32")}).to_json())
+    for name in ("engine_ms", "eager_ms"):
+        del data["verifications"]["1" * 64][name]
+    assert Manifest.from_json(json.dumps(data)).timed is None
 
 
 def test_details_that_json_cannot_hold_are_refused() -> None:

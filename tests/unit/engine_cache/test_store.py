@@ -318,6 +318,17 @@ def test_a_bad_report_about_an_older_build_does_not_remove_the_new_one(store: En
     assert store.lookup(old.digest) is not None
 
 
+def test_verify_one_and_whether_it_is_there_and_used(store: EngineStore, put: Put) -> None:
+    entry = put(64)
+    assert store.has(entry.digest) and not store.has("0" * 64)
+    with entry.hold():
+        assert store.is_used(entry.digest)
+    assert not store.is_used(entry.digest) and store.free_bytes() > 0
+    assert store.verify(entry.digest) is None
+    entry.path("model.pt2").write_bytes(b"short")
+    assert "model.pt2" in str(store.verify(entry.digest)) and not store.has(entry.digest)
+
+
 def test_verify_all(store: EngineStore, put: Put) -> None:
     sound, flipped, short = put(64), put(128), put(256)
     flip_byte(flipped.path("constants.json"))

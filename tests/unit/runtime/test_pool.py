@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from slipstream.core.errors import CorruptEngine, IncompatibleEngine, StoreError
+from slipstream.core.errors import CorruptEngine, EngineInUse, IncompatibleEngine, StoreError
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.runtime.build import build_engine
@@ -53,6 +53,19 @@ def test_an_idle_engine_is_used_again(pool: EnginePool, take: Take, backend: Nul
 def test_an_engine_in_use_is_not_shared(take: Take) -> None:
     first, second = take(8), take(8)
     assert first is not second and first.engine is not second.engine
+
+
+def test_an_idle_engine_makes_way_for_a_deletion(pool: EnginePool, take: Take, store: EngineStore) -> None:
+    deleted, other, used = take(8), take(16), take(8)
+    for loaded in (deleted, other):
+        pool.give_back(loaded)
+    pool.close_idle(deleted.entry.digest)
+    assert [loaded.engine.closed for loaded in (deleted, other, used)] == [True, False, False]
+    with pytest.raises(EngineInUse):
+        store.delete(used.entry.digest)
+    pool.give_back(used)
+    pool.close_idle(used.entry.digest)
+    assert store.delete(used.entry.digest)
 
 
 def test_an_engine_serves_only_its_shapes(pool: EnginePool, take: Take) -> None:

@@ -349,6 +349,29 @@ def test_a_build_cancelled_by_hand_is_a_reason(
         provider.obtain(source, CALL, MANUAL, HostHooks())
 
 
+def test_a_run_that_was_started_for_its_build_ends_with_it(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    worker.gate.clear()
+    threading.Timer(0.3, provider.queue.cancel_all, ("stopped in the sidebar",)).start()
+    with pytest.raises(Interrupted, match="stopped in the sidebar"):
+        provider.offer(source, CALL, FIRST_USE, HostHooks(interruptions=(Interrupted,), by_hand=True))
+    assert provider.queue.pending() == [] and provider.store.list() == []
+
+
+def test_earlier_failures_do_not_count_for_who_asks_by_hand(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    worker.error = BuildFailed("no compiler")
+    assert "no compiler" in ask(provider, source).reason
+    worker.error = None
+    assert "no compiler" in ask(provider, source).reason and worker.builds == 1
+    wanted: list[str] = []
+    offer = provider.offer(source, CALL, FIRST_USE, HostHooks(by_hand=True, wants=wanted.append))
+    assert offer.engine is not None and offer.plan is not None
+    assert wanted == [offer.plan.key.digest] and worker.builds == 2
+
+
 # ------------------------------------------------------------------------------------- whatever goes wrong
 
 

@@ -411,3 +411,79 @@ def test_pauses_do_not_count_as_building(monkeypatch: pytest.MonkeyPatch) -> Non
         clock.append(float(now))
         ticket.tick(running)
     assert ticket.seconds == 3 + 5
+
+
+# ------------------------------------------------------------------------------------------------ listening
+
+
+def test_listeners_are_told_of_all_that_happens_outside_of_the_lock(queue: BuildQueue, builder: Builder) -> None:
+    heard: list[tuple[str, float | None]] = []
+
+    def listen(ticket: Ticket) -> None:
+        other = threading.Thread(target=queue.pending)  # would wait for ever if the lock were held here
+        other.start()
+        other.join(SECONDS)
+        assert not other.is_alive()
+        heard.append((ticket.state.value, ticket.progress.fraction))
+
+    queue.listen(listen)
+    ticket = start(queue, builder)
+    builder.gate.set()
+    assert ticket.wait(SECONDS)
+    wait_until(lambda: heard and heard[-1][0] == "done")
+    assert ("running", 0.0) in heard and ("running", 0.43) in heard
+    assert [state for state, _ in heard][-1] == "done"
+
+
+def test_a_waiting_build_that_is_cancelled_is_told(queue: BuildQueue, builder: Builder) -> None:
+    heard: list[tuple[Plan, str]] = []
+    start(queue, builder)
+    queue.listen(lambda ticket: heard.append((ticket.plan, ticket.state.value)))
+    queue.submit(SECOND).cancel()
+    assert heard == [(SECOND, "queued"), (SECOND, "cancelled")]
+
+
+def test_a_listener_that_breaks_ends_no_build(queue: BuildQueue, caplog: pytest.LogCaptureFixture) -> None:
+    def listen(ticket: Ticket) -> None:
+        raise RuntimeError("the page is gone")
+
+    queue.listen(listen)
+    ticket = queue.submit(FIRST)
+    assert ticket.wait(SECONDS) and ticket.state is TicketState.DONE
+    assert_alive(queue)
+    assert "the page is gone" in caplog.text
+
+
+def test_builds_are_held_while_the_host_is_busy(queue: BuildQueue, builder: Builder, host: Host) -> None:
+    host.idle = False
+    ticket = queue.submit(FIRST)
+    assert queue.is_held(ticket)
+    queue.submit(FIRST, urgent=True)
+    assert not queue.is_held(ticket), "somebody waits for it"
+    assert ticket.wait(SECONDS) and not queue.is_held(ticket)
+
+
+def test_a_running_build_is_held_when_the_host_gets_busy(queue: BuildQueue, builder: Builder, host: Host) -> None:
+    ticket = start(queue, builder)
+    assert not queue.is_held(ticket)
+    host.idle = False
+    assert queue.is_held(ticket) and not builder.may_run()
+    queue.submit(SECOND, urgent=True)
+    assert not queue.is_held(ticket), "it may not hold up the urgent one"
+
+
+def test_builds_run_beside_prompts_where_the_host_says_so(queue: BuildQueue, builder: Builder, host: Host) -> None:
+    """Nothing but `is_idle` decides: a host that always says yes builds while it works."""
+    host.idle = True
+    ticket = start(queue, builder)
+    assert builder.may_run() and not queue.is_held(ticket)
+    builder.gate.set()
+    assert ticket.wait(SECONDS)
+
+
+def test_the_last_failure_is_told_until_somebody_asks_by_hand(queue: BuildQueue, builder: Builder) -> None:
+    assert queue.failure(FIRST.key.digest) is None
+    fail(queue, builder, BuildFailed("no compiler"))
+    assert "no compiler" in str(queue.failure(FIRST.key.digest))
+    queue.forget(FIRST)
+    assert queue.failure(FIRST.key.digest) is None

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 
-from slipstream.runtime.status import EngineUse, Status
+from slipstream.runtime.status import EngineUse, Standing, Status
 
 
 def make_use(digest: str = "a" * 64, error: float | None = 1e-6) -> EngineUse:
@@ -92,3 +92,30 @@ def _run_together(jobs: list[Callable[[], object]], times: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_it_knows_what_happened_last() -> None:
+    status = Status()
+    assert status.standing == Standing()
+    status.note("no engines for this one")
+    assert status.standing == Standing(note="no engines for this one")
+    status.use_engine(use := make_use())
+    assert status.standing == Standing(engine=use)
+    status.miss("being built", "b" * 64)
+    status.count_eager("being built")
+    assert status.standing == Standing(reason="being built", wanted="b" * 64)
+    status.count_eager("a mask")
+    assert status.standing == Standing(reason="a mask")
+    status.count_engine(use.digest)
+    assert status.standing == Standing(engine=use)
+
+
+def test_wanted_engines_are_listed_the_last_one_first() -> None:
+    status, changes = Status(), []
+    status.on_change = lambda: changes.append(1)
+    for digest in "abca":
+        status.want(digest * 64)
+    assert status.wanted == ["a" * 64, "c" * 64, "b" * 64] and len(changes) == 4
+    for number in range(40):
+        status.want(f"{number:064d}")
+    assert len(status.wanted) == 16

@@ -149,3 +149,17 @@ def test_weights_that_cannot_be_had_do_not_cost_the_engine(
     source.unavailable = None
     assert run_once(provider, source).engine is not None
     assert not only_engine(backend).closed
+
+
+def test_an_engine_that_was_deleted_and_built_again_is_recorded_again(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.copies_weights = False
+    run_once(provider, source)
+    (entry,) = provider.store.list()
+    assert entry.manifest.verifications
+    provider.pool.clear()
+    assert provider.store.delete(entry.digest)
+    run_once(provider, source)
+    (again,) = provider.store.list()
+    assert again.manifest.verifications == entry.manifest.verifications

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import comfy.model_management
 import torch
+
+from .quick_builds import use_quick_builds
 
 
 class Conditioning:
@@ -64,3 +67,6 @@ class Sleep:
 
 
 NODE_CLASS_MAPPINGS = {"SlipstreamTestConditioning": Conditioning, "SlipstreamTestSleep": Sleep}
+
+if _seconds := os.environ.get("SLIPSTREAM_TEST_BUILD_SECONDS"):
+    use_quick_builds(float(_seconds))

@@ -1,0 +1,154 @@
+"""Tells the page what goes on: builds as they run and end, and what nodes have to say."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ...engine_cache import EngineStore
+from ...runtime.provider import EngineProvider
+from ...runtime.queue import ENDED, BuildQueue, Ticket, TicketState
+from .node_states import REGISTRY, NodeRegistry, Place, fraction_of, seconds_left, speedup_of
+
+log = logging.getLogger(__name__)
+
+BUILDS, NODES, RESULT = "slipstream.builds", "slipstream.nodes", "slipstream.result"
+Send = Callable[[str, Mapping[str, Any]], None]
+
+_INTERVAL = 0.25
+"""Seconds between two events of a kind, at least."""
+
+_MEASURING_SECONDS = 10.0
+"""How long the news of an engine may wait until it was compared and timed, where somebody waits for that."""
+
+
+class _Ended(NamedTuple):
+    """
+    Attributes:
+        places: of the nodes that asked for the build.
+        when: by `time.monotonic`.
+    """
+
+    ticket: Ticket
+    places: list[Place]
+    when: float
+
+
+class Announcer:
+    """Sends what changed, from a thread of its own: nobody who builds or samples waits for the page.
+
+    Args:
+        send: given an event's name and data.
+    """
+
+    def __init__(self, provider: EngineProvider, send: Send, registry: NodeRegistry = REGISTRY) -> None:
+        self._provider, self._send, self._registry = provider, send, registry
+        self._woken = threading.Event()
+        self._ended: deque[_Ended] = deque()
+        self._told: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._builds: list[dict[str, Any]] = []
+        self._nodes: dict[tuple[Any, Any], dict[str, Any]] = {}
+        provider.queue.listen(self._hear)
+        threading.Thread(target=self._work, daemon=True, name="slipstream-announce").start()
+
+    def wake(self) -> None:
+        """Look soon for what changed. Quick, from any thread."""
+        self._woken.set()
+
+    def _hear(self, ticket: Ticket) -> None:
+        if ticket.state in ENDED and ticket not in self._told:
+            self._told.add(ticket)
+            self._ended.append(_Ended(ticket, self._registry.waiting_for(ticket.plan.key.digest), time.monotonic()))
+        self.wake()
+
+    def _work(self) -> None:
+        while True:
+            goes_on = bool(self._builds or self._ended)
+            self._woken.wait(_INTERVAL if goes_on else None)
+            self._woken.clear()
+            try:
+                self._tell()
+            except Exception:  # whatever an engine's files or ComfyUI's server raise: the next round may do
+                log.debug("Slipstream: the page could not be told", exc_info=True)
+            time.sleep(_INTERVAL)
+
+    def _tell(self) -> None:
+        found = builds(self._provider.queue, self._registry)
+        if found != self._builds:
+            self._builds = found
+            self._send(BUILDS, {"builds": found, "policy": policy()})
+        for _ in range(len(self._ended)):
+            ended = self._ended.popleft()
+            if self._is_to_be_timed(ended.ticket) and time.monotonic() - ended.when < _MEASURING_SECONDS:
+                self._ended.append(ended)
+            else:
+                self._send(RESULT, result(ended.ticket, ended.places, self._provider.store))
+        self._tell_nodes()
+
+    def _tell_nodes(self) -> None:
+        now = {(state["workflow"], state["node"]): state for state in self._registry.to_json()}
+        changed = [state for place, state in now.items() if state != self._nodes.get(place)]
+        self._nodes = now
+        if changed:
+            self._send(NODES, {"nodes": changed})
+
+    def _is_to_be_timed(self, ticket: Ticket) -> bool:
+        digest = ticket.plan.key.digest
+        if ticket.state is not TicketState.DONE or not ticket.urgent or self._registry.is_used(digest):
+            return False
+        entry = self._provider.store.lookup(digest)
+        return entry is not None and not entry.manifest.verifications
+
+
+def builds(queue: BuildQueue, registry: NodeRegistry = REGISTRY) -> list[dict[str, Any]]:
+    """Builds that wait or run, as the page gets them."""
+    return [_build(ticket, queue.is_held(ticket), registry) for ticket in queue.pending()]
+
+
+def policy() -> str:
+    """When builds that nobody waits for run: "idle" or "always"."""
+    from .host import preferences
+
+    return preferences().read().background.value
+
+
+def result(ticket: Ticket, places: list[Place], store: EngineStore) -> dict[str, Any]:
+    """How a build ended, as the page gets it."""
+    digest, label = ticket.plan.key.digest, str(ticket.plan)
+    entry = store.lookup(digest) if ticket.state is TicketState.DONE else None
+    word = {TicketState.DONE: "built", TicketState.CANCELLED: "cancelled"}.get(ticket.state, "failed")
+    built = f"Built {label} in {ticket.seconds:.0f} s"
+    return {
+        "result": word,
+        "id": digest,
+        "label": label,
+        "seconds": round(ticket.seconds, 1),
+        "speedup": speedup_of(entry) if entry is not None else None,
+        "message": built if ticket.error is None else str(ticket.error),
+        "nodes": [place.to_json() for place in places],
+    }
+
+
+def _build(ticket: Ticket, held: bool, registry: NodeRegistry) -> dict[str, Any]:
+    spec, progress = ticket.plan.spec, ticket.progress
+    return {
+        "id": ticket.plan.key.digest,
+        "label": str(ticket.plan),
+        "role": spec.role.value,
+        "backend": spec.backend.name,
+        "precision": spec.precision.value,
+        "state": ticket.state.value,
+        "held": held,
+        "phase": progress.phase,
+        "fraction": fraction_of(ticket),
+        "message": progress.message,
+        "estimate_s": None if ticket.estimate is None else round(ticket.estimate, 1),
+        "seconds": float(int(ticket.seconds)),  # whole ones, so that a build that tells nothing is told once a second
+        "left_s": seconds_left(ticket),
+        "nodes": [place.to_json() for place in registry.waiting_for(ticket.plan.key.digest)],
+    }

@@ -1,0 +1,171 @@
+"""What the nodes on the page have to say of themselves: one short line each."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...engine_cache import Entry
+from ...runtime.estimate import say_roughly
+from ...runtime.module import AcceleratedModule
+from ...runtime.plan import say_sizes
+from ...runtime.queue import Ticket, TicketState
+from ...runtime.settings import SWITCHED_OFF, BackendChoice, BuildPolicy
+
+TEXT_LENGTH = 60
+_KEPT = 256
+_BACKENDS = {"tensorrt": "TensorRT"}
+_IDLE = "waits until ComfyUI is idle"
+
+
+class Place(NamedTuple):
+    """Where a node stands: its workflow's id, where the page sends one, and its own."""
+
+    workflow: str | None
+    node: str
+
+    def to_json(self) -> dict[str, str | None]:
+        return {"node": self.node, "workflow": self.workflow}
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """See docs/web-api.md, *state*."""
+
+    kind: str
+    text: str
+    tip: str = ""
+    digest: str | None = None
+    fraction: float | None = None
+    left_s: float | None = None
+    speedup: float | None = None
+
+
+class NodeRegistry:
+    """The modules that nodes of the page made last. They hold no tensors, so they may outlive what ComfyUI keeps."""
+
+    def __init__(self) -> None:
+        self._modules: OrderedDict[Place, AcceleratedModule] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def register(self, place: Place, module: AcceleratedModule) -> None:
+        """`module` takes the place of an earlier one."""
+        with self._lock:
+            self._modules.pop(place, None)
+            self._modules[place] = module
+            while len(self._modules) > _KEPT:
+                self._modules.popitem(last=False)
+
+    def modules(self) -> dict[Place, AcceleratedModule]:
+        with self._lock:
+            return dict(self._modules)
+
+    def waiting_for(self, digest: str) -> list[Place]:
+        """Nodes that asked for the build of an engine."""
+        return [place for place, module in self.modules().items() if digest in module.status.wanted]
+
+    def is_used(self, digest: str) -> bool:
+        """Whether a node computes by an engine, which was compared and timed for it."""
+        used = (module.status.standing.engine for module in self.modules().values())
+        return any(use is not None and use.digest == digest for use in used)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """All states, as the page gets them."""
+        return [_to_json(place, module) for place, module in self.modules().items()]
+
+
+REGISTRY = NodeRegistry()
+
+
+def state_of(module: AcceleratedModule) -> NodeState:
+    """What a node shows, its text shortened to fit on it."""
+    found = _state_of(module)
+    text = textwrap.shorten(found.text, TEXT_LENGTH, placeholder="…")
+    return replace(found, text=text, tip=found.tip or found.text)
+
+
+def _to_json(place: Place, module: AcceleratedModule) -> dict[str, Any]:
+    status = module.status
+    calls = {"engine_calls": status.engine_calls, "eager_calls": status.eager_calls}
+    return {**place.to_json(), **vars(state_of(module)), **calls}
+
+
+def _state_of(module: AcceleratedModule) -> NodeState:
+    if module.provider.with_preferences(module.settings).backend is BackendChoice.OFF:
+        return NodeState("off", "off", SWITCHED_OFF)
+    status, queue = module.status, module.provider.queue
+    tickets = [ticket for digest in status.wanted if (ticket := queue.find(digest)) is not None]
+    if tickets:
+        running = [ticket for ticket in tickets if ticket.state is TicketState.RUNNING]
+        ticket = (running or tickets)[0]
+        return _of_ticket(ticket, queue.is_held(ticket))
+    standing = status.standing
+    digest = standing.engine.digest if standing.engine else standing.wanted
+    if digest is None and not standing.reason:
+        digest = next(iter(status.wanted), None)
+    if digest is not None and (found := _of_engine(module, digest)) is not None:
+        return found
+    if standing.engine is not None:
+        return NodeState("idle", "its engine was deleted", "The next run asks for the engine again.")
+    if standing.reason:
+        return _of_reason(module, standing.reason, standing.wanted)
+    if standing.note:
+        return NodeState("eager", f"eager: {standing.note.removeprefix('eager: ')}")
+    return NodeState("idle", "not run yet", "Queue the workflow, or build the engine.")
+
+
+def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
+    digest, label, message = ticket.plan.key.digest, str(ticket.plan), ticket.progress.message
+    if ticket.state is not TicketState.RUNNING:
+        why = _IDLE if held else "waits for another build"
+        return NodeState("queued", f"queued: {why}", f"{label}: {why}", digest)
+    fraction, left = fraction_of(ticket), seconds_left(ticket)
+    words = ["building" + (f" {fraction:.0%}".replace("%", " %") if fraction else "")]
+    if held:
+        words.append(_IDLE)
+    elif left is not None:
+        words.append(f"{say_roughly(left)} left" if left > 0 else "done any moment")
+    return NodeState("building", " · ".join(words), f"{label}: {message}", digest, fraction, left)
+
+
+def _of_engine(module: AcceleratedModule, digest: str) -> NodeState | None:
+    """None where there is no such engine, and nothing is known against it."""
+    entry = module.provider.store.lookup(digest)
+    if entry is not None:
+        speedup = speedup_of(entry)
+        return NodeState("ready", _say_ready(entry, speedup), entry.manifest.label, digest, speedup=speedup)
+    failure = module.provider.queue.failure(digest)
+    return None if failure is None else NodeState("failed", f"failed: {failure}", digest=digest)
+
+
+def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> NodeState:
+    if wanted is not None and module.settings.policy is BuildPolicy.BACKGROUND:  # it is not being built any more
+        return NodeState("idle", "not built: the build was stopped", "The next run asks for the engine again.", wanted)
+    return NodeState("eager", f"eager: {reason}", digest=wanted)
+
+
+def _say_ready(entry: Entry, speedup: float | None) -> str:
+    manifest = entry.manifest
+    made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.precision}"
+    faster = [] if speedup is None else [f"{speedup:.1f}×"]
+    return " · ".join([made, say_sizes(manifest.profiles), *faster, "ready"])
+
+
+def speedup_of(entry: Entry) -> float | None:
+    """The plain model's time by the engine's, where they were measured."""
+    timed = entry.manifest.timed
+    return None if timed is None or timed.speedup is None else round(timed.speedup, 3)
+
+
+def fraction_of(ticket: Ticket) -> float | None:
+    """Of a build, 0 to 1, with as many digits as show."""
+    fraction = ticket.progress.fraction
+    return None if fraction is None else round(fraction, 3)
+
+
+def seconds_left(ticket: Ticket) -> float | None:
+    """Of a build, by earlier ones; 0 where it takes longer than these."""
+    return None if ticket.estimate is None else float(round(max(0.0, ticket.estimate - ticket.seconds)))

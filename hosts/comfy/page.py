@@ -1,0 +1,27 @@
+"""Events for ComfyUI's page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+ENGINES = "slipstream.engines"
+"""Engines came or went: the page asks again."""
+
+
+def send(event: str, data: Mapping[str, Any]) -> None:
+    """Tell every open page, from any thread. Nothing happens outside ComfyUI's server, and none waits."""
+    try:
+        from server import PromptServer
+    except ImportError:
+        return
+    server = getattr(PromptServer, "instance", None)
+    if server is None:
+        return
+    try:
+        server.send_sync(event, dict(data))
+    except RuntimeError as error:  # its loop is closed: ComfyUI is ending
+        log.debug("Slipstream: %s was not sent: %s", event, error)

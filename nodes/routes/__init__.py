@@ -1,0 +1,25 @@
+"""What the page asks for by HTTP. docs/web-api.md is the contract."""
+
+from __future__ import annotations
+
+PREFIX = "/slipstream/v1"
+
+
+def add_routes() -> None:
+    """Give ComfyUI's server our routes, once; it repeats them under /api. Nothing happens outside its server."""
+    try:
+        from server import PromptServer
+    except ImportError:
+        return
+    server = getattr(PromptServer, "instance", None)
+    if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
+        return
+    from . import builds, engines, log, settings, system
+    from .guard import unknown
+
+    log.begin()
+    for module in (builds, engines, log, settings, system):
+        for method, path, handler in module.ROUTES:
+            server.routes.route(method, PREFIX + path)(handler)
+    for path in (PREFIX, PREFIX + "/{rest:.*}"):
+        server.routes.route("*", path)(unknown)

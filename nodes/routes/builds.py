@@ -1,0 +1,56 @@
+"""Builds that wait or run, what the nodes have to say, and building by a click."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from .dry_run import ROUTES as DRY_RUN
+from .guard import Answer, Route, asks, changes
+from .rules import Refused, check_digest
+
+log = logging.getLogger(__name__)
+
+
+@asks()
+async def list_builds(request: web.Request) -> Answer:
+    return await asyncio.to_thread(_builds)
+
+
+@asks()
+async def list_nodes(request: web.Request) -> Answer:
+    from ...hosts.comfy.node_states import REGISTRY
+
+    return {"nodes": await asyncio.to_thread(REGISTRY.to_json)}
+
+
+@changes()
+async def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
+    """A dry run, or a Build Engine, that waits for this build ends as by an interrupt."""
+    from ...hosts.comfy.host import provider
+
+    digest = check_digest(request.match_info["digest"])
+    ticket = provider().queue.find(digest)
+    if ticket is None:
+        raise Refused("not_found", "No such build waits or runs; it may have ended meanwhile.")
+    await asyncio.to_thread(ticket.cancel)
+    log.info("Slipstream: the build of %s is cancelled", ticket.plan)
+    return {"cancelled": digest}
+
+
+def _builds() -> dict[str, Any]:
+    from ...hosts.comfy.announce import builds, policy
+    from ...hosts.comfy.host import provider
+
+    return {"builds": builds(provider().queue), "policy": policy()}
+
+
+ROUTES: list[Route] = [
+    ("GET", "/builds", list_builds),
+    ("POST", "/builds/{digest}/cancel", cancel),
+    ("GET", "/nodes", list_nodes),
+    *DRY_RUN,
+]

@@ -1,0 +1,57 @@
+"""The part of a workflow that a node's engines need, for the page to queue."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from aiohttp import web
+
+from .guard import Answer, Route, changes
+from .rules import Refused
+
+_BYTES = 16 * 1024 * 1024
+"""Workflows may carry pictures inside."""
+
+
+@changes("prompt", "node", most_bytes=_BYTES)
+async def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
+    from ...hosts.comfy.build_prompt import dry_run_of
+    from ...hosts.comfy.node_types import types_of_outputs
+
+    prompt, node = _checked(fields.get("prompt")), fields.get("node")
+    if not isinstance(node, str):
+        raise Refused("bad_request", 'node must be the id of a node, as text, such as "4".')
+    try:
+        made = await asyncio.to_thread(dry_run_of, prompt, node, types_of_outputs(), uuid.uuid4().hex)
+    except ValueError as error:
+        raise Refused("bad_request", f"{error}.") from None
+    estimate = await asyncio.to_thread(_estimate, prompt[node])
+    return {"prompt": made.prompt, "targets": made.targets, "estimate_s": estimate}
+
+
+def _checked(prompt: Any) -> dict[str, dict[str, Any]]:
+    """
+    Raises:
+        Refused: no prompt as ComfyUI's API takes it.
+    """
+    if not isinstance(prompt, dict) or not all(map(_is_node, prompt.values())):
+        raise Refused("bad_request", "prompt must map ids to nodes with class_type and inputs, as ComfyUI's API.")
+    return prompt
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, dict) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
+
+
+def _estimate(node: dict[str, Any]) -> float | None:
+    """Seconds that a build with a node's choices takes on this machine, by earlier ones; None where none was made."""
+    from ...hosts.comfy.host import provider
+    from ...runtime.estimate import typical
+
+    seconds = typical(provider().history, str(node["inputs"].get("optimize", "")))
+    return None if seconds is None else round(seconds, 1)
+
+
+ROUTES: list[Route] = [("POST", "/dry-run", dry_run)]

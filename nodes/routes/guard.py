@@ -1,0 +1,135 @@
+"""What stands between a request and the function that answers it: every answer is JSON, and no request goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from ...core.errors import EngineInUse, SlipstreamError
+from .rules import Refused, check_names, check_origin, parse_object
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES = 64 * 1024
+
+Answer = Mapping[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route = tuple[str, str, Handler]
+"""Method, path below `PREFIX`, and what answers."""
+
+Asked = Callable[[web.Request], Awaitable[Answer]]
+Changing = Callable[[web.Request, dict[str, Any]], Awaitable[Answer]]
+
+
+def asks(*names: str) -> Callable[[Asked], Handler]:
+    """For a GET: the decorated function returns what to answer, or raises `Refused` or a `SlipstreamError`.
+
+    Args:
+        names: of queries that it reads.
+    """
+
+    def decorate(answer: Asked) -> Handler:
+        @functools.wraps(answer)
+        async def handler(request: web.Request) -> web.Response:
+            async def work() -> Answer:
+                check_names(request.query, names, "query")
+                return await answer(request)
+
+            return await _guarded(request, work)
+
+        return handler
+
+    return decorate
+
+
+def changes(*names: str, most_bytes: int = BODY_BYTES) -> Callable[[Changing], Handler]:
+    """For a POST, which only ComfyUI's own page may send: the decorated function is also given the body's fields.
+
+    Args:
+        names: of fields that it reads.
+        most_bytes: that a body may have.
+    """
+
+    def decorate(answer: Changing) -> Handler:
+        @functools.wraps(answer)
+        async def handler(request: web.Request) -> web.Response:
+            async def work() -> Answer:
+                _check_headers(request)
+                check_names(request.query, (), "query")
+                fields = await asyncio.to_thread(parse_object, await _body(request, most_bytes))
+                check_names(fields, names)
+                return await answer(request, fields)
+
+            return await _guarded(request, work)
+
+        return handler
+
+    return decorate
+
+
+async def unknown(request: web.Request) -> web.Response:
+    """Whatever else is asked below our prefix."""
+    return _error("not_found", 404, f"There is no {request.method:.10} of this address; docs/web-api.md lists them.")
+
+
+async def _guarded(request: web.Request, work: Callable[[], Awaitable[Answer]]) -> web.Response:
+    try:
+        return _json(await work(), 200)
+    except Refused as error:
+        return _error(error.code, error.status, str(error))
+    except EngineInUse as error:
+        return _error("conflict", 409, str(error))
+    except SlipstreamError as error:
+        log.warning("Slipstream: %s", error)
+        return _error("failed", 500, str(error))
+    except ConnectionError:  # the page has gone
+        raise
+    except Exception as error:
+        log.exception("Slipstream: %s of the page broke", request.method)
+        return _error("failed", 500, f"Slipstream broke ({type(error).__name__}); please report this with the log.")
+
+
+def _check_headers(request: web.Request) -> None:
+    """
+    Raises:
+        Refused: another page sent this, or it holds no JSON.
+    """
+    headers = request.headers
+    check_origin(headers.get("Host", ""), headers.getall("Origin", ()), headers.get("Sec-Fetch-Site", ""))
+    if request.content_type != "application/json":
+        raise Refused("unsupported", "Send JSON, with the header Content-Type: application/json.")
+    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        raise Refused("unsupported", "Send the body as it is, without Content-Encoding.")
+
+
+async def _body(request: web.Request, most: int) -> bytes:
+    """
+    Raises:
+        Refused: it is larger than `most` bytes, or did not arrive whole.
+    """
+    found = bytearray()
+    if (request.content_length or 0) <= most:
+        try:
+            while len(found) <= most and (part := await request.content.readany()):
+                found += part
+        except (web.HTTPException, web.RequestPayloadError, ValueError) as error:
+            raise Refused("bad_request", f"The body did not arrive whole ({type(error).__name__}).") from None
+        if len(found) <= most:
+            return bytes(found)
+    raise Refused("too_large", f"The body may have {most} bytes at most.")
+
+
+def _json(data: Answer, status: int) -> web.Response:
+    text = json.dumps(data, allow_nan=False)
+    headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+    return web.Response(text=text, status=status, content_type="application/json", headers=headers)
+
+
+def _error(code: str, status: int, message: str) -> web.Response:
+    return _json({"error": {"code": code, "message": message}}, status)

@@ -1,0 +1,61 @@
+"""What the user chose for all of Slipstream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+
+from ...engine_cache import EngineStore
+from ...hosts.comfy.host import default_folder, preferences, provider
+from ...hosts.comfy.page import ENGINES, send
+from ...runtime.home import VARIABLE, configured_home, engines_folder
+from ...runtime.preferences import NAMES, Preferences
+from .guard import Answer, Route, asks, changes
+from .rules import Refused
+
+
+@asks()
+async def show(request: web.Request) -> Answer:
+    return await asyncio.to_thread(lambda: _answer(preferences().read()))
+
+
+@changes(*NAMES)
+async def change(request: web.Request, fields: dict[str, Any]) -> Answer:
+    return await asyncio.to_thread(_change, fields)
+
+
+ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)]
+
+
+def _change(fields: dict[str, Any]) -> Answer:
+    for name, reason in _fixed().items():
+        if name in fields and fields[name] != _values(preferences().read())[name]:
+            raise Refused("bad_request", reason)
+    try:
+        chosen = preferences().change({name: value for name, value in fields.items() if name not in _fixed()})
+    except ValueError as error:
+        raise Refused("bad_request", str(error)) from None
+    if "limit_bytes" in fields:
+        provider().store.limit_bytes = chosen.limit_bytes
+        send(ENGINES, {})
+    return _answer(chosen)
+
+
+def _answer(chosen: Preferences) -> Answer:
+    """Models in use know the folder that they began with, so another one waits for a restart."""
+    wanted = EngineStore(engines_folder(chosen, default_folder()))
+    waits = wanted.root != provider().store.root
+    return {"settings": _values(chosen), "fixed": _fixed(), "restart_needed": waits}
+
+
+def _values(chosen: Preferences) -> dict[str, Any]:
+    configured = configured_home()
+    return {**chosen.to_json(), **({"folder": str(configured)} if configured else {})}
+
+
+def _fixed() -> dict[str, str]:
+    if configured_home() is None:
+        return {}
+    return {"folder": f"The environment variable {VARIABLE} decides; start ComfyUI without it to choose here."}

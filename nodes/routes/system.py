@@ -1,0 +1,23 @@
+"""The machine that engines are built on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from ...hosts.comfy.host import device, provider
+from ...runtime.machine import describe_machine
+from .guard import Answer, Route, asks
+
+
+@asks()
+async def system(request: web.Request) -> Answer:
+    def describe() -> Answer:
+        using = provider()
+        return describe_machine(device(), using.backends, using.history)
+
+    return await asyncio.to_thread(describe)
+
+
+ROUTES: list[Route] = [("GET", "/system", system)]

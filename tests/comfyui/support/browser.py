@@ -1,0 +1,214 @@
+"""ComfyUI's page in a browser, for tests of what Slipstream adds to it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "example_workflows" / "first_engine.json"
+ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+OURS = "/extensions/slipstream/"
+READY = "() => window.app?.extensionManager && window.app.canvas && document.getElementById('slipstream-style')"
+SECONDS = 60
+
+_T = TypeVar("_T")
+
+# What a node shows, read from its widgets: the same in both renderers.
+_SEEN = """id => {
+  const node = app.graph.getNodeById(id);
+  const named = name => node.widgets.find(widget => widget.name === name);
+  const line = named("slipstream_state").element;
+  const bar = line.querySelector(".slipstream-bar");
+  return {
+    button: named("slipstream_build").label,
+    kind: line.dataset.kind,
+    text: line.querySelector(".slipstream-state-text").textContent,
+    figures: line.querySelector(".slipstream-state-figures").textContent,
+    tip: line.title,
+    bar: bar.hidden ? null : parseFloat(bar.querySelector(".slipstream-bar-fill").style.width || "0"),
+  };
+}"""
+_WHERE = """id => {
+  const node = app.graph.getNodeById(id), canvas = app.canvas;
+  const widget = node.widgets.find(widget => widget.name === "slipstream_build");
+  const place = canvas.canvas.getBoundingClientRect();
+  const x = node.pos[0] + node.size[0] / 2, y = node.pos[1] + (widget.last_y ?? widget.y) + 10;
+  return [(x + canvas.ds.offset[0]) * canvas.ds.scale + place.left,
+          (y + canvas.ds.offset[1]) * canvas.ds.scale + place.top];
+}"""
+_CENTRE = """id => {
+  const node = app.graph.getNodeById(id), canvas = app.canvas;
+  canvas.ds.scale = 1;
+  canvas.ds.offset = [500 - node.pos[0], 140 - node.pos[1]];
+  canvas.setDirty(true, true);
+}"""
+
+
+def find_chromium() -> str | None:
+    """The browser to test with, or None."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def why_no_browser() -> str | None:
+    """Why the page cannot be tested here, and what to do; None where it can."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is missing; `python tools/test.py` installs it"
+    if find_chromium() is None:
+        return "no Chromium was found; on Debian: apt-get install --no-install-recommends chromium"
+    return None
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless browser of playwright's synchronous API."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as api:
+        browser = api.chromium.launch(executable_path=find_chromium(), args=list(ARGUMENTS))
+        yield browser
+        browser.close()
+
+
+def example(size: int = 64, **chosen: Any) -> dict[str, Any]:
+    """The first example with a small picture, and the choices of its Accelerate Model replaced."""
+    workflow = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    for node in workflow["nodes"]:
+        if node["type"] == "EmptyLatentImage":
+            node["widgets_values"][:2] = [size, size]
+        if node["type"] == "Note":
+            node["pos"] = [node["pos"][0], 900]  # out of the way of clicks
+    names = ("backend", "precision", "optimize", "build", "resolutions")
+    values = accelerate(workflow)["widgets_values"]
+    for name, value in chosen.items():
+        values[names.index(name)] = value
+    return workflow
+
+
+def accelerate(workflow: dict[str, Any]) -> dict[str, Any]:
+    """The node of a workflow that accelerates its model."""
+    return next(node for node in workflow["nodes"] if node["type"] == "SlipstreamAccelerateModel")
+
+
+def change_settings(url: str, **settings: Any) -> None:
+    """Change ComfyUI's own settings, `Comfy_Locale` for `Comfy.Locale`, before a page is opened."""
+    named = {name.replace("_", "."): value for name, value in settings.items()}
+    headers = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{url}/settings", json.dumps(named).encode(), headers)).close()
+
+
+class ComfyPage:
+    """One tab of the browser. `errors` lists what went wrong in Slipstream's own files."""
+
+    def __init__(self, page: Any, url: str, nodes2: bool = False) -> None:
+        self.page = page
+        self.url = url
+        self.nodes2 = nodes2
+        self.errors: list[str] = []
+        self.node: int | None = None
+        page.on("pageerror", lambda error: self._note(f"{error} {error.stack}"))
+        page.on("console", self._console)
+
+    def _console(self, message: Any) -> None:
+        if message.type == "error":
+            self._note(f"{message.text} {message.location.get('url', '')}")
+
+    def _note(self, text: str) -> None:
+        # The server's refusals are told to the user; the browser logs them as well.
+        if OURS in text and "status of 4" not in text:
+            self.errors.append(text[:2000])
+
+    def open(self) -> None:
+        """Load the page, or load it again."""
+        self.page.goto(self.url)
+        self.page.wait_for_function(READY, timeout=SECONDS * 1000)
+
+    def load(self, workflow: dict[str, Any]) -> None:
+        """Open a workflow and bring its Accelerate Model into view."""
+        self.page.evaluate("workflow => app.loadGraphData(workflow)", copy.deepcopy(workflow))
+        self.node = accelerate(workflow)["id"]
+        self.page.wait_for_function("id => app.graph.getNodeById(id)?.widgets?.length", arg=self.node)
+        self.page.evaluate(_CENTRE, self.node)
+        self.page.wait_for_timeout(500)  # until it is drawn, which gives widgets their place
+
+    def seen(self) -> dict[str, Any]:
+        """What the node shows: `button`, `kind`, `text`, `figures`, `tip` and `bar` in percent, or None."""
+        return dict(self.page.evaluate(_SEEN, self.node))
+
+    def press(self, clicks: int = 1) -> None:
+        """Click the node's button."""
+        if self.nodes2:
+            named = re.compile("^(Build engine|Cancel|Preparing)")
+            node = self.page.locator(f'[data-node-id="{self.node}"]')
+            node.get_by_role("button", name=named).click(click_count=clicks)
+            return
+        x, y = self.page.evaluate(_WHERE, self.node)
+        self.page.mouse.click(x, y, click_count=clicks)
+
+    def until(self, ready: Callable[[], _T], what: str, seconds: float = SECONDS) -> _T:
+        """Wait until `ready` gives something, with the page going on meanwhile."""
+        deadline = time.monotonic() + seconds
+        while not (found := ready()):
+            assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}; {self._now()}"
+            self.page.wait_for_timeout(100)
+        return found
+
+    def until_kind(self, *kinds: str, seconds: float = SECONDS) -> dict[str, Any]:
+        """Wait until the node's line is of one of these kinds."""
+
+        def found() -> dict[str, Any] | None:
+            seen = self.seen()
+            return seen if seen["kind"] in kinds else None
+
+        return self.until(found, f"a line that is {' or '.join(kinds)}", seconds)
+
+    def until_button(self, label: str, seconds: float = SECONDS) -> None:
+        """Wait until the node's button has a label that begins so."""
+        self.until(lambda: self.seen()["button"].startswith(label), f"the button {label!r}", seconds)
+
+    def until_toast(self, text: str, seconds: float = 10) -> None:
+        """Wait for a notice."""
+        self.until(lambda: text in self.toasts(), f"the notice {text!r}", seconds)
+
+    def toasts(self) -> str:
+        """All notices that are shown."""
+        return "\n".join(self.page.locator(".p-toast-message").all_inner_texts())
+
+    def open_tab(self, view: str = "Engines") -> Any:
+        """Open the sidebar tab at a view; returns the panel."""
+        panel = self.page.locator(".slipstream-panel")
+        if not panel.count():
+            self.page.evaluate("() => app.extensionManager.command.execute('Slipstream.OpenTab')")
+        panel.get_by_role("tab", name=view).click()
+        return panel
+
+    def setting(self, name: str) -> Any:
+        """The value that ComfyUI's dialog shows."""
+        return self.page.evaluate("id => app.extensionManager.setting.get(id)", f"Slipstream.{name}")
+
+    def set(self, name: str, value: Any) -> None:
+        """Choose a value, as ComfyUI's dialog does."""
+        self.page.evaluate(
+            "([id, value]) => app.extensionManager.setting.set(id, value)", [f"Slipstream.{name}", value]
+        )
+
+    def _now(self) -> str:
+        return f"now {self.seen()}, notices {self.toasts()!r}, errors {self.errors}" if self.node else ""

@@ -1,0 +1,119 @@
+"""Engines that are the model's own code, "built" in seconds: for tests of what goes on around builds."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from server import PromptServer
+
+_PHASES = {"export": 0.3, "compile": 0.7}
+
+
+def use_quick_builds(seconds: float) -> None:
+    """From the next prompt on, builds of the pack in this process take so long and compile nothing."""
+    done: list[object] = []
+
+    def before_the_prompt(data: Any) -> Any:
+        if not done:
+            done.append(_put_in_place(_pack(), seconds))
+        return data
+
+    PromptServer.instance.add_on_prompt_handler(before_the_prompt)
+
+
+def _pack() -> str:
+    """The name under which ComfyUI loaded Slipstream."""
+    return next(name.removesuffix(".nodes.extension") for name in sys.modules if name.endswith(".nodes.extension"))
+
+
+def _put_in_place(pack: str, seconds: float) -> object:
+    def part(name: str) -> Any:
+        return importlib.import_module(f"{pack}.{name}")
+
+    part("hosts.comfy.host").provider().backends = [_Backend(part)]
+    part("runtime.build").run_build = _Worker(part, seconds)
+    return pack
+
+
+class _Worker:
+    def __init__(self, part: Callable[[str], Any], seconds: float) -> None:
+        self._part, self._seconds = part, seconds
+
+    def __call__(
+        self, job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: Callable[[], bool] = lambda: True
+    ) -> Any:
+        report, ran, step = self._part("core.progress").Progress, 0.0, 0.05
+        while ran < self._seconds:
+            cancel.raise_if_cancelled("The build")
+            is_running = may_run()
+            ran += step if is_running else 0.0
+            progress(report("compile", 0.9 * ran / self._seconds, "pretending" if is_running else "paused"))
+            time.sleep(step)
+        (job.directory / "model.pickle").write_bytes(pickle.dumps((job.architecture, job.spec.precision)))
+        artifact = self._part("core.protocols").Artifact(job.directory, ("model.pickle",), {"nodes": 3})
+        phases = {name: share * self._seconds for name, share in _PHASES.items()}
+        return self._part("runtime.builder").Built(artifact, phases)
+
+
+class _Backend:
+    name = "quick"
+    can_bake = False
+
+    def __init__(self, part: Callable[[str], Any]) -> None:
+        self._part = part
+
+    def environment(self, device: torch.device) -> Any:
+        return self._part("core.environment").Environment.current(device)
+
+    def options(self, *_: Any) -> Mapping[str, Any]:
+        return {}
+
+    def why_unavailable(self, device: torch.device) -> None:
+        return None
+
+    def why_cannot_build(self, device: torch.device) -> None:
+        return None
+
+    def why_unsupported(self, spec: Any) -> None:
+        return None
+
+    def build_bytes(self, spec: Any) -> int:
+        return 0
+
+    def load(self, spec: Any, outputs: tuple[str, ...], artifact: Any, device: torch.device) -> Any:
+        return _Engine(spec, outputs, Path(artifact.directory), device)
+
+
+class _Engine:
+    device_bytes = 0
+    generation = 0
+    copies_weights = False
+
+    def __init__(self, spec: Any, outputs: tuple[str, ...], directory: Path, device: torch.device) -> None:
+        architecture, precision = pickle.loads((directory / "model.pickle").read_bytes())
+        self._module, self._outputs = architecture.skeleton(precision, device), outputs
+        self._weights: dict[str, torch.Tensor] = {}
+        self.profile, self.more_profiles = spec.profile, spec.more_profiles
+
+    def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.inference_mode(False), torch.no_grad():  # some models ask for the tensors' versions
+            given = {name: tensor.clone() for name, tensor in tensors.items()}
+            results = torch.func.functional_call(self._module, self._weights, (), given)
+        return dict(zip(self._outputs, results, strict=True))
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = dict(weights)
+        self.generation += 1
+
+    def release_weights(self) -> None:
+        self._weights = {}
+
+    def close(self) -> None:
+        self._weights = {}

@@ -1,0 +1,115 @@
+"""What a request of the page must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slipstream.nodes.routes.rules import (
+    Refused,
+    check_digest,
+    check_names,
+    check_origin,
+    parse_object,
+    whole_number,
+)
+
+
+def code_of(attempt: Callable[[], Any]) -> str:
+    with pytest.raises(Refused) as found:
+        attempt()
+    return found.value.code
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("127.0.0.1:8188", "http://127.0.0.1:8188"),
+        ("LocalHost:8188", "http://localhost:8188"),
+        ("comfy.example", "https://comfy.example"),
+        ("comfy.example:443", "https://comfy.example"),
+        ("comfy.example", "http://comfy.example:80"),
+        ("[::1]:8188", "http://[::1]:8188"),
+    ],
+)
+def test_our_own_page(host: str, origin: str) -> None:
+    check_origin(host, [origin], "same-origin")
+
+
+def test_programs_send_no_origin() -> None:
+    check_origin("127.0.0.1:8188", [], "")
+    check_origin("127.0.0.1:8188", [], "none")
+
+
+@pytest.mark.parametrize(
+    ("host", "origins", "site"),
+    [
+        ("127.0.0.1:8188", ["http://evil.example"], ""),
+        ("127.0.0.1:8188", ["http://127.0.0.1:8189"], "same-site"),
+        ("127.0.0.1:8188", ["http://127.0.0.1:8189"], ""),
+        ("127.0.0.1:8188", ["http://127.0.0.1"], ""),
+        ("127.0.0.1:8188", ["http://localhost:8188"], ""),
+        ("127.0.0.1:8188", ["http://127.0.0.1:8188.evil.example"], ""),
+        ("127.0.0.1:8188", ["http://user@127.0.0.1:8188"], ""),
+        ("127.0.0.1:8188", ["http://127.0.0.1:8188", "http://evil.example"], ""),
+        ("127.0.0.1:8188", ["null"], ""),
+        ("127.0.0.1:8188", ["file://"], ""),
+        ("127.0.0.1:8188", ["http://[::1"], ""),
+        ("127.0.0.1:8188", ["http://127.0.0.1:99999"], ""),
+        ("127.0.0.1:8188", [""], ""),
+        ("", ["http://"], ""),
+        ("[::1", ["http://127.0.0.1:8188"], ""),
+        ("127.0.0.1:8188", [], "cross-site"),
+        ("127.0.0.1:8188", [], "Same-Site"),
+    ],
+)
+def test_another_page(host: str, origins: list[str], site: str) -> None:
+    assert code_of(lambda: check_origin(host, origins, site)) == "forbidden"
+
+
+def test_an_object() -> None:
+    assert parse_object('{"a": [1, 2.5, null, "é"], "b": {"c": true}}'.encode()) == {
+        "a": [1, 2.5, None, "é"],
+        "b": {"c": True},
+    }
+    assert parse_object(b'{"seed": 18446744073709551615}') == {"seed": 2**64 - 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b"1", b"{'a': 1}", b"\xff\xfe{}", b'{"a": "\xc3"}', b"\xef\xbb\xbf{}"),
+        *(b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1e999}', b'{"a": ' + b"9" * 50 + b"}", b'{"a": 1, "a": 2}'),
+        *(b'{"a": ' + b"9" * 10_000 + b"}", b"[" * 100_000, b'{"a":' * 100 + b"1" + b"}" * 100),
+        b'{"a":' + b"[" * 900 + b"]" * 900 + b"}",
+    ],
+    ids=lambda body: body[:20].decode("latin-1"),
+)
+def test_what_is_no_object(body: bytes) -> None:
+    assert code_of(lambda: parse_object(body)) == "bad_request"
+
+
+def test_unknown_names_are_named() -> None:
+    check_names(["a"], ("a", "b"))
+    with pytest.raises(Refused, match="Unknown field: 'c'. Known here: a, b"):
+        check_names(["a", "c"], ("a", "b"))
+    with pytest.raises(Refused) as found:
+        check_names(["\ud800", "x" * 5000], ())
+    assert len(str(found.value)) < 200 and str(found.value).encode()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a" * 63, "a" * 65, "A" * 64, "../" + "a" * 61, "a" * 63 + "\n", "a" * 63 + "\x00"]
+)
+def test_no_digest(text: str) -> None:
+    assert code_of(lambda: check_digest(text)) == "bad_request"
+    assert check_digest("0a" * 32) == "0a" * 32
+
+
+@pytest.mark.parametrize("value", [None, True, 1.0, "1", [], 0, 11, 10**30])
+def test_no_whole_number(value: Any) -> None:
+    assert code_of(lambda: whole_number({"n": value}, "n", 1, 10)) == "bad_request"
+    assert whole_number({"n": 10}, "n", 1, 10) == 10
+    assert code_of(lambda: whole_number({}, "n", 1, 10)) == "bad_request"
