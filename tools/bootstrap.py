@@ -6,6 +6,7 @@ Standard library only, because it runs before anything is installed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -42,6 +43,7 @@ COMFYUI_TEST_REQUIREMENTS = (
     "onnxscript",
     "onnx-graphsurgeon",
     "onnxruntime",
+    "playwright",  # drives the browser that `provide_chromium` finds or installs
     # Builds without a GPU, so the tests build with it.
     "tensorrt-rtx-cu13-bindings; sys_platform == 'linux' and platform_machine == 'x86_64'",
     "tensorrt-rtx-cu13-libs; sys_platform == 'linux' and platform_machine == 'x86_64'",
@@ -98,7 +100,37 @@ def comfyui_python(checkout: Path) -> Path:
         *_torchvision_stages(),
         Stage("ComfyUI's requirements", (*wanted, *COMFYUI_TEST_REQUIREMENTS)),
     )
+    provide_chromium()
     return _ensure(venv, Recipe(stages, mend_torchvision=_plain_torch_brings_cuda()))
+
+
+@functools.cache
+def provide_chromium() -> str | None:
+    """Return a browser for the tests of ComfyUI's page; Debian's is installed where this may be done.
+
+    Without one those tests are left out, with the reason.
+    """
+    found = _find_chromium()
+    if found or not _is_root_of_debian():
+        return found
+    install = ("apt-get", "install", "-y", "--no-install-recommends", "chromium")
+    _say("installing Chromium (once)")
+    try:
+        _run(("apt-get", "update"), "apt-get update")
+        _run(install, " ".join(install))
+    except SetupError as why:
+        _say(f"without Chromium, ComfyUI's page is not tested: {why}")
+    return _find_chromium()
+
+
+def _find_chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def _is_root_of_debian() -> bool:
+    may = sys.platform == "linux" and os.geteuid() == 0
+    return may and Path("/etc/debian_version").exists() and shutil.which("apt-get") is not None
 
 
 _TORCH_FAMILY = ("torch", "torchvision", "torchaudio")

@@ -32,9 +32,14 @@ else:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly when the ComfyUI tests were left out."""
+    """Say loudly when the ComfyUI tests, or those with a browser, were left out."""
     if not HAS_COMFYUI:
         terminalreporter.write_line(f"tests/comfyui left out: no ComfyUI; {HOW_TO}", red=True)
+        return
+    from slipstream.tests.comfyui.support.browser import why_no_browser
+
+    if why := why_no_browser():
+        terminalreporter.write_line(f"tests/comfyui/test_page.py left out: {why}", red=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

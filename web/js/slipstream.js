@@ -1,28 +1,29 @@
-// Some nodes show their text on themselves.
-import { app } from "../../scripts/app.js";
-import { ComfyWidgets } from "../../scripts/widgets.js";
-
-const NODES_WITH_TEXT = [
-  "SlipstreamEngineInfo",
-  "SlipstreamBuildEngine",
-  "SlipstreamCompareImages",
-  "SlipstreamSkipCalibrate",
-];
+// Slipstream in ComfyUI's page: what is on nodes, the sidebar tab, settings and commands.
+import { app } from "./lib/comfy.js";
+import { commands, keybindings, menuCommands } from "./commands.js";
+import { loadStyle } from "./lib/dom.js";
+import { startStore } from "./lib/store.js";
+import { adopt, startBuilder } from "./nodes/builder.js";
+import { dressNode, startNodes, updateAll } from "./nodes/nodes.js";
+import { settings, startSettings } from "./settings.js";
+import { registerTab } from "./sidebar/tab.js";
 
 app.registerExtension({
-  name: "slipstream.text",
-  nodeCreated(node) {
-    if (!NODES_WITH_TEXT.includes(node.comfyClass)) return;
-    const { widget } = ComfyWidgets.STRING(node, "slipstream_text", ["STRING", { multiline: true }], app);
-    // Output, not input: neither saved with the workflow nor sent with the prompt.
-    widget.serialize = false;
-    widget.options = { ...widget.options, serialize: false };
-    const element = widget.element ?? widget.inputEl;
-    if (element) element.readOnly = true;
-    const executed = node.onExecuted;
-    node.onExecuted = function (message) {
-      executed?.apply(this, arguments);
-      widget.value = (message?.text ?? []).join("\n");
-    };
+  name: "slipstream",
+  commands,
+  keybindings,
+  menuCommands,
+  settings,
+  async setup() {
+    loadStyle();
+    registerTab();
+    startNodes();
+    await Promise.all([startStore(), startSettings(), startBuilder()]);
+  },
+  nodeCreated: dressNode,
+  // The graph was replaced: by another workflow, by undo, by a page that was loaded again.
+  afterConfigureGraph() {
+    updateAll();
+    adopt();
   },
 });

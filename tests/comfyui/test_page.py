@@ -1,0 +1,461 @@
+"""Slipstream in ComfyUI's page: a real server, a real browser, both renderers of nodes.
+
+Builds go through the whole of Slipstream but compile nothing and take a few seconds; one test compiles.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import comfyui_version
+import pytest
+
+from slipstream.core.protocols import Artifact
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
+from slipstream.tests.comfyui.support.browser import (
+    ComfyPage,
+    accelerate,
+    change_settings,
+    chromium,
+    example,
+    why_no_browser,
+)
+from slipstream.tests.comfyui.support.client import ComfyClient
+from slipstream.tests.comfyui.support.server import ComfyServer
+from slipstream.tests.unit.cli.support import current_key
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
+
+# Older ComfyUIs have no Nodes 2.0 to speak of.
+NEW = tuple(map(int, comfyui_version.__version__.split("."))) >= (0, 30)
+RENDERERS = ["classic", "nodes2"] if NEW else ["classic"]
+BUILD_SECONDS = 20
+ROUTES = "/slipstream/v1"
+GB = 2**30
+TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
+STICKING_OUT = """panel => {
+  const right = element => element.getBoundingClientRect().right;
+  const wide = [...panel.querySelectorAll("*")].filter(element => right(element) > right(panel) + 1);
+  return wide.map(element => element.className);
+}"""
+
+_sizes = itertools.count(64, 8)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(server_of: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
+    with server_of(environment={"SLIPSTREAM_TEST_BUILD_SECONDS": str(BUILD_SECONDS)}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=RENDERERS)
+def nodes2(request: pytest.FixtureRequest, server: ComfyServer) -> bool:
+    wanted = bool(request.param == "nodes2")
+    change_settings(server.url, Comfy_VueNodes_Enabled=wanted)
+    return wanted
+
+
+@pytest.fixture
+def client(server: ComfyServer) -> Iterator[ComfyClient]:
+    with server.client() as client:
+        client.clear()
+        yield client
+        client.clear()
+
+
+@pytest.fixture
+def tab(browser: Any, server: ComfyServer, nodes2: bool, client: ComfyClient) -> Iterator[Callable[[], ComfyPage]]:
+    """Open a tab of the browser; an error in our files fails the test."""
+    opened: list[ComfyPage] = []
+
+    def open_tab() -> ComfyPage:
+        context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
+        context.set_default_timeout(20_000)
+        opened.append(ComfyPage(context.new_page(), server.url, nodes2))
+        opened[-1].open()
+        return opened[-1]
+
+    yield open_tab
+    for page in opened:
+        page.page.context.close()
+    assert [error for page in opened for error in page.errors] == []
+
+
+@pytest.fixture
+def page(tab: Callable[[], ComfyPage]) -> ComfyPage:
+    return tab()
+
+
+@pytest.fixture
+def store(server: ComfyServer) -> EngineStore:
+    return EngineStore(server.home)
+
+
+@pytest.fixture
+def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
+    """Store an engine that nobody built."""
+    (tmp_path / "engine.bin").write_bytes(bytes(1000))
+    made: list[Entry] = []
+
+    def put(height: int, label: str, **environment: Any) -> Entry:
+        key, artifact = current_key(height, **environment), Artifact(tmp_path, ("engine.bin",), {})
+        made.append(store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: TIMED}))
+        return made[-1]
+
+    yield put
+    for entry in made:
+        store.delete(entry.digest)
+
+
+def new_size() -> int:
+    """A picture size that no engine was made for yet."""
+    return next(_sizes)
+
+
+def queued(client: ComfyClient) -> int:
+    """How many prompts ran, run or wait."""
+    return client.pending() + len(client.get("/history"))
+
+
+# Building by a click
+
+
+def test_a_click_builds_and_the_line_follows(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    before, size = len(store.list()), new_size()
+    page.load(example(size))
+    assert page.seen()["kind"] == "idle" and page.seen()["button"].startswith("Build engine")
+    page.press()
+    page.until_button("Cancel")
+    bars = []
+    while (seen := page.seen())["kind"] in ("queued", "building"):
+        bars += [seen["bar"]] if seen["bar"] else []
+        page.page.wait_for_timeout(300)
+    assert len(set(bars)) > 3 and bars == sorted(bars), bars
+    assert page.until_kind("ready")["button"].startswith("Build engine")
+    page.until_toast("Engine ready")
+    assert len(store.list()) == before + 1
+    page.press()
+    page.until_toast("nothing left to build")
+    assert len(store.list()) == before + 1
+
+
+def test_the_time_it_takes_is_said_before(page: ComfyPage) -> None:
+    """By the build of the test before."""
+    page.load(example(new_size()))
+    page.until(lambda: "about" in page.seen()["button"], "the estimate on the button")
+
+
+def test_a_double_click_builds_once_and_cancel_leaves_nothing(
+    page: ComfyPage, client: ComfyClient, store: EngineStore
+) -> None:
+    page.load(example(new_size()))
+    before, engines = queued(client), len(store.list())
+    page.press(clicks=2)
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.page.wait_for_timeout(1500)
+    assert queued(client) == before + 1 and page.seen()["button"] == "Cancel"
+    page.press()
+    started = time.monotonic()
+    page.until_button("Build engine")
+    assert time.monotonic() - started < 5
+    page.until_toast("Build cancelled")
+    assert page.seen()["kind"] != "ready" and len(store.list()) == engines
+    assert client.pending() == 0 and client.get(f"{ROUTES}/builds")["builds"] == []
+    page.press()  # and again
+    page.until_kind("ready")
+    assert len(store.list()) == engines + 1
+
+
+def test_a_build_that_waits_in_the_queue_is_taken_out(page: ComfyPage, client: ComfyClient) -> None:
+    from slipstream.tests.comfyui.support.graph import Graph
+
+    graph = Graph()
+    graph.add("SlipstreamTestSleep", seconds=30.0)
+    sleeping = client.queue(graph)
+    page.load(example(new_size()))
+    page.press()
+    page.until_kind("queued")
+    page.page.wait_for_timeout(1200)
+    page.press()
+    page.until_button("Build engine")
+    assert client.pending() == 1, "the prompt that runs has nothing to do with it"
+    client.interrupt()
+    client.wait(sleeping)
+
+
+def test_a_running_build_shows_after_a_reload_and_in_another_tab(
+    page: ComfyPage, tab: Callable[[], ComfyPage], client: ComfyClient
+) -> None:
+    workflow, other = example(new_size()), tab()
+    other.load(workflow)
+    page.load(workflow)
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    other.until_button("Cancel")
+    page.open()
+    page.load(workflow)
+    page.until_button("Cancel")
+    assert page.until_kind("building")["bar"]
+    other.press()
+    other.until_button("Build engine")
+    page.until_button("Build engine")
+    assert client.pending() == 0
+
+
+def test_what_cannot_be_built_is_told(page: ComfyPage, client: ComfyClient) -> None:
+    workflow = example(new_size())
+    page.load(workflow)
+    page.page.evaluate("id => { app.graph.getNodeById(id).mode = 2; }", page.node)
+    page.press()
+    assert "muted" in page.until_kind("failed")["tip"]
+    page.until_toast("was not built")
+    assert client.pending() == 0
+
+
+def test_notices_can_be_switched_off(page: ComfyPage, client: ComfyClient) -> None:
+    client.post(f"{ROUTES}/settings", {"notifications": False})
+    page.open()
+    page.load(example(new_size()))
+    try:
+        page.until(lambda: page.setting("Notifications") is False, "the server's setting")
+        page.press()
+        page.until_kind("ready")
+        page.page.wait_for_timeout(1500)
+        assert page.toasts() == ""
+    finally:
+        client.post(f"{ROUTES}/settings", {"notifications": True})
+
+
+def test_keys_build_cancel_and_open_the_tab(page: ComfyPage, client: ComfyClient) -> None:
+    page.load(example(new_size()))
+    page.page.mouse.click(900, 760)  # the canvas, where no node is
+    page.page.keyboard.press("Control+Shift+B")
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.page.wait_for_timeout(1100)
+    page.page.keyboard.press("Control+Shift+X")
+    page.until_button("Build engine")
+    page.page.keyboard.press("Control+Shift+L")
+    page.page.locator(".slipstream-panel").wait_for()
+    page.page.keyboard.press("Control+Shift+L")
+    page.page.locator(".slipstream-panel").wait_for(state="detached")
+
+
+# Workflows
+
+
+def test_widgets_keep_their_values(page: ComfyPage) -> None:
+    """Also of workflows that were saved before nodes had a button and a line."""
+    workflow = example(128, precision="fp16", build="manual", resolutions="128x128")
+    saved = list(accelerate(workflow)["widgets_values"])
+    page.load(workflow)
+    node = "app.graph.getNodeById(id)"
+    first = page.page.evaluate(f"id => {node}.serialize().widgets_values", page.node)
+    assert first[: len(saved)] == saved and len(first) == 9, first
+    again = copy.deepcopy(workflow)
+    accelerate(again)["widgets_values"] = first
+    page.load(again)
+    assert page.page.evaluate(f"id => {node}.serialize().widgets_values", page.node) == first
+    prompt = page.page.evaluate("async id => (await app.graphToPrompt()).output[id].inputs", page.node)
+    assert prompt["build"] == "manual" and not [name for name in prompt if name.startswith("slipstream")]
+
+
+def test_states_of_other_workflows_are_not_shown(page: ComfyPage, client: ComfyClient) -> None:
+    states = [
+        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": "", "speedup": None},
+        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why", "speedup": None},
+    ]
+    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
+    page.open()
+    page.load(example())
+    assert page.until_kind("eager")["text"] == "Ours" and "and why" in page.seen()["tip"]
+
+
+# The tab
+
+
+def test_engines_are_listed_filtered_shown_and_deleted(
+    page: ComfyPage, put: Callable[..., Entry], store: EngineStore
+) -> None:
+    ready = put(80, "SD15 512×640 batch 2")
+    stale = put(88, "SDXL 704×512 batch 2", torch="1.0.0")
+    panel = page.open_tab()
+    cards = panel.locator(".slipstream-card")
+    cards.filter(has_text="SD15 512×640").get_by_text("ready", exact=True).wait_for()
+    assert "torch" in cards.filter(has_text="SDXL 704").inner_text()
+    assert "2.5×" in cards.filter(has_text="SD15 512×640").inner_text()
+    panel.get_by_role("searchbox").fill("sdxl stale")
+    assert cards.count() == 1
+    panel.get_by_role("searchbox").fill("no such")
+    panel.get_by_text("No engine fits").wait_for()
+    panel.get_by_role("searchbox").fill("SDXL 704")
+    cards.first.focus()
+    page.page.keyboard.press("Enter")
+    panel.get_by_text("Why it is not used now").wait_for()
+    panel.get_by_role("button", name="Verify").click()
+    page.until_toast("as they were stored")
+    panel.get_by_role("button", name="Delete").click()
+    page.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    page.until_toast("Engine deleted")
+    assert store.lookup(stale.digest) is None and store.lookup(ready.digest) is not None
+    page.until(lambda: not cards.filter(has_text="SDXL 704").count(), "the card to go")
+
+
+def test_the_store_is_verified_and_pruned(
+    page: ComfyPage, put: Callable[..., Entry], store: EngineStore, client: ComfyClient
+) -> None:
+    put(96, "SD15 512×768 batch 2")
+    damaged = put(104, "SD15 512×832 batch 2")
+    (damaged.directory / "engine.bin").write_bytes(b"x" * 1000)
+    panel = page.open_tab()
+    panel.get_by_role("button", name="Verify the files").click()
+    page.until_toast("1 damaged")
+    panel.get_by_role("button", name="Remove what exceeds").click()
+    page.page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
+    page.until_toast("0 engines removed")
+
+
+def test_builds_show_their_progress_and_can_be_cancelled(page: ComfyPage, client: ComfyClient) -> None:
+    panel = page.open_tab("Builds")
+    panel.get_by_text("Nothing is being built").wait_for()
+    page.load(example(new_size()))
+    page.page.evaluate("() => app.queuePrompt(0)")
+    row = panel.locator(".slipstream-card")
+    row.wait_for(timeout=60_000)
+    page.until_kind("queued", "building")
+    page.until(lambda: row.locator(".slipstream-bar-fill").get_attribute("style"), "progress")
+    row.get_by_role("button", name="Cancel").click()
+    row.wait_for(state="detached")
+    assert client.get(f"{ROUTES}/builds")["builds"] == []
+
+
+def test_the_log_is_asked_for_only_while_it_is_open(page: ComfyPage) -> None:
+    asked: list[str] = []
+    page.page.on("request", lambda request: f"{ROUTES}/log" in request.url and asked.append(request.url))
+    panel = page.open_tab("Log")
+    panel.locator(".slipstream-log li").first.wait_for()
+    page.open_tab("Engines")
+    page.page.wait_for_timeout(200)
+    count = len(asked)
+    page.page.wait_for_timeout(3500)
+    assert count > 0 and len(asked) == count
+
+
+def test_whether_a_size_would_hit(page: ComfyPage, put: Callable[..., Entry]) -> None:
+    put(112, "SD15 512×896 batch 2")
+    panel = page.open_tab("Check")
+    panel.get_by_label("Height").fill("1024")
+    panel.get_by_role("button", name="Would it hit?").click()
+    panel.get_by_text("No engine for 512×1024").wait_for()
+    assert "SD15 512×896" in panel.inner_text()
+    panel.get_by_label("Width").fill("513")
+    panel.get_by_role("button", name="Would it hit?").click()
+    page.page.wait_for_timeout(300)
+    assert panel.get_by_text("No engine for 513").count() == 0, "the field takes multiples of 8"
+
+
+def test_the_tab_works_by_keyboard_and_when_narrow(page: ComfyPage, put: Callable[..., Entry]) -> None:
+    put(120, "SD15 512×960 batch 2 of a model with a rather long name")
+    panel = page.open_tab()
+    panel.locator(".slipstream-card").first.wait_for()
+    panel.get_by_role("tab", name="Engines").focus()
+    page.page.keyboard.press("ArrowRight")
+    assert panel.get_by_role("tab", name="Builds").get_attribute("aria-selected") == "true"
+    page.page.keyboard.press("ArrowLeft")
+    panel.evaluate("panel => { panel.style.width = '250px'; }")
+    assert panel.evaluate(STICKING_OUT) == []
+
+
+# Settings and language
+
+
+def test_settings_are_the_servers(page: ComfyPage, client: ComfyClient) -> None:
+    page.until(lambda: page.setting("SizeLimit") == 20, "the server's settings")
+    try:
+        page.set("SizeLimit", 5)
+        page.until(lambda: client.get(f"{ROUTES}/settings")["settings"]["limit_bytes"] == 5 * GB, "the server's limit")
+        client.post(f"{ROUTES}/settings", {"background": "always"})
+        page.open()
+        page.until(lambda: page.setting("Background") == "always" and page.setting("SizeLimit") == 5, "the values")
+        page.set("Precision", "fp8")
+        page.until_toast("setting was not changed")
+        page.until(lambda: page.setting("Precision") == "auto", "the old value")
+    finally:
+        client.post(f"{ROUTES}/settings", {"background": "idle", "limit_bytes": 20 * GB})
+
+
+def test_the_settings_dialog_shows_them(page: ComfyPage) -> None:
+    page.page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+    dialog = page.page.get_by_role("dialog").first
+    dialog.get_by_text("Slipstream", exact=True).last.click()
+    for name in ("Engine folder", "Size limit (GB)", "Backend", "Precision", "Build in the background"):
+        dialog.get_by_text(name, exact=True).wait_for()
+    folder = dialog.locator("input.slipstream-setting")
+    assert folder.is_disabled(), "SLIPSTREAM_HOME decides here"
+    assert "SLIPSTREAM_HOME" in folder.get_attribute("title")
+
+
+def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
+    change_settings(server.url, **{"Comfy_Locale": "zh"})
+    try:
+        page.open()
+        page.load(example(new_size()))
+        assert page.seen()["button"].startswith("构建引擎") and page.seen()["text"] == "尚未运行"
+        panel = page.open_tab("日志")
+        panel.get_by_role("tab", name="引擎").wait_for()
+    finally:
+        change_settings(server.url, **{"Comfy_Locale": "en"})
+
+
+def test_the_menu_has_the_commands(page: ComfyPage) -> None:
+    found = page.page.evaluate("() => app.extensionManager.command.commands.map(each => each.id)")
+    assert {"Slipstream.BuildEngine", "Slipstream.CancelBuild", "Slipstream.OpenTab"} <= set(found)
+
+
+# A build that compiles
+
+
+def test_a_click_compiles_an_engine_that_the_next_run_uses(
+    browser: Any, server_of: Callable[..., ComfyServer], model_files: Any
+) -> None:
+    checkpoint = model_files.checkpoint("sd15", 1)
+    with server_of() as server, server.client() as client:
+        context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
+        page = ComfyPage(context.new_page(), server.url)
+        page.open()
+        page.load(tiny_workflow(checkpoint))
+        page.press()
+        page.until(lambda: page.seen()["bar"], "a moving bar")
+        page.until_kind("ready", seconds=400)
+        assert len(EngineStore(server.home).list()) == 1
+        page.page.evaluate("() => app.queuePrompt(0)")
+        page.until(lambda: any(s["engine_calls"] for s in client.get(f"{ROUTES}/nodes")["nodes"]), "engine calls")
+        page.until_kind("ready")
+        context.close()
+        assert page.errors == []
+
+
+def tiny_workflow(checkpoint: str) -> dict[str, Any]:
+    """The example with a small model from a file in place of the demo model."""
+    workflow = example(64, optimize="fast build")
+    loader = next(node for node in workflow["nodes"] if node["type"] == "SlipstreamDemoLoader")
+    for node in workflow["nodes"]:
+        if node["type"] == "SlipstreamDemoPrompt":
+            node["type"], node["widgets_values"] = "SlipstreamTestConditioning", [node["id"], "fixed", 77, 768, 0]
+    model, vae, _ = loader["outputs"]
+    clip = {"name": "CLIP", "type": "CLIP", "links": []}
+    loader.update(type="CheckpointLoaderSimple", widgets_values=[checkpoint], outputs=[model, clip, vae])
+    for link in workflow["links"]:
+        if link[1] == loader["id"] and link[5] == "VAE":
+            link[2] = 2
+    return workflow

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Pictures of what Slipstream adds to ComfyUI's page, for the README and for looking at.
+
+    python tools/screenshots.py [--comfyui FOLDER] [--out FOLDER] [--classic] [--locale zh] [--chosen]
+
+Takes each view in both themes and two widths into a scratch folder; `--chosen` also puts a handful into docs/images.
+The engines and builds shown are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+WIDTHS = {1280: 800, 1920: 1080}
+THEMES = ("dark", "light")
+MOST_BYTES = 200_000
+CHOSEN = {
+    "node-building": "node-building.png",
+    "node-ready": "node-ready.png",
+    "engines": "engines.png",
+    "details": "details.png",
+    "settings": "settings.png",
+}
+
+# Made up: picture height, label, size in MB, milliseconds with and without the engine, relative error
+ENGINES = (
+    (512, "SD15 512×512 batch 2", 21, 6.6, 23.9, 4.1e-4),
+    (768, "SD15 512×768 batch 2", 22, 9.8, 33.2, 4.4e-4),
+    (1024, "SD15 512×1024 batch 2", 24, 13.1, 42.0, 3.9e-4),
+)
+STALE = (640, "SD15 512×640 batch 2", 21, 8.1, 28.0, 4.0e-4)
+
+BUILD = {
+    "id": "5c" * 32,
+    "label": "SD15 512×512 batch 2",
+    "role": "unet",
+    "backend": "aotinductor",
+    "precision": "fp16",
+    "state": "running",
+    "held": False,
+    "phase": "compile",
+    "fraction": 0.42,
+    "message": "compiling 767 operations",
+    "estimate_s": 86.0,
+    "seconds": 36.0,
+    "left_s": 50.0,
+    "nodes": [],
+}
+WAITING = {
+    **BUILD,
+    "id": "7e" * 32,
+    "label": "VAE decoder 512×512",
+    "role": "vae_decode",
+    "state": "queued",
+    "held": True,
+    "message": "",
+}
+READY = {
+    "kind": "ready",
+    "text": "compiled fp16 · 512×512 · 3.6× · ready",
+    "tip": "SD15 512×512 batch 2",
+    "speedup": 3.6,
+    "engine_calls": 40,
+    "eager_calls": 0,
+}
+FAILED = {
+    "kind": "failed",
+    "text": "not built: no C++ compiler was found",
+    "tip": "No C++ compiler was found. Install one, such as g++, and start ComfyUI again.",
+}
+BUILT = {
+    "result": "built",
+    "label": "SD15 512×512 batch 2",
+    "seconds": 86.0,
+    "speedup": 3.6,
+    "message": "",
+    "nodes": [],
+}
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Take the pictures with the Python of a ComfyUI."""
+    if os.environ.get("SLIPSTREAM_SCREENSHOTS") != "inside":
+        return _again_inside(arguments)
+    runpy.run_path(str(ROOT / "tests" / "conftest.py"))  # makes the repository importable as `slipstream`
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="slipstream-pictures-"))
+    with _server(arguments.comfyui) as server:
+        _fill(server.home)
+        _take_all(server, out, arguments)
+    print(f"{len(list(out.rglob('*.png')))} pictures in {out}")
+    return 0
+
+
+def _again_inside(arguments: argparse.Namespace) -> int:
+    from bootstrap import comfyui_python, find_comfyui
+
+    checkout = arguments.comfyui or find_comfyui()[-1]
+    environment = {**os.environ, "SLIPSTREAM_SCREENSHOTS": "inside", "OMP_NUM_THREADS": "1"}
+    command = [str(comfyui_python(checkout)), __file__, *sys.argv[1:], "--comfyui", str(checkout)]
+    return subprocess.run(command, env=environment).returncode
+
+
+@contextmanager
+def _server(checkout: Path) -> Iterator[Any]:
+    from slipstream.tests.comfyui.support.server import ComfyServer
+
+    with tempfile.TemporaryDirectory() as base:
+        with ComfyServer(checkout, Path(base), Path(base) / "no-models") as server:
+            yield server
+
+
+def _fill(home: Path) -> None:
+    """Put engines into a store."""
+    from slipstream.core.protocols import Artifact
+    from slipstream.engine_cache import BuildRecord, EngineStore, Verification
+    from slipstream.tests.unit.cli.support import current_key
+
+    store = EngineStore(home)
+    for height, label, size, engine, eager, error in (STALE, *ENGINES):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "engine.pt2").write_bytes(os.urandom(1024) * (size * 1024))
+            environment = {"torch": "2.9.0"} if height == STALE[0] else {}
+            checked = Verification(error, error / 2, 2, "fp32", engine_ms=engine, eager_ms=eager)
+            store.put(
+                current_key(height // 8, **environment),
+                Artifact(Path(folder), ("engine.pt2",), {}),
+                label=label,
+                build=BuildRecord(86.0, {"export": 14.0, "compile": 72.0}),
+                verifications={"3f" * 32: checked},
+            )
+
+
+def _take_all(server: Any, out: Path, arguments: argparse.Namespace) -> None:
+    from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium
+
+    with chromium() as browser:
+        for theme in THEMES:
+            for width, height in WIDTHS.items():
+                palette = "light" if theme == "light" else "dark"
+                change_settings(
+                    server.url,
+                    Comfy_ColorPalette=palette,
+                    Comfy_VueNodes_Enabled=not arguments.classic,
+                    Comfy_Locale=arguments.locale,
+                    Comfy_Minimap_Visible=False,
+                )
+                context = browser.new_context(viewport={"width": width, "height": height}, locale="en-US")
+                page = ComfyPage(context.new_page(), server.url, nodes2=not arguments.classic)
+                page.open()
+                _Views(page, out / f"{theme}-{width}", arguments.chosen and theme == "dark" and width == 1280).take()
+                context.close()
+                print(f"{theme} {width}: {page.errors or 'no errors'}", flush=True)
+
+
+class _Views:
+    """Goes through the views of one page."""
+
+    def __init__(self, page: Any, folder: Path, chosen: bool) -> None:
+        self.page, self.folder, self.chosen = page, folder, chosen
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def take(self) -> None:
+        """All of them."""
+        self._node()
+        self._tab()
+        self._settings()
+
+    def _node(self) -> None:
+        from slipstream.tests.comfyui.support.browser import example
+
+        page = self.page
+        page.load(example(512))
+        self._shot("node-idle", self._node_place)
+        self._say("slipstream.builds", {"policy": "idle", "builds": [{**BUILD, "nodes": [self._here()]}, WAITING]})
+        self._shot("node-building", self._node_place)
+        page.open_tab(self._named("builds"))
+        self._shot("builds", self._panel_place)
+        self._say("slipstream.builds", {"policy": "idle", "builds": []})
+        self._say("slipstream.nodes", {"nodes": [{**FAILED, **self._here()}]})
+        self._shot("node-failed", self._node_place)
+        self._say("slipstream.nodes", {"nodes": [{**READY, **self._here()}]})
+        self._shot("node-ready", self._node_place)
+        self._say("slipstream.result", BUILT)
+        self._say("slipstream.result", {**BUILT, "result": "failed", "message": FAILED["tip"]})
+        self._shot("toast")
+
+    def _here(self) -> dict[str, Any]:
+        return {"node": str(self.page.node), "workflow": None}
+
+    def _say(self, event: str, detail: dict[str, Any]) -> None:
+        """Let the page hear an event as if the server had sent it."""
+        self.page.page.evaluate(_SAY, [event, detail])
+        self.page.page.wait_for_timeout(800)
+
+    def _tab(self) -> None:
+        panel = self.page.open_tab(self._named("engines"))
+        panel.locator(".slipstream-card").first.wait_for()
+        self._shot("engines", self._panel_place)
+        panel.locator(".slipstream-card.stale").first.click()
+        panel.locator(".slipstream-table").first.wait_for()
+        self._shot("details", self._panel_place)
+        self.page.open_tab(self._named("log"))
+        self.page.page.wait_for_timeout(1500)
+        self._shot("log", self._panel_place)
+        self.page.open_tab(self._named("hit"))
+        panel.locator("button[type=submit]").click()
+        panel.locator(".slipstream-verdict").wait_for()
+        self.page.page.wait_for_timeout(300)
+        self._shot("hit", self._panel_place)
+
+    def _settings(self) -> None:
+        page = self.page.page
+        page.evaluate("() => app.extensionManager.toast.removeAll()")
+        page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+        page.get_by_role("dialog").first.get_by_text("Slipstream", exact=True).last.click()
+        page.wait_for_timeout(800)
+        self._shot("settings", lambda: page.get_by_role("dialog").first.bounding_box())
+
+    def _named(self, view: str) -> Any:
+        """The label of a view in the page's language."""
+        panel = self.page.page.locator(".slipstream-panel")
+        if not panel.count():
+            self.page.page.evaluate("() => app.extensionManager.command.execute('Slipstream.OpenTab')")
+        return panel.locator(f"[data-name={view}]").inner_text()
+
+    def _node_place(self) -> dict[str, float]:
+        box = self.page.page.evaluate(_BOX, self.page.node)
+        return dict(box)
+
+    def _panel_place(self) -> dict[str, float]:
+        box = self.page.page.locator(".slipstream-panel").bounding_box()
+        return {**box, "x": 0, "width": box["x"] + box["width"], "height": min(box["height"], 620)}
+
+    def _shot(self, name: str, place: Callable[[], dict[str, float]] | None = None) -> None:
+        self.page.page.screenshot(path=self.folder / f"{name}.png")
+        if self.chosen and name in CHOSEN:
+            IMAGES.mkdir(parents=True, exist_ok=True)
+            target = IMAGES / CHOSEN[name]
+            self.page.page.screenshot(path=target, clip=place() if place else None)
+            _shrink(target)
+
+
+_SAY = "([name, detail]) => app.api.dispatchEvent(new CustomEvent(name, { detail }))"
+_BOX = """id => {
+  const node = app.graph.getNodeById(id), canvas = app.canvas, place = canvas.canvas.getBoundingClientRect();
+  const title = 40, edge = 14, scale = canvas.ds.scale;
+  return {
+    x: (node.pos[0] - edge + canvas.ds.offset[0]) * scale + place.left,
+    y: (node.pos[1] - title - edge + canvas.ds.offset[1]) * scale + place.top,
+    width: (node.size[0] + 2 * edge) * scale,
+    height: (node.size[1] + title + 2 * edge) * scale,
+  };
+}"""
+
+
+def _shrink(picture: Path) -> None:
+    """Fewer colours, which pages have few of."""
+    from PIL import Image
+
+    Image.open(picture).convert("RGB").quantize(256).save(picture, optimize=True)
+    if picture.stat().st_size > MOST_BYTES:
+        print(f"{picture.name} has {picture.stat().st_size} bytes, more than {MOST_BYTES}", file=sys.stderr)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", type=Path, help="the ComfyUI to show; default: the last that is found")
+    parser.add_argument("--out", type=Path, help="where to put the pictures; default: a new scratch folder")
+    parser.add_argument("--classic", action="store_true", help="the classic canvas instead of Nodes 2.0")
+    parser.add_argument("--locale", default="en", help="the page's language")
+    parser.add_argument("--chosen", action="store_true", help="also write the README's pictures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main(_parse()))

@@ -1,0 +1,48 @@
+// Which nodes are ours, and by which ids the server knows them.
+import { app } from "../lib/comfy.js";
+
+export const BUILDING = [
+  "SlipstreamAccelerateModel",
+  "SlipstreamAccelerateControlNet",
+  "SlipstreamAccelerateVAE",
+  "SlipstreamBuildEngine",
+];
+const NO_ID = "00000000-0000-0000-0000-000000000000"; // of a graph that was never saved nor queued
+
+export function canBuild(node) {
+  return BUILDING.includes(node.comfyClass);
+}
+
+function root() {
+  return app.rootGraph ?? app.graph;
+}
+
+/** Id of the open workflow, or null. */
+export function workflowId() {
+  const id = root()?.id;
+  return id && id !== NO_ID ? String(id) : null;
+}
+
+/** Ids in a prompt: "4", within a subgraph "7:4"; several where a subgraph is used several times. */
+export function idsOf(node) {
+  return [...everyNode()].filter(([each]) => each === node).map(([, id]) => id);
+}
+
+/** Our nodes that build, with their ids. */
+export function buildingNodes() {
+  return [...everyNode()].filter(([node]) => canBuild(node));
+}
+
+function* everyNode(graph = root(), prefix = "") {
+  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+    const id = `${prefix}${node.id}`;
+    yield [node, id];
+    if (node.subgraph) yield* everyNode(node.subgraph, `${id}:`);
+  }
+}
+
+/** The node that a command means: a selected one, else the first. */
+export function chosenNode() {
+  const selected = Object.values(app.canvas?.selected_nodes ?? {}).find(canBuild);
+  return selected ?? buildingNodes()[0]?.[0] ?? null;
+}

@@ -1,0 +1,38 @@
+// Puts button, state line and text on nodes and keeps them up to date.
+import { on } from "../lib/store.js";
+import { addBuildButton } from "./build_button.js";
+import { buildingNodes, canBuild, idsOf } from "./graph.js";
+import { addStateLine } from "./state_line.js";
+import { addText, showsText } from "./text.js";
+import { viewOf } from "./view.js";
+
+const widgets = new WeakMap(); // node -> {button, line}
+
+export function dressNode(node) {
+  if (canBuild(node)) {
+    widgets.set(node, { button: addBuildButton(node), line: addStateLine(node) });
+    setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
+  }
+  if (showsText(node)) addText(node);
+}
+
+export function updateAll() {
+  const ids = new Map();
+  for (const [node, id] of buildingNodes()) ids.set(node, [...(ids.get(node) ?? []), id]);
+  for (const [node, all] of ids) update(node, all);
+}
+
+function update(node, ids) {
+  const mine = widgets.get(node);
+  if (!mine || !ids.length) return;
+  const view = viewOf(ids);
+  mine.line.show(view);
+  mine.button.show(view.button);
+}
+
+/** Nodes follow the server's events from here on. */
+export function startNodes() {
+  on("nodes", updateAll);
+  on("builds", updateAll);
+  updateAll();
+}

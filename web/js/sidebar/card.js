@@ -1,0 +1,59 @@
+// One engine in the list.
+import { h, icon } from "../lib/dom.js";
+import { ago, bytes, error, times, when } from "../lib/format.js";
+import { t } from "../lib/words.js";
+
+export function makeCard(engine, open) {
+  const name = h("span", { class: "slipstream-card-name" }, engine.label);
+  const head = h("div", { class: "slipstream-card-head" }, name, badge(engine));
+  const stale = engine.state === "stale";
+  const why = stale && engine.reasons?.length ? h("div", { class: "slipstream-card-why" }, engine.reasons[0]) : null;
+  const card = h(
+    "button",
+    { type: "button", class: `slipstream-card ${stale ? "stale" : ""}`, "data-key": engine.digest, onclick: open },
+    head,
+    chips([roleOf(engine), ...shapeOf(engine)]),
+    facts(engine),
+    why,
+  );
+  return h("li", {}, card);
+}
+
+/** Which part of the pipeline an engine runs, in words. */
+export function roleOf({ role }) {
+  return t(`role_${role}`, {}, role);
+}
+
+/** What an engine is for, and how it computes, in words. */
+export function shapeOf(engine) {
+  const batch = engine.batch ? t("batch_of", { n: String(engine.batch) }) : "";
+  return [engine.resolution, batch, engine.precision, t(`backend_${engine.backend}`, {}, engine.backend)];
+}
+
+/** Whether ComfyUI would use the engine here and now. */
+export function badge(engine) {
+  const stale = engine.state === "stale";
+  const title = stale ? (engine.reasons ?? []).join("\n") : t("state_ok_tip");
+  const symbol = icon(stale ? "exclamation-triangle" : "check-circle");
+  return h("span", { class: `slipstream-badge ${stale ? "warn" : "good"}`, title }, symbol, t(stale ? "stale" : "ok"));
+}
+
+export function chips(texts) {
+  const made = texts.filter(Boolean).map((text) => h("span", { class: "slipstream-chip" }, text));
+  return h("div", { class: "slipstream-chips" }, made);
+}
+
+function facts(engine) {
+  const all = [
+    engine.speedup ? fact("bolt", times(engine.speedup), t("speedup_tip"), engine.speedup > 1.05 ? "good" : "") : null,
+    fact("database", bytes(engine.bytes), t("size")),
+    fact("chart-line", error(engine.error), t("error_tip")),
+    fact("clock", ago(engine.last_used), `${t("last_used")}: ${when(engine.last_used)}`),
+    engine.gpu ? fact("microchip", engine.gpu, t("made_on")) : null,
+  ];
+  return h("div", { class: "slipstream-facts" }, all);
+}
+
+function fact(symbol, text, title, more = "") {
+  return h("span", { class: `slipstream-fact ${more}`.trim(), title }, icon(symbol), text);
+}
