@@ -48,6 +48,7 @@ _POLYGONS = {
     "star": (5, 0.42, 0.0),
 }
 _HORIZON = 0.66  # of the picture's height
+_MOONLIGHT = (0.20, 0.22, 0.34)  # what is left of a backdrop's colour at night
 
 
 @dataclass(frozen=True)
@@ -223,10 +224,11 @@ WORDS = _words()
 # ---- drawing
 
 
-def draw(scenes: Scenes, height: int = 256, width: int = 256) -> Tensor:
+def draw(scenes: Scenes, height: int = 256, width: int = 256, night: bool = False) -> Tensor:
     """Draw the scenes: [B, 3, H, W] float32 in [0, 1], on the scenes' device.
 
-    The scene fills the picture; shapes keep their proportions whatever the aspect ratio.
+    The scene fills the picture; shapes keep their proportions whatever the aspect ratio. At night the backdrop is
+    dark and each object glows in its colour; captions say nothing of it.
     """
     shorter = min(height, width)
     device = scenes.radius.device
@@ -237,11 +239,19 @@ def draw(scenes: Scenes, height: int = 256, width: int = 256) -> Tensor:
     light = _DIRECTIONS.to(device)[scenes.light]
     picture = _draw_backdrop(scenes, x, y, extent, paint, light)
     present = torch.stack([torch.ones_like(scenes.pair), scenes.pair], 1)
-    for which in (1, 0):
+    layers = []
+    for which in (0, 1):
         x0, y0 = (scenes.centre[:, which] * extent).unbind(1)
         radius = scenes.radius[:, which].view(-1, 1, 1)
-        layer = _Local((x - x0.view(-1, 1, 1)) / radius, (y - y0.view(-1, 1, 1)) / radius, 1 / (radius * shorter))
-        picture = _draw_object(picture, scenes, which, layer, paint[:, which], light, present[:, which])
+        layers.append(
+            _Local((x - x0.view(-1, 1, 1)) / radius, (y - y0.view(-1, 1, 1)) / radius, 1 / (radius * shorter))
+        )
+    if night:
+        picture = picture * torch.tensor(_MOONLIGHT, device=device).view(1, 3, 1, 1)
+        for which in (0, 1):
+            picture = picture + _glow(scenes, which, layers[which], paint[:, which], present[:, which])
+    for which in (1, 0):
+        picture = _draw_object(picture, scenes, which, layers[which], paint[:, which], light, present[:, which])
     return picture.clamp(0, 1)
 
 
@@ -305,6 +315,13 @@ def _draw_object(
     surface = surface * shade[:, None] + highlight[:, None]
     cover = (0.5 - distance / place.pixel).clamp(0, 1) * present
     return torch.lerp(picture, surface, cover[:, None])
+
+
+def _glow(scenes: Scenes, which: int, place: _Local, colour: Tensor, present: Tensor) -> Tensor:
+    """Light that an object throws on the backdrop at night, [B, 3, H, W]; black ones throw a little grey."""
+    distance = _distance(place.turned(scenes.turn[:, which]), scenes.shape[:, which]).clamp(min=0)
+    strength = 0.75 * torch.exp(-distance / 0.4) * present.view(-1, 1, 1)
+    return strength[:, None] * (colour * 0.8 + 0.2)[:, :, None, None]
 
 
 def _distance(local: _Local, shape: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .accelerating import accelerated
+from .accelerating import HIDDEN, accelerated
 from .inputs import choices, engine_inputs
 
 
@@ -21,12 +21,12 @@ class AccelerateModel(io.ComfyNode):
             "Place it anywhere between the loader and the sampler; LoRA works before and after it. "
             "Whatever an engine cannot honour runs on the plain model, and Engine Info says why.",
             inputs=[
-                io.Model.Input("model"),
+                io.Model.Input("model", tooltip="The model to accelerate. Other nodes may go on using it as it is."),
                 *choices(),
                 *engine_inputs(),
             ],
-            outputs=[io.Model.Output()],
-            hidden=[io.Hidden.unique_id],
+            outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
+            hidden=HIDDEN,
         )
 
     @classmethod

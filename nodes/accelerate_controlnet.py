@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .accelerating import accelerated
+from .accelerating import HIDDEN, accelerated
 from .inputs import choices
 
 
@@ -21,11 +21,13 @@ class AccelerateControlNet(io.ComfyNode):
             "ControlNet's loader and Apply ControlNet; strength, timing and chains work as ever. Use it together with "
             "Accelerate Model, whose engines take what ControlNets add.",
             inputs=[
-                io.ControlNet.Input("control_net"),
+                io.ControlNet.Input(
+                    "control_net", tooltip="The ControlNet to accelerate. Other nodes may go on using it."
+                ),
                 *choices(with_manual=False),
             ],
-            outputs=[io.ControlNet.Output()],
-            hidden=[io.Hidden.unique_id],
+            outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, and for Engine Info.")],
+            hidden=HIDDEN,
         )
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .accelerating import accelerated
+from .accelerating import HIDDEN, accelerated
 from .inputs import choices
 
 
@@ -21,11 +21,11 @@ class AccelerateVAE(io.ComfyNode):
             "between the loader and the nodes that decode or encode, tiled ones and inpainting included. Whatever an "
             "engine cannot honour runs on the plain VAE, and Engine Info says why.",
             inputs=[
-                io.Vae.Input("vae"),
+                io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
                 *choices(with_manual=False),
             ],
-            outputs=[io.Vae.Output()],
-            hidden=[io.Hidden.unique_id],
+            outputs=[io.Vae.Output(tooltip="For the nodes that decode or encode, and for Engine Info.")],
+            hidden=HIDDEN,
         )
 
     @classmethod

@@ -31,9 +31,11 @@ class CompareImages(io.ComfyNode):
                 ),
             ],
             outputs=[
-                io.Image.Output(display_name="side_by_side"),
-                io.Image.Output(display_name="difference"),
-                io.String.Output(display_name="report"),
+                io.Image.Output(
+                    display_name="side_by_side", tooltip="The picture, its reference and the map of their difference."
+                ),
+                io.Image.Output(display_name="difference", tooltip="Black where both are the same."),
+                io.String.Output(display_name="report", tooltip="The figures, a line for each picture."),
             ],
             is_output_node=True,
         )

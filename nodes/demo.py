@@ -1,6 +1,8 @@
-"""The built-in tiny model: a checkpoint's three outputs, and its text encoder."""
+"""The built-in tiny model: a checkpoint's three outputs, its LoRA and its text encoder."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -18,9 +20,9 @@ class SlipstreamDemoLoader(io.ComfyNode):
             "shapes, best at 256x256. It lets you try everything without a download.",
             inputs=[],
             outputs=[
-                io.Model.Output(),
-                io.Vae.Output(),
-                io.ControlNet.Output(tooltip="Guided by canny edges."),
+                io.Model.Output(tooltip="For Accelerate Model and the sampler."),
+                io.Vae.Output(tooltip="For VAE Decode and VAE Encode."),
+                io.ControlNet.Output(tooltip="Guided by canny edges, white on black."),
             ],
         )
 
@@ -29,6 +31,36 @@ class SlipstreamDemoLoader(io.ComfyNode):
         from ..hosts.comfy.demo_model import load_demo_controlnet, load_demo_model, load_demo_vae
 
         return io.NodeOutput(load_demo_model(), load_demo_vae(), load_demo_controlnet())
+
+
+class SlipstreamDemoLora(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SlipstreamDemoLora",
+            display_name="Demo LoRA (Slipstream)",
+            category=CATEGORY,
+            description="A tiny LoRA that comes with Slipstream and turns the demo model's scenes into night: the "
+            "backdrop is dark, and the shapes glow in their colours.",
+            inputs=[
+                io.Model.Input("model", tooltip="Of Demo Model, before or behind Accelerate Model."),
+                io.Float.Input(
+                    "strength",
+                    default=1.0,
+                    min=-2.0,
+                    max=2.0,
+                    step=0.05,
+                    tooltip="0: day, as without the LoRA. 1: night. In between: dusk. No strength needs a new engine.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The model with the LoRA.")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, strength: float) -> io.NodeOutput:
+        from ..hosts.comfy.demo_lora import add_demo_lora
+
+        return io.NodeOutput(add_demo_lora(model, strength))
 
 
 class SlipstreamDemoPrompt(io.ComfyNode):
@@ -48,7 +80,7 @@ class SlipstreamDemoPrompt(io.ComfyNode):
                     tooltip="What the picture shows, such as: a large yellow star left of a black ring.",
                 )
             ],
-            outputs=[io.Conditioning.Output()],
+            outputs=[io.Conditioning.Output(tooltip="For the sampler: positive, or negative where the text is empty.")],
         )
 
     @classmethod

@@ -18,12 +18,12 @@ class EngineInfo(io.ComfyNode):
             "model, and each reason for the plain model. Connect a picture or latent to `after`, so that it looks "
             "after sampling.",
             inputs=[
-                io.Model.Input("model", optional=True),
+                io.Model.Input("model", optional=True, tooltip="The output of Accelerate Model."),
                 io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),
                 io.Vae.Input("vae", optional=True, tooltip="The output of Accelerate VAE."),
                 io.ControlNet.Input("control_net", optional=True, tooltip="The output of Accelerate ControlNet."),
             ],
-            outputs=[io.String.Output(display_name="info")],
+            outputs=[io.String.Output(display_name="info", tooltip="What the node shows, for Preview Any.")],
             is_output_node=True,
             not_idempotent=True,
         )

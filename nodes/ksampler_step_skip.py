@@ -25,7 +25,12 @@ class KSamplerStepSkip(io.ComfyNode):
             description="KSampler that computes the model in some of its steps and goes on from what earlier steps "
             "gave in the rest. Its report says what happened.",
             inputs=[*_ksampler_inputs(), preset_input(), *selection_inputs(), rule_input()],
-            outputs=[io.Latent.Output(), io.String.Output(display_name="report")],
+            outputs=[
+                io.Latent.Output(tooltip="The sampled latent."),
+                io.String.Output(
+                    display_name="report", tooltip="How many steps were computed, or why all of them were."
+                ),
+            ],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -54,12 +59,12 @@ class KSamplerStepSkip(io.ComfyNode):
 def _ksampler_inputs() -> list[io.Input]:
     """KSampler's own, by the same names."""
     return [
-        io.Model.Input("model"),
+        io.Model.Input("model", tooltip="The model to sample, of Accelerate Model for instance."),
         *_number_inputs(),
         *_sampler_inputs(),
-        io.Conditioning.Input("positive"),
-        io.Conditioning.Input("negative"),
-        io.Latent.Input("latent_image"),
+        io.Conditioning.Input("positive", tooltip="What the picture shows, with or without ControlNets."),
+        io.Conditioning.Input("negative", tooltip="What it does not show."),
+        io.Latent.Input("latent_image", tooltip="What sampling starts from."),
         io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Less keeps more of the latent."),
     ]
 

@@ -23,7 +23,11 @@ class SkipCalibrate(io.ComfyNode):
             "model, sampler, schedule and CFG, judges them on pictures that were held out, and saves them as a preset. "
             "Takes the time of a hundred pictures or more; cancel leaves nothing behind.",
             inputs=[*_what_is_sampled(), *_how(), *_wishes(), *map(_prompt, _FURTHER)],
-            outputs=[io.Model.Output(), io.String.Output(display_name="report"), io.Image.Output(display_name="chart")],
+            outputs=[
+                io.Model.Output(tooltip="The model with the proposed steps."),
+                io.String.Output(display_name="report", tooltip="The figures and the proposal."),
+                io.Image.Output(display_name="chart", tooltip="Computed steps against closeness."),
+            ],
             hidden=[io.Hidden.unique_id],
             is_output_node=True,
         )
@@ -64,7 +68,7 @@ def _what_is_sampled() -> list[io.Input]:
     return [
         io.Model.Input("model", tooltip="With its LoRA, Accelerate and other nodes before this one."),
         io.Conditioning.Input("positive", tooltip="A prompt as you use them, with its ControlNets."),
-        io.Conditioning.Input("negative"),
+        io.Conditioning.Input("negative", tooltip="The negative prompt, the same for all."),
         io.Latent.Input("latent_image", tooltip="Of the size that you sample."),
         # Not called seed: of that name the page makes a new one for each queue, which would calibrate anew each time.
         io.Int.Input("first_seed", default=0, min=0, max=2**64 - 1, tooltip="Further ones follow it."),

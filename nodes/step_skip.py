@@ -35,8 +35,13 @@ class StepSkip(io.ComfyNode):
             "some of them; in the rest the sampler goes on from what earlier steps gave. Works with any sampler node, "
             "with Accelerate nodes and LoRA before and after it. Samplers for which that makes no sense compute every "
             "step.",
-            inputs=[io.Model.Input("model"), preset_input(), *selection_inputs(), rule_input()],
-            outputs=[io.Model.Output()],
+            inputs=[
+                io.Model.Input("model", tooltip="The model whose calls are skipped."),
+                preset_input(),
+                *selection_inputs(),
+                rule_input(),
+            ],
+            outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -60,8 +65,13 @@ class StepSkipSampler(io.ComfyNode):
             category=CATEGORY,
             description="Step Skip for a SAMPLER, as SamplerCustom and SamplerCustomAdvanced take it: it skips steps "
             "with whatever model and guider they are given. Use one of the two.",
-            inputs=[io.Sampler.Input("sampler"), preset_input(), *selection_inputs(), rule_input()],
-            outputs=[io.Sampler.Output()],
+            inputs=[
+                io.Sampler.Input("sampler", tooltip="Of KSamplerSelect, say."),
+                preset_input(),
+                *selection_inputs(),
+                rule_input(),
+            ],
+            outputs=[io.Sampler.Output(tooltip="For SamplerCustom and SamplerCustomAdvanced.")],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -86,8 +96,12 @@ class SkipSigmas(io.ComfyNode):
             description="The sigmas of the steps that a preset computes, and no others: a shorter schedule for any "
             "sampler, which reuses nothing. With Euler and DDIM it is what Step Skip with hold gives; compare Step "
             "Skip with it.",
-            inputs=[io.Sigmas.Input("sigmas"), preset_input(), *selection_inputs()],
-            outputs=[io.Sigmas.Output()],
+            inputs=[
+                io.Sigmas.Input("sigmas", tooltip="A whole schedule, of BasicScheduler say."),
+                preset_input(),
+                *selection_inputs(),
+            ],
+            outputs=[io.Sigmas.Output(tooltip="A shorter schedule, for SamplerCustom.")],
             hidden=[io.Hidden.unique_id],
         )
 

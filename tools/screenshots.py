@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Pictures of what Slipstream adds to ComfyUI's page, for the README and for looking at.
+"""Pictures of what Slipstream adds to ComfyUI's page, to look at.
 
-    python tools/screenshots.py [--comfyui FOLDER] [--out FOLDER] [--classic] [--locale zh] [--chosen]
+    python tools/screenshots.py [--comfyui FOLDER] [--out FOLDER] [--classic] [--locale zh]
 
-Takes each view in both themes and two widths into a scratch folder; `--chosen` also puts a handful into docs/images.
-The engines and builds shown are made up.
+Takes each view in both themes and two widths into a scratch folder. The engines and builds shown are made up; the
+README's pictures are of real ones: tools/readme_pictures.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,6 @@ IMAGES = ROOT / "docs" / "images"
 WIDTHS = {1280: 800, 1920: 1080}
 THEMES = ("dark", "light")
 MOST_BYTES = 200_000
-CHOSEN = {
-    "node-building": "node-building.png",
-    "node-ready": "node-ready.png",
-    "engines": "engines.png",
-    "details": "details.png",
-    "settings": "settings.png",
-}
 
 # Made up: picture height, label, size in MB, milliseconds with and without the engine, relative error
 ENGINES = (
@@ -92,28 +85,30 @@ BUILT = {
 def main(arguments: argparse.Namespace) -> int:
     """Take the pictures with the Python of a ComfyUI."""
     if os.environ.get("SLIPSTREAM_SCREENSHOTS") != "inside":
-        return _again_inside(arguments)
+        return again_inside(arguments.comfyui, __file__)
     runpy.run_path(str(ROOT / "tests" / "conftest.py"))  # makes the repository importable as `slipstream`
     out = arguments.out or Path(tempfile.mkdtemp(prefix="slipstream-pictures-"))
-    with _server(arguments.comfyui) as server:
+    with serve(arguments.comfyui) as server:
         _fill(server.home)
         _take_all(server, out, arguments)
     print(f"{len(list(out.rglob('*.png')))} pictures in {out}")
     return 0
 
 
-def _again_inside(arguments: argparse.Namespace) -> int:
+def again_inside(chosen: Path | None, script: str) -> int:
+    """Run `script` with the Python of a ComfyUI, by default of the last that is found."""
     from bootstrap import comfyui_python, find_comfyui
 
-    checkout = arguments.comfyui or find_comfyui()[-1]
+    checkout = chosen or find_comfyui()[-1]
     environment = {**os.environ, "SLIPSTREAM_SCREENSHOTS": "inside", "OMP_NUM_THREADS": "1"}
-    command = [str(comfyui_python(checkout)), __file__, *sys.argv[1:], "--comfyui", str(checkout)]
+    command = [str(comfyui_python(checkout)), script, *sys.argv[1:], "--comfyui", str(checkout)]
     return subprocess.run(command, env=environment).returncode
 
 
 @contextmanager
-def _server(checkout: Path) -> Iterator[Any]:
-    from slipstream.tests.comfyui.support.server import ComfyServer
+def serve(checkout: Path) -> Iterator[Any]:
+    """A ComfyUI with nothing in it but Slipstream."""
+    from slipstream.tests.comfyui.support.server import ComfyServer  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as base:
         with ComfyServer(checkout, Path(base), Path(base) / "no-models") as server:
@@ -122,9 +117,9 @@ def _server(checkout: Path) -> Iterator[Any]:
 
 def _fill(home: Path) -> None:
     """Put engines into a store."""
-    from slipstream.core.protocols import Artifact
-    from slipstream.engine_cache import BuildRecord, EngineStore, Verification
-    from slipstream.tests.unit.cli.support import current_key
+    from slipstream.core.protocols import Artifact  # type: ignore[import-not-found]
+    from slipstream.engine_cache import BuildRecord, EngineStore, Verification  # type: ignore[import-not-found]
+    from slipstream.tests.unit.cli.support import current_key  # type: ignore[import-not-found]
 
     store = EngineStore(home)
     for height, label, size, engine, eager, error in (STALE, *ENGINES):
@@ -142,7 +137,7 @@ def _fill(home: Path) -> None:
 
 
 def _take_all(server: Any, out: Path, arguments: argparse.Namespace) -> None:
-    from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium
+    from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium  # type: ignore[import-not-found]
 
     with chromium() as browser:
         for theme in THEMES:
@@ -158,7 +153,7 @@ def _take_all(server: Any, out: Path, arguments: argparse.Namespace) -> None:
                 context = browser.new_context(viewport={"width": width, "height": height}, locale="en-US")
                 page = ComfyPage(context.new_page(), server.url, nodes2=not arguments.classic)
                 page.open()
-                _Views(page, out / f"{theme}-{width}", arguments.chosen and theme == "dark" and width == 1280).take()
+                _Views(page, out / f"{theme}-{width}").take()
                 context.close()
                 print(f"{theme} {width}: {page.errors or 'no errors'}", flush=True)
 
@@ -166,8 +161,8 @@ def _take_all(server: Any, out: Path, arguments: argparse.Namespace) -> None:
 class _Views:
     """Goes through the views of one page."""
 
-    def __init__(self, page: Any, folder: Path, chosen: bool) -> None:
-        self.page, self.folder, self.chosen = page, folder, chosen
+    def __init__(self, page: Any, folder: Path) -> None:
+        self.page, self.folder = page, folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def take(self) -> None:
@@ -181,16 +176,16 @@ class _Views:
 
         page = self.page
         page.load(example(512))
-        self._shot("node-idle", self._node_place)
+        self._shot("node-idle")
         self._say("slipstream.builds", {"policy": "idle", "builds": [{**BUILD, "nodes": [self._here()]}, WAITING]})
-        self._shot("node-building", self._node_place)
+        self._shot("node-building")
         page.open_tab(self._named("builds"))
-        self._shot("builds", self._panel_place)
+        self._shot("builds")
         self._say("slipstream.builds", {"policy": "idle", "builds": []})
         self._say("slipstream.nodes", {"nodes": [{**FAILED, **self._here()}]})
-        self._shot("node-failed", self._node_place)
+        self._shot("node-failed")
         self._say("slipstream.nodes", {"nodes": [{**READY, **self._here()}]})
-        self._shot("node-ready", self._node_place)
+        self._shot("node-ready")
         self._say("slipstream.result", BUILT)
         self._say("slipstream.result", {**BUILT, "result": "failed", "message": FAILED["tip"]})
         self._shot("toast")
@@ -206,18 +201,18 @@ class _Views:
     def _tab(self) -> None:
         panel = self.page.open_tab(self._named("engines"))
         panel.locator(".slipstream-card").first.wait_for()
-        self._shot("engines", self._panel_place)
+        self._shot("engines")
         panel.locator(".slipstream-card.stale").first.click()
         panel.locator(".slipstream-table").first.wait_for()
-        self._shot("details", self._panel_place)
+        self._shot("details")
         self.page.open_tab(self._named("log"))
         self.page.page.wait_for_timeout(1500)
-        self._shot("log", self._panel_place)
+        self._shot("log")
         self.page.open_tab(self._named("hit"))
         panel.locator("button[type=submit]").click()
         panel.locator(".slipstream-verdict").wait_for()
         self.page.page.wait_for_timeout(300)
-        self._shot("hit", self._panel_place)
+        self._shot("hit")
 
     def _settings(self) -> None:
         page = self.page.page
@@ -225,7 +220,7 @@ class _Views:
         page.evaluate("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
         page.get_by_role("dialog").first.get_by_text("Slipstream", exact=True).last.click()
         page.wait_for_timeout(800)
-        self._shot("settings", lambda: page.get_by_role("dialog").first.bounding_box())
+        self._shot("settings")
 
     def _named(self, view: str) -> Any:
         """The label of a view in the page's language."""
@@ -234,21 +229,19 @@ class _Views:
             self.page.page.evaluate("() => app.extensionManager.command.execute('Slipstream.OpenTab')")
         return panel.locator(f"[data-name={view}]").inner_text()
 
-    def _node_place(self) -> dict[str, float]:
-        box = self.page.page.evaluate(_BOX, self.page.node)
-        return dict(box)
-
-    def _panel_place(self) -> dict[str, float]:
-        box = self.page.page.locator(".slipstream-panel").bounding_box()
-        return {**box, "x": 0, "width": box["x"] + box["width"], "height": min(box["height"], 620)}
-
-    def _shot(self, name: str, place: Callable[[], dict[str, float]] | None = None) -> None:
+    def _shot(self, name: str) -> None:
         self.page.page.screenshot(path=self.folder / f"{name}.png")
-        if self.chosen and name in CHOSEN:
-            IMAGES.mkdir(parents=True, exist_ok=True)
-            target = IMAGES / CHOSEN[name]
-            self.page.page.screenshot(path=target, clip=place() if place else None)
-            _shrink(target)
+
+
+def box_of_node(page: Any) -> dict[str, float]:
+    """Where the page's node is on the screen."""
+    return dict(page.page.evaluate(_BOX, page.node))
+
+
+def box_of_panel(page: Any) -> dict[str, float]:
+    """Where the sidebar's tab is on the screen."""
+    box = page.page.locator(".slipstream-panel").bounding_box()
+    return {**box, "x": 0, "width": box["x"] + box["width"], "height": min(box["height"], 620)}
 
 
 _SAY = "([name, detail]) => app.api.dispatchEvent(new CustomEvent(name, { detail }))"
@@ -264,7 +257,7 @@ _BOX = """id => {
 }"""
 
 
-def _shrink(picture: Path) -> None:
+def shrink(picture: Path) -> None:
     """Fewer colours, which pages have few of."""
     from PIL import Image
 
@@ -279,7 +272,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where to put the pictures; default: a new scratch folder")
     parser.add_argument("--classic", action="store_true", help="the classic canvas instead of Nodes 2.0")
     parser.add_argument("--locale", default="en", help="the page's language")
-    parser.add_argument("--chosen", action="store_true", help="also write the README's pictures")
     return parser.parse_args()
 
 
