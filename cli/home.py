@@ -31,7 +31,9 @@ def preferences(options: Namespace) -> Preferences:
     Raises:
         BackendUnavailable: as `open_store`.
     """
-    return preferences_file(_host_default(options)).read()
+    models = models_folder(options.comfyui)
+    open_folders = [models.parent / name for name in ("input", "output", "temp", "user")] if models else []
+    return preferences_file(_host_default(options), lambda: open_folders).read()
 
 
 def _host_default(options: Namespace) -> Path | None:

@@ -5,7 +5,8 @@
     ├── UnsupportedModel     a model, patch or dtype that no engine can honour
     ├── BuildFailed          a build ended without an engine
     │   ├── BuildCancelled   ... because somebody asked for it
-    │   └── BuildDied        ... because its process was killed or ran out of time; the next try may work
+    │   ├── BuildDied        ... because its process was killed or ran out of time; the next try may work
+    │   └── BuildOutOfMemory ... because memory did not suffice; the next try may work
     ├── ShapeOutsideProfile  inputs that an engine was not built for
     ├── IncompatibleEngine   an artifact made for another machine, version or set of weights
     │   └── NotFinite        ... that computes NaN or Inf where the model in fp32 does not
@@ -41,6 +42,10 @@ class BuildCancelled(BuildFailed):
 
 class BuildDied(BuildFailed):
     """The build's process was killed, or ran out of time: the next try may work. Nothing of it was kept."""
+
+
+class BuildOutOfMemory(BuildFailed):
+    """A build ran out of memory: the next try may find more. Nothing of it was kept."""
 
 
 class ShapeOutsideProfile(SlipstreamError):

@@ -54,6 +54,13 @@ class BuildEngine(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        from ..hosts.comfy.engines_found import ENGINES_FOUND
+        from ..hosts.comfy.host import provider
+
+        return ENGINES_FOUND.fingerprint(provider())
+
+    @classmethod
     def execute(
         cls,
         model: Any,
@@ -80,20 +87,36 @@ class BuildEngine(io.ComfyNode):
 
 
 def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int) -> list[str]:
-    """A line for each engine, or in a dry run why there is none: it meets the shapes that this node cannot know."""
+    """A line for each engine.
+
+    Where a dry run added the node for a list of sizes, it may say why there is none: that run meets the shapes that
+    this node cannot know.
+    """
     from ..core.errors import UnsupportedModel
     from ..hosts.comfy.build import build_engines
-    from ..hosts.comfy.build_prompt import is_dry_run
+    from ..hosts.comfy.build_prompt import is_added
+    from ..hosts.comfy.engines_found import ENGINES_FOUND
     from ..hosts.comfy.host import provider
+    from ..hosts.comfy.running import failing
     from ..hosts.comfy.watching import watch
     from ..runtime.module import AcceleratedModule
 
+    asked: list[str] = []
+
+    def want(digest: str) -> None:
+        asked.append(digest)
+        module.status.want(digest)
+
     module = AcceleratedModule(provider(), settings, by_hand=True)
-    if not is_dry_run(hidden.prompt):
+    is_users = not is_added(hidden.prompt, hidden.unique_id)
+    if is_users:
         watch(module, hidden.unique_id, hidden.extra_pnginfo)
     try:
-        return build_engines(provider(), model, settings, batch, tokens, module.status.want)
+        with failing(module):
+            report = build_engines(provider(), model, settings, batch, tokens, want)
     except UnsupportedModel as error:
-        if not is_dry_run(hidden.prompt):
+        if is_users:
             raise
         return [str(error)]
+    ENGINES_FOUND.note(digest for digest in asked if provider().store.lookup(digest) is not None)
+    return report

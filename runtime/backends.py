@@ -10,7 +10,7 @@ from ..compile_backend import AOTInductorBackend, TorchCompileBackend
 from ..core.errors import BackendUnavailable
 from ..core.protocols import Backend
 from ..trt_backend import TensorRTBackend
-from .settings import BackendChoice
+from .settings import SWITCHED_OFF, BackendChoice
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ def candidates(choice: BackendChoice, device: torch.device, backends: list[Backe
     """Backends that can run an engine on `device`, the best first.
 
     Raises:
-        BackendUnavailable: none can; the message lists every reason.
+        BackendUnavailable: none can, and the message lists every reason; or acceleration is switched off.
     """
+    if choice is BackendChoice.OFF:
+        raise BackendUnavailable(f"{SWITCHED_OFF[0].upper()}{SWITCHED_OFF[1:]}; choose another backend to build")
     chosen = [backend for backend in backends if _is_chosen(backend, choice)]
     passed = [] if chosen else [f"{choice.value}: there is no such backend here"]
     picks = []

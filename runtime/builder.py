@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from ..core.errors import BuildDied, BuildFailed, StoreError, UnsupportedModel
+from ..core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError, UnsupportedModel
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import Artifact, BuildJob
 from .job import write_job
-from .worker import RESULT
+from .worker import OUT_OF_MEMORY, RESULT
 
 _LOG = "worker.log"
 _POLL_SECONDS = 0.2
@@ -61,7 +61,8 @@ def run_build(
     Raises:
         BuildCancelled: `cancel` was set; the worker and all that it started are gone.
         UnsupportedModel: the model cannot be traced, or the worker does not have the code that the host runs.
-        BuildFailed: the worker failed; BuildDied: it was killed or ran out of time.
+        BuildFailed: the worker failed; BuildOutOfMemory: for want of memory; BuildDied: it was killed or ran out of
+            time.
         StoreError: the job's folder cannot be written.
     """
     with ExitStack() as ending:
@@ -220,11 +221,13 @@ def _result(job: BuildJob, code: int | None) -> Artifact:
         if "error" not in data:
             return Artifact(job.directory, tuple(data["files"]), dict(data["details"]))
         kind, message = data["error"], data["message"]
+        ran_out = data.get(OUT_OF_MEMORY) is True
     except (OSError, ValueError, TypeError, KeyError):
         raise _died(code, _last_words(job.directory)) from None
     if kind == UnsupportedModel.__name__:
         raise UnsupportedModel(message)
-    raise BuildFailed(f"The engine could not be built: {kind}: {message}")
+    error = BuildOutOfMemory if ran_out else BuildFailed
+    raise error(f"The engine could not be built: {kind}: {message}")
 
 
 def _died(code: int | None, last_words: str) -> BuildFailed:

@@ -48,6 +48,23 @@ def inlined() -> Iterator[None]:
         _local.inlined = before
 
 
+@contextmanager
+def not_inlined(engine: Engine) -> Iterator[bool]:
+    """Within `inlined()`, let `engine` run as it does elsewhere; graphs that it makes for that are given back.
+
+    Yields:
+        Whether it was inlined.
+    """
+    before = is_inlined()
+    _local.inlined = False
+    try:
+        yield before
+    finally:
+        _local.inlined = before
+        if before and isinstance(engine, GraphedEngine):
+            engine.drop_graphs()
+
+
 def is_inlined() -> bool:
     return getattr(_local, "inlined", False)
 
@@ -200,6 +217,10 @@ class GraphedEngine:
         """The graphs are kept: they are right again as soon as weights lie where they were."""
         self._has_weights = False
         self._engine.release_weights()
+
+    def drop_graphs(self) -> None:
+        """They are made anew when they are needed."""
+        self._graphs.drop()
 
     def close(self) -> None:
         self._graphs.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..engine_cache import EngineStore
@@ -28,9 +29,11 @@ def store_home(host_default: Path | None = None) -> Path:
     return configured_home() or default_home(host_default)
 
 
-def preferences_file(host_default: Path | None = None) -> PreferencesFile:
-    """Where a host's users have their preferences."""
-    return PreferencesFile(default_home(host_default))
+def preferences_file(
+    host_default: Path | None = None, open_folders: Callable[[], Iterable[Path]] = tuple
+) -> PreferencesFile:
+    """Where a host's users have their preferences; see `PreferencesFile` for `open_folders`."""
+    return PreferencesFile(default_home(host_default), open_folders)
 
 
 def engines_folder(preferences: Preferences, host_default: Path | None = None) -> Path:

@@ -32,6 +32,10 @@ class AcceleratedModule:
 
     Args:
         by_hand: see `HostHooks`.
+
+    Attributes:
+        asked: the settings of the last run.
+        host_precision: that the model had in it; None before that.
     """
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
@@ -39,6 +43,8 @@ class AcceleratedModule:
         self._chosen = settings
         self.by_hand = by_hand
         self.status = Status()
+        self.asked = self.settings
+        self.host_precision: Precision | None = None
 
     @property
     def settings(self) -> Settings:
@@ -46,15 +52,23 @@ class AcceleratedModule:
         return self.provider.with_preferences(self._chosen)
 
     @contextmanager
-    def run(self, source: ModelSource, hooks: HostHooks | None = None, *, finite_only: bool = False) -> Iterator[Run]:
+    def run(
+        self,
+        source: ModelSource,
+        hooks: HostHooks | None = None,
+        *,
+        finite_only: bool = False,
+        settings: Settings | None = None,
+    ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
         Args:
             finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
                 are neither, the plain model computes instead, and fp16 is not used again for this model.
+            settings: of a run that this one is a part of; None: as they are now.
         """
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings)
         self.provider.run_began()
-        run = Run(self, source, hooks or HostHooks(), finite_only)
         try:
             yield run
         finally:
@@ -69,12 +83,20 @@ class Run:
 
     Attributes:
         tally: told of each call that an engine served.
+        settings: as they were when it began: what the user prefers meanwhile is for the next run.
     """
 
     def __init__(
-        self, module: AcceleratedModule, source: ModelSource, hooks: HostHooks, finite_only: bool = False
+        self,
+        module: AcceleratedModule,
+        source: ModelSource,
+        hooks: HostHooks,
+        finite_only: bool = False,
+        settings: Settings | None = None,
     ) -> None:
         self.tally: Callable[[Offer], None] = self.count
+        self.settings = module.asked = settings or module.settings
+        module.host_precision = source.precision
         self._finite_only = finite_only
         self._module = module
         self._source = source
@@ -176,15 +198,14 @@ class Run:
 
     def _shared_offer(self, call: CallShape) -> Offer | None:
         """The engine of another call of this run, where it takes this one too."""
-        settings = self._module.settings
         for offer in self._offers.values():
-            if offer.engine is not None and offer.plan is not None and offer.plan.serves(call, settings):
+            if offer.engine is not None and offer.plan is not None and offer.plan.serves(call, self.settings):
                 return offer
         return None
 
     def _new_offer(self, call: CallShape) -> Offer:
         module, self._wanted = self._module, ""
-        offer = module.provider.offer(self._source, call, module.settings, self._hooks)
+        offer = module.provider.offer(self._source, call, self.settings, self._hooks)
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ class PreferencesFile:
 
     Args:
         home: the host's folder for engines, whatever folder the user prefers; see `default_home`.
+        open_folders: gives those that others may write into, such as a host's folder for uploads. No engines are
+            kept there, since what lies in a store is run.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, open_folders: Callable[[], Iterable[Path]] = tuple) -> None:
         self.path = home / FILE_NAME
+        self._open_folders = open_folders
         self._lock = threading.RLock()
         self._known: tuple[tuple[int, int] | None, Preferences] | None = None
 
@@ -47,9 +50,11 @@ class PreferencesFile:
         with self._lock, store_errors("Saving the settings", self.path.parent):
             changed = self.read().changed(values)
             if "folder" in values:
+                check_apart(changed.folder, self._open_folders())
                 check_folder(changed.folder)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self.path, json.dumps(changed.to_json(), indent=1) + "\n", self.path.parent)
+            kept = {**self._of_newer_versions(), **changed.to_json()}
+            replace_text(self.path, json.dumps(kept, indent=1) + "\n", self.path.parent)
             self._known = self._stamp(), changed
         return changed
 
@@ -66,7 +71,10 @@ class PreferencesFile:
             data = json.loads(self.path.read_bytes())
             for name in NAMES & data.keys():  # others are a newer version's
                 try:
-                    found = found.changed({name: data[name]})
+                    wanted = found.changed({name: data[name]})
+                    if name == "folder":
+                        check_apart(wanted.folder, self._open_folders())
+                    found = wanted
                 except ValueError as error:
                     complaints.append(str(error))
         except FileNotFoundError:
@@ -76,6 +84,42 @@ class PreferencesFile:
         if complaints:
             log.warning("Slipstream: %s is damaged, and its defaults are used: %s", self.path, " ".join(complaints))
         return found
+
+    def _of_newer_versions(self) -> dict[str, Any]:
+        """What the file holds by names that are not known here."""
+        try:
+            data = json.loads(self.path.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return {name: data[name] for name in data.keys() - NAMES} if isinstance(data, dict) else {}
+
+
+def check_apart(folder: str | None, open_folders: Iterable[Path]) -> None:
+    """Make sure that nobody but Slipstream writes into a folder by way of the host.
+
+    Raises:
+        ValueError: it is one of `open_folders`, or one lies in the other.
+    """
+    if folder is None:
+        return
+    try:
+        wanted = _real(Path(folder))
+        found = next((each for each in open_folders if _overlap(wanted, _real(each))), None)
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name that cannot be one
+        raise ValueError(f"folder: {folder!r:.200} is no folder: {error}.") from None
+    if found is not None:
+        raise ValueError(
+            f"folder: {folder!r:.200} and {str(found)!r:.200} lie in one another. Others may upload files there, and "
+            "what lies among the engines is run: choose a folder apart from it."
+        )
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    return one.is_relative_to(other) or other.is_relative_to(one)
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.normcase(path.resolve()))
 
 
 def check_folder(folder: str | None) -> None:

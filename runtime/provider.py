@@ -101,6 +101,9 @@ class EngineProvider:
     Args:
         is_idle: whether the host has nothing else to do; see `BuildQueue`.
         preferences: what the user prefers at this moment.
+
+    Attributes:
+        on_timed: called when the store knows an engine's times, in the thread that measured them. It should be quick.
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class EngineProvider:
         self.pool = EnginePool()
         self._shortages = Shortages()
         self._overflows = Overflows(store.root)
-        self._trust = Trust(store, self._overflows)
+        self.on_timed: Callable[[], None] = lambda: None
+        self._trust = Trust(store, self._overflows, lambda: self.on_timed())
         self._told: set[str] = set()
         self._active_runs = 0
         self._counting = threading.Lock()
@@ -343,6 +347,10 @@ class EngineProvider:
         precision = plan.spec.precision.value
         what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
         return f"{what}. {ADVICE}" if plan.spec.precision is Precision.FP16 else what
+
+    def what_is_wrong(self, entry: Entry) -> SlipstreamError | None:
+        """What an engine was refused for when it was compared last in this process."""
+        return self._trust.what_is_wrong(entry)
 
     def explain_miss(self, plan: Plan) -> str:
         """In words: what the closest engine in the store differs in."""

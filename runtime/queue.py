@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from ..core.errors import BuildCancelled, BuildDied, BuildFailed, SlipstreamError, StoreError
+from ..core.errors import BuildCancelled, BuildDied, BuildFailed, BuildOutOfMemory, SlipstreamError, StoreError
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..engine_cache import Entry
 from .plan import Plan
@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 BuildFunction = Callable[[Plan, ProgressCallback, CancelToken, Callable[[], bool]], Entry]
 
 _IDLE_POLL_SECONDS = 0.5
+_PASSING = (BuildDied, BuildOutOfMemory, StoreError)
+"""Failures that the next try may be spared: a build was killed, or found memory or disk full. Others are final."""
 _ATTEMPTS = 2
-"""Builds of one engine that may be killed, or find the disk full, before this process stops trying by itself; other
-failures are final."""
+"""Such failures of one engine before this process stops trying by itself."""
 
 
 class TicketState(str, Enum):
@@ -197,7 +198,7 @@ class BuildQueue:
 
     def _given_up(self, plan: Plan) -> Ticket | None:
         failures = self._failures.get(plan.key.digest, [])
-        hopeless = failures and not isinstance(failures[-1], (BuildDied, StoreError))
+        hopeless = failures and not isinstance(failures[-1], _PASSING)
         if not hopeless and len(failures) < _ATTEMPTS:
             return None
         ticket = Ticket(plan, urgent=False)

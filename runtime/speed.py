@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 
 from ..core.errors import first_line
-from ..core.protocols import Engine, ModelSource
+from ..core.protocols import Engine, ModelSource, Tensors
 from ..core.spec import EngineSpec
+from .cuda_graphs import not_inlined
 from .measure import milliseconds
 from .verify import tuned_inputs
 
@@ -40,8 +41,8 @@ def measure_speed(
 ) -> Speed | None:
     """Time engine and host's module, in its own precision, at the shapes that the engine is tuned for.
 
-    Both must have computed these shapes before. It takes little, and nothing depends on it: whatever goes wrong, out of
-    memory included, leaves None.
+    Both must have computed these shapes before. Within `inlined()` the engine is timed as it runs elsewhere. It takes
+    little, and nothing depends on it: whatever goes wrong, out of memory included, leaves None.
 
     Raises:
         whatever `check_interrupted` raises, which is asked before each pair of calls.
@@ -49,7 +50,15 @@ def measure_speed(
     inputs = _or_none(spec, lambda: tuned_inputs(source, spec))
     if inputs is None:
         return None
+    with not_inlined(engine) as was_inlined:
+        if was_inlined and _or_none(spec, lambda: engine(**inputs)) is None:  # its graph is made by this call
+            return None
+        return _measured(engine, source, spec, inputs, check_interrupted)
 
+
+def _measured(
+    engine: Engine, source: ModelSource, spec: EngineSpec, inputs: Tensors, check_interrupted: Callable[[], None]
+) -> Speed | None:
     def both() -> tuple[float, float]:
         """They take turns, so that a busy moment hits both."""
         with torch.no_grad():

@@ -40,12 +40,30 @@ class Standing:
         reason: for the plain model in the last call; empty where an engine made it, or nothing ran.
         wanted: digest of the engine that the plain model stood in for; None where none would have served.
         note: said before anything ran.
+        failed: a person asked for engines, and got none for `reason`.
     """
 
     engine: EngineUse | None = None
     reason: str = ""
     wanted: str | None = None
     note: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """The calls of the run that is under way, or of the last one.
+
+    Attributes:
+        engine: that came into use last in it; None where none did.
+        reasons: for the plain model, with how often each was given.
+        wanted: reason → digest of the engine that the plain model stood in for.
+    """
+
+    engine: EngineUse | None = None
+    engine_calls: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+    wanted: Mapping[str, str] = field(default_factory=dict)
 
 
 class Status:
@@ -53,10 +71,12 @@ class Status:
 
     Attributes:
         on_change: called when another engine is wanted or in use.
+        on_run: called when a run begins.
     """
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
+        self.on_run: Callable[[], None] = lambda: None
         self._wanted: dict[str, None] = {}
         self._missing: dict[str, str] = {}
         self._standing = Standing()
@@ -64,6 +84,9 @@ class Status:
         self._engines: dict[str, EngineUse] = {}
         self._reasons: Counter[str] = Counter()
         self._last = "nothing has run yet"
+        self._run_engine: str | None = None
+        self._run_calls = 0
+        self._run_reasons: Counter[str] = Counter()
 
     @property
     def engine_calls(self) -> int:
@@ -87,10 +110,24 @@ class Status:
             return self._standing
 
     @property
+    def last_run(self) -> LastRun:
+        with self._lock:
+            engine = None if self._run_engine is None else self._engines[self._run_engine]
+            wanted = {reason: self._missing[reason] for reason in self._run_reasons if reason in self._missing}
+            return LastRun(engine, self._run_calls, dict(self._run_reasons), wanted)
+
+    @property
     def wanted(self) -> list[str]:
         """Digests of engines whose builds were asked for, the last one first."""
         with self._lock:
             return list(reversed(self._wanted))
+
+    def begin_run(self) -> None:
+        """A sampler, decoder or encoder begins: its calls are counted apart from those of earlier ones."""
+        with self._lock:
+            self._run_engine, self._run_calls = None, 0
+            self._run_reasons.clear()
+        self.on_run()
 
     def want(self, digest: str) -> None:
         """Note that a build was asked for."""
@@ -121,10 +158,18 @@ class Status:
             self._last = what
             self._standing = Standing(note=what)
 
+    def fail(self, reason: str) -> None:
+        """Note why a person who asked for engines gets none."""
+        with self._lock:
+            self._standing = Standing(reason=reason, failed=True)
+        self.on_change()
+
     def count_engine(self, digest: str) -> None:
         with self._lock:
             use = self._engines[digest]
             use.calls += 1
+            self._run_engine = digest
+            self._run_calls += 1
             self._last = f"engine {digest[:12]} ({use.label})"
             if self._standing.engine is not use:
                 self._standing = Standing(engine=use)
@@ -133,6 +178,7 @@ class Status:
         """Count a call of the plain model; True the first time that this reason is given."""
         with self._lock:
             self._reasons[reason] += 1
+            self._run_reasons[reason] += 1
             self._last = f"eager: {reason}"
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ..core.protocols import Backend, BuildJob
 
 RESULT = "result.json"
+OUT_OF_MEMORY = "out_of_memory"
+"""In the result: whether the error comes of that."""
+
+_TOLD_BY = {"OutOfMemoryError", "MemoryError"}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -40,7 +44,7 @@ def main(directory: str) -> int:
         result = _build(folder, report)
     except Exception as error:  # whatever a compiler raises becomes the build's result
         traceback.print_exc()
-        result = {"error": type(error).__name__, "message": _summary(error)}
+        result = {"error": type(error).__name__, "message": _summary(error), OUT_OF_MEMORY: ran_out(error)}
     _write_result(folder, result)
     return 0 if "files" in result else 1
 
@@ -91,6 +95,15 @@ def _write_result(folder: Path, result: dict[str, Any]) -> None:
     partial = folder / (RESULT + ".part")
     partial.write_text(json.dumps(result), encoding="utf-8")
     os.replace(partial, folder / RESULT)
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether an error is torch's or Python's of too little memory, or was raised because of one."""
+    while error is not None:
+        if type(error).__name__ in _TOLD_BY:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _summary(error: Exception) -> str:

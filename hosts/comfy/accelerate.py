@@ -64,7 +64,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
             return executor(*args, **kwargs)
         run, source = found
         tally = Tally()
-        halves = halves_of(module, source, guider.model_patcher, ending, tally)
+        halves = halves_of(module, run.settings, source, guider.model_patcher, ending, tally)
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
         calls = ModelCalls(run, source, veto, halves, tally)
         lead_calls(guider.model_options, source.architecture.kind, KEY, calls)

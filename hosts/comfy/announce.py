@@ -10,15 +10,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...engine_cache import EngineStore
 from ...runtime.provider import EngineProvider
 from ...runtime.queue import ENDED, BuildQueue, Ticket, TicketState
 from .node_states import REGISTRY, NodeRegistry, Place, fraction_of, seconds_left, speedup_of
+from .prompt_walks import WALKS
+from .running_prompts import running_prompts
 
 log = logging.getLogger(__name__)
 
 BUILDS, NODES, RESULT = "slipstream.builds", "slipstream.nodes", "slipstream.result"
 Send = Callable[[str, Mapping[str, Any]], None]
+
+_BUILDING = {*WALKS, "SlipstreamBuildEngine"}
+"""Classes of nodes that have engines built."""
 
 _INTERVAL = 0.25
 """Seconds between two events of a kind, at least."""
@@ -30,7 +34,7 @@ _MEASURING_SECONDS = 10.0
 class _Ended(NamedTuple):
     """
     Attributes:
-        places: of the nodes that asked for the build.
+        places: see `concerned`.
         when: by `time.monotonic`.
     """
 
@@ -63,7 +67,7 @@ class Announcer:
     def _hear(self, ticket: Ticket) -> None:
         if ticket.state in ENDED and ticket not in self._told:
             self._told.add(ticket)
-            self._ended.append(_Ended(ticket, self._registry.waiting_for(ticket.plan.key.digest), time.monotonic()))
+            self._ended.append(_Ended(ticket, concerned(ticket, self._registry), time.monotonic()))
         self.wake()
 
     def _work(self) -> None:
@@ -87,7 +91,7 @@ class Announcer:
             if self._is_to_be_timed(ended.ticket) and time.monotonic() - ended.when < _MEASURING_SECONDS:
                 self._ended.append(ended)
             else:
-                self._send(RESULT, result(ended.ticket, ended.places, self._provider.store))
+                self._send(RESULT, result(ended.ticket, ended.places, self._provider))
         self._tell_nodes()
 
     def _tell_nodes(self) -> None:
@@ -102,7 +106,9 @@ class Announcer:
         if ticket.state is not TicketState.DONE or not ticket.urgent or self._registry.is_used(digest):
             return False
         entry = self._provider.store.lookup(digest)
-        return entry is not None and not entry.manifest.verifications
+        if entry is None or self._provider.what_is_wrong(entry) is not None:
+            return False
+        return not entry.manifest.verifications
 
 
 def builds(queue: BuildQueue, registry: NodeRegistry = REGISTRY) -> list[dict[str, Any]]:
@@ -117,19 +123,33 @@ def policy() -> str:
     return preferences().read().background.value
 
 
-def result(ticket: Ticket, places: list[Place], store: EngineStore) -> dict[str, Any]:
-    """How a build ended, as the page gets it."""
+def concerned(ticket: Ticket, registry: NodeRegistry = REGISTRY) -> list[Place]:
+    """The nodes that asked for a build; where a prompt waits for it, all that have engines built in that prompt."""
+    asked = registry.waiting_for(ticket.plan.key.digest)
+    found = dict.fromkeys(asked)
+    for prompt in running_prompts() if ticket.urgent else []:
+        kinds = {node: each.get("class_type") for node, each in prompt.nodes.items() if isinstance(each, Mapping)}
+        places = [Place(prompt.workflow, node) for node, kind in kinds.items() if kind in _BUILDING]
+        if any(place in asked for place in places):
+            found |= dict.fromkeys(places)
+    return list(found)
+
+
+def result(ticket: Ticket, places: list[Place], provider: EngineProvider) -> dict[str, Any]:
+    """How a build ended, as the page gets it: one whose engine was refused when it was compared has failed."""
     digest, label = ticket.plan.key.digest, str(ticket.plan)
-    entry = store.lookup(digest) if ticket.state is TicketState.DONE else None
+    entry = provider.store.lookup(digest) if ticket.state is TicketState.DONE else None
+    refusal = provider.what_is_wrong(entry) if entry is not None else None
+    error = ticket.error or refusal
     word = {TicketState.DONE: "built", TicketState.CANCELLED: "cancelled"}.get(ticket.state, "failed")
     built = f"Built {label} in {ticket.seconds:.0f} s"
     return {
-        "result": word,
+        "result": word if refusal is None else "failed",
         "id": digest,
         "label": label,
         "seconds": round(ticket.seconds, 1),
-        "speedup": speedup_of(entry) if entry is not None else None,
-        "message": built if ticket.error is None else str(ticket.error),
+        "speedup": speedup_of(entry) if entry is not None and refusal is None else None,
+        "message": built if error is None else str(error),
         "nodes": [place.to_json() for place in places],
     }
 

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...runtime.settings import AUTO, BackendChoice, BuildPolicy, parse_resolutions
-from .prompt_links import Prompt, Slot, Wiring
-from .prompt_walks import MODEL_NODE, RESULTS, WALKS, Walk, terminals_of
+from .prompt_bypass import check_kept, passed_by
+from .prompt_links import NodeKind, Prompt, Slot, Wiring
+from .prompt_walks import MODEL_NODE, WALKS, Walk, takes_model, terminals_of
 
 ONE_STEP = "SlipstreamOneStep"
 END = "SlipstreamDryRunEnd"
 BUILD_ENGINE = "SlipstreamBuildEngine"
 MARK = "slipstream_dry_run"
-"""An input of accelerated nodes that no class of theirs has: what they make in a dry run is kept apart by it."""
+"""An input of our nodes that no class of theirs has: what they make in a dry run is kept apart by it."""
 
-_BYPASSED = {"SlipstreamSkipCalibrate": "model"}
-"""Nodes that sample a hundred pictures, and the input that their first output stands for."""
+_LISTED = "slipstream-list-"
+"""How the ids begin of Build Engines that no person placed."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,16 @@ def is_dry_run(prompt: Any) -> bool:
     return any(isinstance(node, Mapping) and node.get("class_type") == END for node in nodes)
 
 
-def dry_run_of(prompt: Prompt, node: str, makes: Mapping[str, Sequence[str]], mark: str) -> DryRun:
+def is_added(prompt: Any, node: Any) -> bool:
+    """Whether a Build Engine is not the user's, but was added to a dry run for a list of sizes."""
+    return is_dry_run(prompt) and str(node).startswith(_LISTED)
+
+
+def dry_run_of(prompt: Prompt, node: str, kinds: Mapping[str, NodeKind], mark: str) -> DryRun:
     """The part of `prompt` that meets each shape for which `node` will want an engine.
 
     Args:
-        makes: types of the outputs of each class of node.
+        kinds: of all classes of nodes.
         mark: different for each dry run.
 
     Raises:
@@ -54,7 +60,7 @@ def dry_run_of(prompt: Prompt, node: str, makes: Mapping[str, Sequence[str]], ma
     """
     if node not in prompt:
         raise ValueError(f"Node {node} is not part of the workflow that runs; is it muted, bypassed or not connected?")
-    wiring = Wiring(_without_bypassed(prompt), makes)
+    wiring = passed_by(prompt, kinds)
     kind = wiring.class_of(node)
     if kind == BUILD_ENGINE:
         return DryRun(_prepared(wiring, [node], mark), [node])
@@ -73,51 +79,40 @@ def _of_accelerated(wiring: Wiring, node: str, walk: Walk, mark: str) -> DryRun:
     targets = []
     for terminal in terminals:
         index = next(place for place, kind in enumerate(wiring.makes(terminal)) if kind in walk.results)
-        targets.append(_add(made, "end", END, {"value": [terminal, index]}))
+        targets.append(_add(made, "slipstream-end-", END, {"value": [terminal, index]}))
     if (listed := _of_list(wiring, node, terminals)) is not None:
-        targets.append(_add(made, "list", BUILD_ENGINE, listed))
+        targets.append(_add(made, _LISTED, BUILD_ENGINE, {**listed, MARK: mark}))
     return DryRun(made, targets)
 
 
 # ------------------------------------------------------------------------------------------- what is kept
 
 
-def _without_bypassed(prompt: Prompt) -> Prompt:
-    made = copy.deepcopy(prompt)
-    bypassed = {name: node for name, node in made.items() if node.get("class_type") in _BYPASSED}
-    for name, gone in bypassed.items():
-        del made[name]
-        for node in prompt:
-            inputs = (made.get(node) or bypassed[node])["inputs"]
-            stands_for = gone["inputs"].get(_BYPASSED[gone["class_type"]])
-            inputs.update({key: stands_for for key, value in inputs.items() if Slot.of(value) == Slot(name, 0)})
-    return made
-
-
 def _prepared(wiring: Wiring, ends: Sequence[str], mark: str) -> Prompt:
     """What leads to `ends`: samplers take one step, and accelerated nodes wait for their engines."""
     kept = wiring.ancestors(ends)
+    check_kept(wiring, sorted(kept))
     made = {name: copy.deepcopy(node) for name, node in wiring.prompt.items() if name in kept}
     steps: dict[Slot, str] = {}
     for name in list(made):
         inputs = made[name].setdefault("inputs", {})
-        if wiring.class_of(name) in WALKS:
+        if wiring.class_of(name) in (*WALKS, BUILD_ENGINE):
             inputs[MARK] = mark
-            if not _is_off(made[name]):
-                inputs["build"] = BuildPolicy.FIRST_USE.value
-        if "MODEL" in wiring.makes(name) and not RESULTS.intersection(wiring.makes(name)):
-            continue  # it hands the model on
+        if wiring.class_of(name) in WALKS and not _is_off(made[name]):
+            inputs["build"] = BuildPolicy.FIRST_USE.value
+        if not takes_model(wiring, name):
+            continue
         for key, slot in wiring.inputs(name).items():
             if wiring.type_of(slot) == "MODEL":
                 if slot not in steps:
-                    steps[slot] = _add(made, "step", ONE_STEP, {"model": [slot.node, slot.index]})
+                    steps[slot] = _add(made, "slipstream-step-", ONE_STEP, {"model": [slot.node, slot.index]})
                 inputs[key] = [steps[slot], 0]
     return made
 
 
-def _add(prompt: Prompt, what: str, kind: str, inputs: dict[str, Any]) -> str:
+def _add(prompt: Prompt, begins: str, kind: str, inputs: dict[str, Any]) -> str:
     number = 1
-    while (name := f"slipstream-{what}-{number}") in prompt:
+    while (name := f"{begins}{number}") in prompt:
         number += 1
     prompt[name] = {"class_type": kind, "inputs": inputs}
     return name

@@ -36,6 +36,7 @@ def _provider() -> EngineProvider:
     made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read)
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)
+    made.on_timed = lambda: send(ENGINES, {})
     atexit.register(_end_builds, made)
     return made
 
@@ -56,7 +57,7 @@ def _end_builds(of: EngineProvider) -> None:
 @functools.lru_cache(maxsize=1)
 def preferences() -> PreferencesFile:
     """What the user chose for all of Slipstream."""
-    return preferences_file(_models_folder())
+    return preferences_file(_models_folder(), _open_folders)
 
 
 def home() -> Path:
@@ -75,6 +76,16 @@ def _models_folder() -> Path | None:
     except ImportError:
         return None
     return Path(folder_paths.models_dir) / "slipstream"
+
+
+def _open_folders() -> list[Path]:
+    """Into which ComfyUI's own routes let any client write."""
+    try:
+        import folder_paths
+    except ImportError:
+        return []
+    named = ("input", "output", "temp", "user")
+    return [Path(getattr(folder_paths, f"get_{name}_directory")()) for name in named]
 
 
 def device() -> torch.device:

@@ -14,7 +14,7 @@ from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import Offer
-from ...runtime.settings import BackendChoice, Parallel, ShapeChoice
+from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.verify import LIMITS, relative_error
 from .hook import Plain
 from .model_classes import ModelClass
@@ -184,6 +184,7 @@ class Halves:
     """A UNet with ControlNet as two engines, between which a step waits for the ControlNet.
 
     Args:
+        settings: of the run that they are a part of.
         ending: closes the runs of the halves, which begin with the first call.
 
     Attributes:
@@ -193,8 +194,11 @@ class Halves:
     _proved: set[tuple[str, str]] = set()
     """Architecture and weights of models whose halves gave what the whole model gives, in this process."""
 
-    def __init__(self, module: AcceleratedModule, patcher: Any, ending: ExitStack, tally: Tally) -> None:
+    def __init__(
+        self, module: AcceleratedModule, settings: Settings, patcher: Any, ending: ExitStack, tally: Tally
+    ) -> None:
         self._module, self._patcher, self._ending, self._tally = module, patcher, ending, tally
+        self._settings = settings
         self._runs: dict[str, Run] = {}
         self.sources: dict[str, ComfyUNetHalfSource] = {}
         self.is_refused = False
@@ -240,10 +244,11 @@ class Halves:
 
     def _run(self, half: str) -> Run:
         if half not in self._runs:
-            projected = self._module.settings.levers.text_once
+            projected = self._settings.levers.text_once
             source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
             self.sources[half] = source
-            self._runs[half] = self._ending.enter_context(self._module.run(source, waiting_hooks()))
+            run = self._module.run(source, waiting_hooks(), settings=self._settings)
+            self._runs[half] = self._ending.enter_context(run)
             self._tally.follow(self._runs[half], counts=half == DECODER)  # both together are one call of the model
         return self._runs[half]
 
@@ -254,7 +259,7 @@ class Halves:
         if case in self._proved:
             return True
         error = relative_error(result, reference())
-        limit = max(LIMITS[source.precision], LIMITS[self._module.settings.precision or source.precision])
+        limit = max(LIMITS[source.precision], LIMITS[self._settings.precision or source.precision])
         self.is_refused = not error <= limit
         if self.is_refused:
             self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
@@ -264,13 +269,17 @@ class Halves:
 
 
 def halves_of(
-    module: AcceleratedModule, source: ComfyUNetSource, patcher: Any, ending: ExitStack, tally: Tally
+    module: AcceleratedModule,
+    settings: Settings,
+    source: ComfyUNetSource,
+    patcher: Any,
+    ending: ExitStack,
+    tally: Tally,
 ) -> Halves | None:
     """The halves of a model where they are wanted: on a GPU, where a ControlNet can run beside the first."""
-    settings, kind = module.settings, source.architecture.kind
-    wanted = settings.levers.parallel
+    kind, wanted = source.architecture.kind, settings.levers.parallel
     if wanted == Parallel.OFF or (wanted == Parallel.AUTO and source.device.type != "cuda"):
         return None
     if settings.backend is BackendChoice.TENSORRT or settings.shapes is not ShapeChoice.EACH or settings.bake:
         return None
-    return Halves(module, patcher, ending, tally) if can_be_halved(kind, source.architecture.config) else None
+    return Halves(module, settings, patcher, ending, tally) if can_be_halved(kind, source.architecture.config) else None

@@ -14,11 +14,13 @@ from ...runtime.module import AcceleratedModule
 from ...runtime.plan import say_sizes
 from ...runtime.queue import Ticket, TicketState
 from ...runtime.settings import SWITCHED_OFF, BackendChoice, BuildPolicy
+from ...runtime.status import LastRun
 
 TEXT_LENGTH = 60
 _KEPT = 256
 _BACKENDS = {"tensorrt": "TensorRT"}
 _IDLE = "waits until ComfyUI is idle"
+_CHANGED = "settings changed, the next run asks for another engine"
 
 
 class Place(NamedTuple):
@@ -103,6 +105,10 @@ def _state_of(module: AcceleratedModule) -> NodeState:
         ticket = (running or tickets)[0]
         return _of_ticket(ticket, queue.is_held(ticket))
     standing = status.standing
+    if standing.failed:
+        return NodeState("failed", f"failed: {standing.reason}", digest=next(iter(status.wanted), None))
+    if (found := _of_mixed_run(module, status.last_run)) is not None:
+        return found
     digest = standing.engine.digest if standing.engine else standing.wanted
     if digest is None and not standing.reason:
         digest = next(iter(status.wanted), None)
@@ -134,11 +140,42 @@ def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
 def _of_engine(module: AcceleratedModule, digest: str) -> NodeState | None:
     """None where there is no such engine, and nothing is known against it."""
     entry = module.provider.store.lookup(digest)
+    if entry is not None and not _is_asked_for(module, entry):
+        return NodeState("idle", _CHANGED, digest=digest)
     if entry is not None:
         speedup = speedup_of(entry)
         return NodeState("ready", _say_ready(entry, speedup), entry.manifest.label, digest, speedup=speedup)
     failure = module.provider.queue.failure(digest)
     return None if failure is None else NodeState("failed", f"failed: {failure}", digest=digest)
+
+
+def _of_mixed_run(module: AcceleratedModule, run: LastRun) -> NodeState | None:
+    """What to say where an engine made some calls of the last run, and the plain model others; else None."""
+    plain = {reason: times for reason, times in run.reasons.items() if not _is_built(module, run.wanted.get(reason))}
+    entry = None if run.engine is None else module.provider.store.lookup(run.engine.digest)
+    if not plain or entry is None or not _is_asked_for(module, entry):
+        return None
+    count, speedup = sum(plain.values()), speedup_of(entry)
+    words = f"{count} of {run.engine_calls + sum(run.reasons.values())} calls plain"
+    tip = f"{entry.manifest.label}; in the last run {words}: {'; '.join(plain)}"
+    text = " · ".join([*_say_made(entry, speedup), "ready", words])
+    return NodeState("ready", text, tip, entry.digest, speedup=speedup)
+
+
+def _is_built(module: AcceleratedModule, digest: str | None) -> bool:
+    """Whether the engine that the plain model stood in for is there by now."""
+    return digest is not None and module.provider.store.lookup(digest) is not None
+
+
+def _is_asked_for(module: AcceleratedModule, entry: Entry) -> bool:
+    """Whether the next run will ask for such an engine, as far as its settings go."""
+    made, now = entry.manifest, module.settings
+    if now.backend is not BackendChoice.AUTO and (now.backend is BackendChoice.TENSORRT) != (made.backend in _BACKENDS):
+        return False
+    if now.precision is not None:
+        return made.precision == now.precision.value
+    host = module.host_precision  # which engines follow, but where it overflows: what a run found out still holds
+    return module.asked.precision is None or (host is not None and made.precision == host.value)
 
 
 def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> NodeState:
@@ -148,10 +185,13 @@ def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> No
 
 
 def _say_ready(entry: Entry, speedup: float | None) -> str:
-    manifest = entry.manifest
-    made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.precision}"
-    faster = [] if speedup is None else [f"{speedup:.1f}×"]
-    return " · ".join([made, say_sizes(manifest.profiles), *faster, "ready"])
+    made, *faster = _say_made(entry, speedup)
+    return " · ".join([made, say_sizes(entry.manifest.profiles), *faster, "ready"])
+
+
+def _say_made(entry: Entry, speedup: float | None) -> list[str]:
+    made = f"{_BACKENDS.get(entry.manifest.backend, 'compiled')} {entry.manifest.precision}"
+    return [made] if speedup is None else [made, f"{speedup:.1f}×"]
 
 
 def speedup_of(entry: Entry) -> float | None:

@@ -1,22 +1,29 @@
-"""What the nodes that ComfyUI has loaded make."""
+"""What the nodes that ComfyUI has loaded make and do."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .prompt_links import NodeKind
 
-def types_of_outputs() -> dict[str, tuple[str, ...]]:
-    """Class of node -> types of its outputs; a list of choices counts as COMBO."""
+
+def loaded_kinds() -> dict[str, NodeKind]:
+    """Each class of node that ComfyUI has, by name; a list of choices among its outputs counts as COMBO."""
     import nodes
 
-    return {name: tuple(map(_word, _outputs(kind))) for name, kind in nodes.NODE_CLASS_MAPPINGS.items()}
+    return {name: _kind(found) for name, found in nodes.NODE_CLASS_MAPPINGS.items()}
 
 
-def _outputs(kind: Any) -> tuple[Any, ...]:
+def _kind(found: Any) -> NodeKind:
+    makes = tuple(map(_word, _read(found, "RETURN_TYPES") or ()))
+    return NodeKind(makes, bool(_read(found, "OUTPUT_NODE")), bool(_read(found, "API_NODE")))
+
+
+def _read(found: Any, name: str) -> Any:
     try:
-        return tuple(kind.RETURN_TYPES or ())
+        return getattr(found, name, None)
     except Exception:  # whatever another pack's class raises: it has no part in ours
-        return ()
+        return None
 
 
 def _word(kind: Any) -> str:

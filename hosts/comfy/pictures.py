@@ -10,6 +10,8 @@ import uuid
 from collections import OrderedDict
 from typing import Any
 
+from .running_prompts import running_prompts, server_of_process
+
 FIELD = "slipstream"
 _TOKEN = "run"
 _KEPT = 256
@@ -19,17 +21,15 @@ _records: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
 def watch_prompts() -> None:
     """Give every prompt with a node of ours a record. Once per process; nothing happens outside ComfyUI's server."""
-    server = _server()
+    server = server_of_process()
     if server is not None and _add_record not in server.on_prompt_handlers:
         server.add_on_prompt_handler(_add_record)
 
 
 def record_run(what: dict[str, Any], node_id: str) -> None:
     """Add a sampling run to the record of the prompt that is running."""
-    server = _server()
-    running = list(server.prompt_queue.currently_running.values()) if server is not None else []
-    for item in running:
-        copy = (item[3].get("extra_pnginfo") or {}).get(FIELD) or {}
+    for prompt in running_prompts():
+        copy = prompt.info.get(FIELD) or {}
         if (record := _records.get(copy.get(_TOKEN, ""))) is not None:
             record.setdefault(node_id, []).append(what)
 
@@ -51,11 +51,3 @@ def _add_record(json_data: dict[str, Any]) -> dict[str, Any]:
 
 def _is_ours(node: Any) -> bool:
     return isinstance(node, dict) and str(node.get("class_type", "")).startswith("Slipstream")
-
-
-def _server() -> Any:
-    try:
-        from server import PromptServer
-    except ImportError:
-        return None
-    return getattr(PromptServer, "instance", None)

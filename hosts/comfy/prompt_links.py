@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,24 @@ Prompt = dict[str, dict[str, Any]]
 """Id of each node -> its `class_type` and `inputs`; subgraphs' ids look like "12:3"."""
 
 _ANYTHING = ("*", "COMFY_MATCHTYPE_V3")
+
+
+@dataclass(frozen=True)
+class NodeKind:
+    """A class of nodes.
+
+    Attributes:
+        makes: types of its outputs.
+        is_output: ComfyUI runs it for its own sake, for it saves or shows something.
+        is_api: it asks a service for which people pay.
+    """
+
+    makes: tuple[str, ...] = ()
+    is_output: bool = False
+    is_api: bool = False
+
+
+_UNKNOWN = NodeKind()
 
 
 @dataclass(frozen=True)
@@ -31,20 +49,25 @@ class Slot:
 class Wiring:
     """
     Args:
-        makes: types of the outputs of each class of node; classes that are not in it make nothing.
+        kinds: by the names of classes; one that is not in it makes nothing.
     """
 
-    def __init__(self, prompt: Prompt, makes: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, prompt: Prompt, kinds: Mapping[str, NodeKind]) -> None:
         self.prompt = prompt
-        self._makes = makes
+        self._kinds = kinds
         self._types: dict[Slot, str] = {}
         self._users: dict[Slot, list[str]] = defaultdict(list)
+        self._followers: dict[str, list[str]] = defaultdict(list)
         for name in prompt:
             for slot in self.inputs(name).values():
                 self._users[slot].append(name)
+                self._followers[slot.node].append(name)
 
     def class_of(self, node: str) -> str:
         return str(self.prompt[node].get("class_type", ""))
+
+    def kind_of(self, node: str) -> NodeKind:
+        return self._kinds.get(self.class_of(node), _UNKNOWN)
 
     def inputs(self, node: str) -> dict[str, Slot]:
         """The linked inputs of a node, by name."""
@@ -57,8 +80,7 @@ class Wiring:
 
     def makes(self, node: str) -> list[str]:
         """Types of a node's outputs; one that takes on any type has that of the inputs, where these tell."""
-        kinds = self._makes.get(self.class_of(node), ())
-        return [self.type_of(Slot(node, place)) for place in range(len(kinds))]
+        return [self.type_of(Slot(node, place)) for place in range(len(self.kind_of(node).makes))]
 
     def type_of(self, slot: Slot) -> str:
         """Type of an output; "*" where it takes on any."""
@@ -70,7 +92,7 @@ class Wiring:
     def _type_of(self, slot: Slot) -> str:
         if slot.node not in self.prompt:
             return ""
-        kinds = self._makes.get(self.class_of(slot.node), ())
+        kinds = self.kind_of(slot.node).makes
         kind = kinds[slot.index] if 0 <= slot.index < len(kinds) else ""
         if kind not in _ANYTHING:
             return kind
@@ -86,4 +108,15 @@ class Wiring:
             if name in self.prompt and name not in found:
                 found.add(name)
                 waiting += [slot.node for slot in self.inputs(name).values()]
+        return found
+
+    def behind(self, nodes: Iterable[str]) -> set[str]:
+        """These nodes, and all that they lead to."""
+        found: set[str] = set()
+        waiting = list(nodes)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += self._followers.get(name, [])
         return found

@@ -14,12 +14,19 @@ MODEL_NODE, CONTROLNET_NODE, VAE_NODE = (
 )
 
 RESULTS = {"LATENT", "IMAGE", "VIDEO", "AUDIO"}
-_PLAIN = {
+PLAIN = {
     *RESULTS, "MASK", "CLIP", "CLIP_VISION", "CLIP_VISION_OUTPUT", "CONDITIONING", "CONTROL_NET", "VAE", "MODEL",
     "GUIDER", "SAMPLER", "SIGMAS", "NOISE", "STRING", "INT", "FLOAT", "BOOLEAN", "COMBO", "UPSCALE_MODEL",
     "STYLE_MODEL",
 }  # fmt: skip
 """Types of ComfyUI's own, each of which holds one thing; others may be bundles that hold a model."""
+
+
+def takes_model(wiring: Wiring, node: str) -> bool:
+    """Whether a node samples with a model, or leads it to what samples; not one that hands it on as a model."""
+    if "MODEL" in wiring.makes(node) and not RESULTS.intersection(wiring.makes(node)):
+        return False
+    return any(wiring.type_of(slot) == "MODEL" for slot in wiring.inputs(node).values())
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,8 @@ def _is_computed(wiring: Wiring, node: str, by: Slot, walk: Walk) -> bool:
     if not walk.results.intersection(wiring.makes(node)):
         return False
     kinds = {wiring.type_of(slot) for slot in wiring.inputs(node).values()}
-    return bool(walk.enough & kinds) or wiring.type_of(by) not in _PLAIN
+    return bool(walk.enough & kinds) or wiring.type_of(by) not in PLAIN
 
 
 def _carries(kind: str, walk: Walk) -> bool:
-    return kind in walk.carriers or kind not in _PLAIN
+    return kind in walk.carriers or kind not in PLAIN

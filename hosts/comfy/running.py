@@ -21,12 +21,25 @@ _Source = TypeVar("_Source", bound=ModelSource)
 @contextmanager
 def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterator[None]:
     """Tell `after_run` what happened meanwhile."""
+    module.status.begin_run()
     before = module.status.to_json()
     try:
         yield
     finally:
         if after_run is not None:
             after_run(module.status.since(before))
+
+
+@contextmanager
+def failing(module: AcceleratedModule) -> Iterator[None]:
+    """Let the page know why a person who asks for engines gets none."""
+    try:
+        yield
+    except waiting_hooks().interruptions:
+        raise
+    except Exception as error:  # whatever a backend raises
+        module.status.fail(str(error) or type(error).__name__)
+        raise
 
 
 def begin_run(
@@ -38,11 +51,13 @@ def begin_run(
         read: makes the source.
         finite_only: see `AcceleratedModule.run`.
     """
-    if module.settings.backend is BackendChoice.OFF:
+    settings = module.settings
+    if settings.backend is BackendChoice.OFF:
         return SWITCHED_OFF
     try:
         source = read()
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
         return str(error)
-    return ending.enter_context(module.run(source, waiting_hooks(), finite_only=finite_only)), source
+    run = module.run(source, waiting_hooks(), finite_only=finite_only, settings=settings)
+    return ending.enter_context(run), source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from ...runtime.module import AcceleratedModule
@@ -11,6 +10,7 @@ from .announce import Announcer
 from .host import provider
 from .node_states import REGISTRY, Place
 from .page import send
+from .running_prompts import running_prompts, workflow_of
 
 
 @functools.lru_cache(maxsize=1)
@@ -31,13 +31,17 @@ def watch(module: AcceleratedModule, node: Any, extra_pnginfo: Any) -> None:
         node: id of the node that made it.
         extra_pnginfo: as ComfyUI hands it to nodes.
     """
+    place = Place(workflow_of(extra_pnginfo), str(node))
     module.status.on_change = announcer().wake
-    REGISTRY.register(Place(_workflow_of(extra_pnginfo), str(node)), module)
+    module.status.on_run = functools.partial(_take_place, module, place)
+    REGISTRY.register(place, module)
     announcer().wake()
 
 
-def _workflow_of(extra_pnginfo: Any) -> str | None:
-    """The id of the workflow on the page; programs that queue prompts send none."""
-    workflow = extra_pnginfo.get("workflow") if isinstance(extra_pnginfo, Mapping) else None
-    found = workflow.get("id") if isinstance(workflow, Mapping) else None
-    return str(found) if found else None
+def _take_place(module: AcceleratedModule, made_at: Place) -> None:
+    """A run begins, perhaps in another prompt than the one that `module` was made in: ComfyUI keeps what nodes make,
+    and a dry run, or a copy of the workflow, has nodes of the same ids."""
+    prompts = [prompt for prompt in running_prompts() if made_at.node in prompt.nodes]
+    for place in [Place(prompt.workflow, made_at.node) for prompt in prompts] or [made_at]:
+        REGISTRY.register(place, module)
+    announcer().wake()

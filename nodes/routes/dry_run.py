@@ -18,13 +18,14 @@ _BYTES = 16 * 1024 * 1024
 @changes("prompt", "node", most_bytes=_BYTES)
 async def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
     from ...hosts.comfy.build_prompt import dry_run_of
-    from ...hosts.comfy.node_types import types_of_outputs
+    from ...hosts.comfy.node_types import loaded_kinds
 
     prompt, node = _checked(fields.get("prompt")), fields.get("node")
     if not isinstance(node, str):
         raise Refused("bad_request", 'node must be the id of a node, as text, such as "4".')
     try:
-        made = await asyncio.to_thread(dry_run_of, prompt, node, types_of_outputs(), uuid.uuid4().hex)
+        made = await asyncio.to_thread(dry_run_of, prompt, node, loaded_kinds(), uuid.uuid4().hex)
+        await asyncio.to_thread(_check_not_off, prompt[node])
     except ValueError as error:
         raise Refused("bad_request", f"{error}.") from None
     estimate = await asyncio.to_thread(_estimate, prompt[node])
@@ -43,6 +44,24 @@ def _checked(prompt: Any) -> dict[str, dict[str, Any]]:
 
 def _is_node(node: Any) -> bool:
     return isinstance(node, dict) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
+
+
+def _check_not_off(node: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the node leaves its backend to the settings, and these switch acceleration off.
+    """
+    from ...hosts.comfy.host import provider
+    from ...runtime.settings import AUTO, BackendChoice, Settings
+
+    chosen = node["inputs"].get("backend", AUTO)
+    if not isinstance(chosen, str):
+        return  # another node decides, when it runs
+    if provider().with_preferences(Settings.of_text(backend=chosen)).backend is BackendChoice.OFF:
+        raise ValueError(
+            "Acceleration is switched off in Slipstream's settings: choose another backend there, or in this node, "
+            "then build"
+        )
 
 
 def _estimate(node: dict[str, Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -18,7 +19,6 @@ STATUS = {
     "unsupported": 415,
     "failed": 500,
 }
-_PORTS = {"http": 80, "https": 443}
 _DEEPEST = 64
 _DIGITS = 40
 
@@ -43,25 +43,52 @@ def check_origin(host: str, origins: Collection[str], fetch_site: str) -> None:
     Args:
         host: the header Host.
         origins: all headers Origin; browsers send one with whatever another page makes them post.
-        fetch_site: the header Sec-Fetch-Site, or "".
+        fetch_site: the header Sec-Fetch-Site, or "". No script of a page can set it, and proxies hand it on, while
+            they may write another Host.
 
     Raises:
         Refused: the request comes from another page.
     """
-    foreign = fetch_site.strip().lower() in ("cross-site", "same-site")
-    if foreign or len(origins) > 1 or any(not _is_same(origin, host) for origin in origins):
-        raise Refused("forbidden", "Only ComfyUI's own page may change this: open ComfyUI at this very address.")
+    site = fetch_site.strip().lower()
+    if site == "same-origin":
+        return
+    if site in ("cross-site", "same-site"):
+        raise Refused("forbidden", "Only ComfyUI's own page may change this, and another page asked: reload ComfyUI.")
+    if len(origins) > 1 or any(not _is_same(origin, host) for origin in origins):
+        raise Refused(
+            "forbidden",
+            f"Only ComfyUI's own page may change this, and {', '.join(origins)!r:.100} is not {host!r:.100}: open "
+            "ComfyUI at this very address. Behind a proxy, use https, or let it hand on the header Host.",
+        )
 
 
 def _is_same(origin: str, host: str) -> bool:
+    """Proxies drop ports, so these count only where both sides have one."""
     try:
         theirs, ours = urlsplit(origin.strip()), urlsplit(f"//{host.strip()}")
-        usual = _PORTS.get(theirs.scheme)
-        if usual is None or theirs.username is not None or not theirs.hostname:
+        if theirs.scheme not in ("http", "https") or theirs.username is not None or not theirs.hostname:
             return False
-        return (theirs.hostname, theirs.port or usual) == (ours.hostname, ours.port or usual)
+        ports = {port for port in (theirs.port, ours.port) if port is not None}
+        return theirs.hostname == ours.hostname and len(ports) < 2
     except ValueError:  # a port that is none
         return False
+
+
+def is_same_machine(peer: str | None, local: str | None) -> bool:
+    """Whether a connection comes from the machine that it leads to.
+
+    Args:
+        peer: address that it comes from, None where it has none.
+        local: address that it was made to.
+    """
+    if not peer:
+        return False
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return peer == local or (mapped or address).is_loopback
 
 
 def parse_object(content: bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ...hosts.comfy.page import ENGINES, send
 from ...runtime.home import VARIABLE, configured_home, engines_folder
 from ...runtime.preferences import NAMES, Preferences
 from .guard import Answer, Route, asks, changes
-from .rules import Refused
+from .rules import Refused, is_same_machine
 
 
 @asks()
@@ -23,10 +23,31 @@ async def show(request: web.Request) -> Answer:
 
 @changes(*NAMES)
 async def change(request: web.Request, fields: dict[str, Any]) -> Answer:
+    if "folder" in fields and not _is_here(request):
+        await asyncio.to_thread(_check_same_folder, fields["folder"])
     return await asyncio.to_thread(_change, fields)
 
 
 ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)]
+
+
+def _is_here(request: web.Request) -> bool:
+    """Not even a browser of this machine that asks by its name in the network is refused."""
+    local = request.transport.get_extra_info("sockname") if request.transport else None
+    return is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None)
+
+
+def _check_same_folder(folder: Any) -> None:
+    """
+    Raises:
+        Refused: another machine asks for another folder; what lies in an engine store is run.
+    """
+    if folder != _values(preferences().read())["folder"]:
+        raise Refused(
+            "forbidden",
+            "The engine folder can be changed from this machine alone: open ComfyUI in a browser there, "
+            f"set {VARIABLE}, or write folder into {preferences().path}.",
+        )
 
 
 def _change(fields: dict[str, Any]) -> Answer:

@@ -245,6 +245,49 @@ def test_the_workflow_of_a_node_is_told_where_the_page_sends_it(page: Page, mode
     assert [state["node"] for state in states] == [model.id]
 
 
+def with_workflow(graph: Graph, workflow: str) -> dict[str, Any]:
+    info = {"workflow": {"id": workflow, "nodes": []}}
+    return {"prompt": graph.prompt, "extra_data": {"extra_pnginfo": info}}
+
+
+def test_a_node_that_comfyui_has_in_its_cache_shows_its_own_last_run(server_of, tmp_path: Path, model_files) -> None:
+    with (
+        server_of(home=tmp_path, environment=QUICK, arguments=["--cache-lru", "20"]) as server,
+        server.client() as client,
+    ):
+        page = Page(client, server.home)
+
+        def run(graph: Graph, workflow: str) -> None:
+            assert client.wait(client.post("/prompt", with_workflow(graph, workflow))["prompt_id"]).ok
+
+        def calls() -> dict[str | None, tuple[int, int]]:
+            states = client.get(API + "/nodes")["nodes"]
+            mine = [state for state in states if state["node"] == model.id]
+            return {state["workflow"]: (state["engine_calls"], state["eager_calls"]) for state in mine}
+
+        graph, model, samples = picture(model_files, seed=1, build="manual")
+        run(graph, "w-1")
+        assert calls() == {"w-1": (0, 4)}
+        run(page.dry_run(graph, model), "w-1")
+        assert calls() == {"w-1": (1, 0)}
+        graph.prompt[samples.id]["inputs"]["seed"] = 2
+        run(graph, "w-1")
+        assert calls() == {"w-1": (4, 4)}, "the dry run's module stayed"
+        graph.prompt[samples.id]["inputs"]["seed"] = 3
+        run(graph, "w-2")
+        assert calls()["w-2"] == (8, 4)
+
+
+def test_build_engine_that_is_refused_has_failed(slow: Page, model_files) -> None:
+    graph, _, _ = picture(model_files)
+    chosen = {"resolutions": "64x64", "batch": 2, "tokens": 77}
+    chosen |= {"backend": "tensorrt", "precision": "auto", "optimize": "fast build"}
+    node = graph.add("SlipstreamBuildEngine", model=Node("1"), **chosen)
+    assert not slow.client.wait(slow.click(graph, node)).ok
+    state = slow.state(node)
+    assert state["kind"] == "failed" and "tensorrt" in state["tip"].lower(), state
+
+
 # ---------------------------------------------------------------------------------------------- stopping it
 
 

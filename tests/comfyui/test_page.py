@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,11 +38,31 @@ RENDERERS = ["classic", "nodes2"] if NEW else ["classic"]
 BUILD_SECONDS = 20
 ROUTES = "/slipstream/v1"
 GB = 2**30
+LOADER, DECODE = 1, 8  # nodes of the example
 TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
 STICKING_OUT = """panel => {
   const right = element => element.getBoundingClientRect().right;
   const wide = [...panel.querySelectorAll("*")].filter(element => right(element) > right(panel) + 1);
   return wide.map(element => element.className);
+}"""
+
+# How often our files ask for the queue while ComfyUI says so many times, each 50 ms, that so many prompts are left.
+ASKED_AFTER = """async ([events, remaining]) => {
+  const fetch = app.api.fetchApi;
+  let asked = 0;
+  app.api.fetchApi = (path, options) => {
+    if (path === "/queue" && options?.cache === "no-store") asked += 1;
+    return fetch.call(app.api, path, options);
+  };
+  const wait = ms => new Promise(resolve => setTimeout(resolve, ms));
+  for (let event = 0; event < events; event += 1) {
+    const detail = { exec_info: { queue_remaining: remaining } };
+    app.api.dispatchEvent(new CustomEvent("status", { detail }));
+    await wait(50);
+  }
+  await wait(700);
+  app.api.fetchApi = fetch;
+  return asked;
 }"""
 
 _sizes = itertools.count(64, 8)
@@ -146,7 +167,7 @@ def test_a_click_builds_and_the_line_follows(page: ComfyPage, client: ComfyClien
     page.until_toast("Engine ready")
     assert len(store.list()) == before + 1
     page.press()
-    page.until_toast("nothing left to build")
+    page.until_toast("was there already")
     assert len(store.list()) == before + 1
 
 
@@ -221,6 +242,79 @@ def test_what_cannot_be_built_is_told(page: ComfyPage, client: ComfyClient) -> N
     assert "muted" in page.until_kind("failed")["tip"]
     page.until_toast("was not built")
     assert client.pending() == 0
+
+
+def test_a_click_on_build_engine(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    """Its prompt has no node that only dry runs have."""
+    before, size = len(store.list()), new_size()
+    page.load(example(size))
+    page.insert("SlipstreamBuildEngine", (LOADER, 0), resolutions=f"{size}x{size}")
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.page.wait_for_timeout(4000)
+    assert page.seen()["button"] == "Cancel" and page.toasts() == ""
+    assert "built in" in until_notice(page, "Engine ready")
+    assert page.until_kind("ready")["button"].startswith("Build engine") and len(store.list()) == before + 1
+
+
+def until_notice(page: ComfyPage, text: str) -> str:
+    """All notices, once one has this text."""
+    page.until_toast(text, seconds=60)
+    return page.toasts()
+
+
+def test_a_workflow_out_of_a_clicks_prompt_is_an_ordinary_one(page: ComfyPage) -> None:
+    workflow = example(new_size())
+    workflow["extra"]["slipstream_build"] = "4"
+    page.load(workflow)
+    queued = page.page.evaluate("async () => (await app.graphToPrompt()).workflow")
+    assert queued["nodes"] and "slipstream_build" not in queued["extra"]
+
+
+def test_a_click_that_gives_no_engine_warns(page: ComfyPage, client: ComfyClient) -> None:
+    page.load(example(new_size()))
+    state = {"node": str(page.node), "workflow": None, "kind": "eager", "text": "eager: of the moon", "tip": "the moon"}
+    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": [state]}))
+    page.press()
+    notices = until_notice(page, "No engine for this node")
+    assert "the moon" in notices and "1 engine built" in notices and "Engine ready" not in notices
+    assert page.page.locator(".p-toast-message-warn").count() == 1
+    assert page.seen()["kind"] == "eager" and "the moon" in page.seen()["tip"]
+
+
+def test_a_click_counts_the_engines_of_other_nodes(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    before = len(store.list())
+    page.load(example(new_size()))
+    page.insert("SlipstreamAccelerateVAE", (LOADER, 1), (DECODE, 1))
+    page.press()
+    page.until_button("Cancel")
+    page.until_button("Build engine", seconds=120)
+    assert "2 engines built" in page.toasts(), page.toasts()
+    assert page.seen()["kind"] == "ready" and len(store.list()) == before + 2
+
+
+def test_an_answer_that_is_lost_is_asked_for_again(page: ComfyPage, client: ComfyClient) -> None:
+    lost: list[str] = []
+
+    def lose(route: Any) -> None:
+        lost.append(route.request.url)
+        route.abort() if len(lost) == 1 else route.continue_()
+
+    page.load(example(new_size()))
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.page.route(re.compile("/history/[0-9a-f-]{36}"), lose)
+    client.interrupt()
+    page.until(lambda: lost, "the question")
+    page.until_button("Build engine", seconds=15)
+    assert len(lost) > 1
+
+
+def test_the_queue_is_not_asked_for_at_each_event(page: ComfyPage) -> None:
+    page.load(example())
+    page.page.wait_for_timeout(1500)
+    assert page.page.evaluate(ASKED_AFTER, [30, 0]) == 0
+    assert 1 <= page.page.evaluate(ASKED_AFTER, [30, 2]) <= 5, "1.5 s of events, and one look after them"
 
 
 def test_notices_can_be_switched_off(page: ComfyPage, client: ComfyClient) -> None:

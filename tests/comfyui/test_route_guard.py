@@ -8,13 +8,15 @@ import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.test_utils import make_mocked_request
 
 from slipstream.core.errors import EngineInUse, StoreError
 from slipstream.nodes import routes
+from slipstream.nodes.routes import settings
 from slipstream.nodes.routes.guard import asks
 
 
@@ -59,6 +61,39 @@ def test_a_page_that_has_gone_and_a_server_that_ends() -> None:
     for error in (ConnectionResetError(), asyncio.CancelledError()):
         with pytest.raises(type(error)):
             answer_of(error)
+
+
+@pytest.mark.parametrize(
+    ("peer", "fields", "status"),
+    [
+        ("10.0.0.9", {"folder": "/elsewhere"}, 403),
+        ("10.0.0.9", {"folder": None, "notifications": True}, 200),
+        ("10.0.0.9", {"notifications": True}, 200),
+        ("10.0.0.1", {"folder": "/elsewhere"}, 200),
+        ("127.0.0.1", {"folder": "/elsewhere"}, 200),
+    ],
+)
+def test_the_folder_is_changed_from_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, peer: str, fields: dict[str, Any], status: int
+) -> None:
+    monkeypatch.delenv("SLIPSTREAM_HOME", raising=False)
+    monkeypatch.setattr(settings, "_change", lambda fields: {})
+    answer = asyncio.run(posted(settings.change, fields, peer))
+    data = json.loads(answer.text)
+    assert answer.status == status, data
+    if status == 403:
+        assert "SLIPSTREAM_HOME" in data["error"]["message"] and "settings.json" in data["error"]["message"]
+
+
+async def posted(handler: Any, fields: dict[str, Any], peer: str) -> Any:
+    """What a route answers to a program at the address `peer`."""
+    transport = mock.Mock()
+    transport.get_extra_info = {"peername": (peer, 5), "sockname": ("10.0.0.1", 8188)}.get
+    content = StreamReader(mock.Mock(_reading_paused=False), 2**16, loop=asyncio.get_running_loop())
+    content.feed_data(json.dumps(fields).encode())
+    content.feed_eof()
+    headers = {"Content-Type": "application/json"}
+    return await handler(make_mocked_request("POST", "/x", headers, transport=transport, payload=content))
 
 
 def test_routes_are_added_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,9 @@ def test_another_folder_waits_for_a_restart(start_comfy: Callable[..., ComfyServ
         assert before == str(server.base / "models" / "slipstream")
         assert refused(post(web, "/settings", {"folder": "engines"})) == "bad_request"
         assert refused(post(web, "/settings", {"folder": str(server.log_file / "x")})) == "bad_request"
+        for name in ("input", "output/deep", "temp", "user", "."):
+            answer = post(web, "/settings", {"folder": str(server.base / name)})
+            assert refused(answer) == "bad_request" and "upload" in answer.json["error"]["message"]
         folder = str(tmp_path / "elsewhere")
         data = post(web, "/settings", {"folder": folder, "limit_bytes": 10**10}).json
         assert data["restart_needed"] and data["settings"]["folder"] == folder

@@ -5,6 +5,7 @@ import { loadStyle } from "./lib/dom.js";
 import { startStore } from "./lib/store.js";
 import { adopt, startBuilder } from "./nodes/builder.js";
 import { dressNode, startNodes, updateAll } from "./nodes/nodes.js";
+import { unsign } from "./nodes/queue.js";
 import { settings, startSettings } from "./settings.js";
 import { registerTab } from "./sidebar/tab.js";
 
@@ -21,6 +22,7 @@ app.registerExtension({
     await Promise.all([startStore(), startSettings(), startBuilder()]);
   },
   nodeCreated: dressNode,
+  beforeConfigureGraph: unsign,
   // The graph was replaced: by another workflow, by undo, by a page that was loaded again.
   afterConfigureGraph() {
     updateAll();

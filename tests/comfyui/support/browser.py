@@ -59,6 +59,15 @@ _CENTRE = """id => {
   canvas.ds.offset = [500 - node.pos[0], 140 - node.pos[1]];
   canvas.setDirty(true, true);
 }"""
+_INSERT = """([kind, from, output, to, input, values]) => {
+  const node = LiteGraph.createNode(kind);
+  app.graph.add(node);
+  app.graph.getNodeById(from).connect(output, node, 0);
+  if (to !== null) node.connect(0, app.graph.getNodeById(to), input);
+  for (const widget of node.widgets) widget.value = values[widget.name] ?? widget.value;
+  node.pos = [420, -600];
+  return node.id;
+}"""
 
 
 def find_chromium() -> str | None:
@@ -144,7 +153,15 @@ class ComfyPage:
     def load(self, workflow: dict[str, Any]) -> None:
         """Open a workflow and bring its Accelerate Model into view."""
         self.page.evaluate("workflow => app.loadGraphData(workflow)", copy.deepcopy(workflow))
-        self.node = accelerate(workflow)["id"]
+        self._look_at(accelerate(workflow)["id"])
+
+    def insert(self, kind: str, source: tuple[int, int], target: tuple[int, int] | None = None, **values: Any) -> None:
+        """Add a node behind an output (node, slot), before an input if named, and bring it into view."""
+        place = [kind, *source, *(target or (None, None)), values]
+        self._look_at(self.page.evaluate(_INSERT, place))
+
+    def _look_at(self, node: int) -> None:
+        self.node = node
         self.page.wait_for_function("id => app.graph.getNodeById(id)?.widgets?.length", arg=self.node)
         self.page.evaluate(_CENTRE, self.node)
         self.page.wait_for_timeout(500)  # until it is drawn, which gives widgets their place

@@ -94,6 +94,13 @@ def test_what_was_chosen_on_the_page_counts_here_too(tmp_path: Path, monkeypatch
     assert open_store(options()).root == tmp_path / "configured"
 
 
+def test_no_engines_out_of_comfyuis_folder_for_uploads(tmp_path: Path, monkeypatch) -> None:
+    comfyui = make_comfyui(tmp_path / "ComfyUI")
+    monkeypatch.setenv("COMFYUI_DIR", str(comfyui))
+    PreferencesFile(comfyui / "models" / "slipstream").change({"folder": str(comfyui / "input" / "x")})
+    assert open_store(options()).root == comfyui / "models" / "slipstream"
+
+
 def build(process, *words: object, **environment: str):
     return process("build", "--resolution", "64x64", *words, **environment)
 

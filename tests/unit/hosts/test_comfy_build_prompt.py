@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.hosts.comfy.build_prompt import MARK, DryRun, dry_run_of, is_dry_run
+from slipstream.hosts.comfy.build_prompt import MARK, DryRun, dry_run_of, is_added, is_dry_run
+from slipstream.hosts.comfy.prompt_links import NodeKind
 
 Prompt = dict[str, dict[str, Any]]
 
@@ -41,7 +42,19 @@ MAKES = {
     "LoadImage": ("IMAGE", "MASK"),
     "Detector": ("IMAGE",),
     "Save": (),
+    "SaveLatent": ("LATENT",),
+    "SaveImage": ("IMAGE",),
+    "SaveAny": ("*",),
+    "SaveFile": ("IMAGE", "STRING"),
+    "ShowComposition": ("IMAGE", "MASK"),
+    "ShowSampler": ("MODEL", "LATENT"),
+    "ShowPipeSampler": ("BASIC_PIPE", "LATENT"),
+    "Number": ("INT",),
+    "PaidUpscale": ("IMAGE",),
 }
+OUTPUTS = {name for name in MAKES if name.startswith(("Save", "Show", "Number"))}
+OUTPUTS |= {"SlipstreamBuildEngine", "SlipstreamEngineInfo", "SlipstreamSkipCalibrate"}
+KINDS = {name: NodeKind(makes, name in OUTPUTS, name.startswith("Paid")) for name, makes in MAKES.items()}
 
 
 def node(kind: str, **inputs: Any) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def text_to_image(**sampler: Any) -> Prompt:
 
 def run(prompt: Prompt, where: str = "4") -> DryRun:
     before = copy.deepcopy(prompt)
-    made = dry_run_of(prompt, where, MAKES, "m1")
+    made = dry_run_of(prompt, where, KINDS, "m1")
     assert prompt == before, "the page's prompt was changed"
     return made
 
@@ -182,6 +195,17 @@ def test_two_calibrations_in_a_row_are_passed_by() -> None:
         run(prompt)
 
 
+def test_what_calibration_shows_is_not_made() -> None:
+    prompt = text_to_image()
+    prompt["9"] = node("SlipstreamSkipCalibrate", model=["4", 0], positive=["2", 0])
+    prompt["10"] = node("Save", images=["9", 2], text=["9", 1])
+    prompt["5"]["inputs"]["model"] = ["9", 0]
+    assert kept(run(prompt)) == {"1", "2", "3", "4", "5"}
+    prompt["2"]["inputs"]["text"] = ["9", 1]
+    with pytest.raises(ValueError, match="Node 9 .*disconnect its report and chart"):
+        run(prompt)
+
+
 def test_many_switches_take_no_time() -> None:
     prompt = text_to_image()
     for number in range(100, 160):
@@ -265,6 +289,17 @@ def test_build_engine_needs_only_what_leads_to_it() -> None:
     prompt["9"] = node("SlipstreamBuildEngine", model=["1", 0], resolutions="512x512")
     made = run(prompt, "9")
     assert set(made.prompt) == {"1", "9"} and made.targets == ["9"] and not is_dry_run(made.prompt)
+    assert made.prompt["9"]["inputs"][MARK] == "m1", "ComfyUI's cache would serve it"
+
+
+def test_build_engine_on_the_way_is_told_apart_from_the_one_that_is_added() -> None:
+    prompt = text_to_image()
+    prompt["9"] = node("SlipstreamBuildEngine", model=["1", 0], resolutions="512x512")
+    prompt["4"]["inputs"] |= {"model": ["9", 0], "resolutions": "512x512"}
+    made = run(prompt)
+    assert made.prompt["9"]["inputs"][MARK] == "m1"
+    assert is_added(made.prompt, "slipstream-list-1") and not is_added(made.prompt, "9")
+    assert not is_added(prompt, "9") and not is_added(None, None)
 
 
 @pytest.mark.parametrize(("cfg", "batch"), [(7.0, 2), (1.0, 1), (1, 1), (["2", 0], 2)])
@@ -284,6 +319,7 @@ def test_listed_sizes_get_a_build_engine(cfg: Any, batch: int) -> None:
         "precision": "fp16",
         "max_batch": 4,
         "bake": False,
+        MARK: "m1",
     }
 
 

@@ -8,17 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from slipstream.core.errors import BuildFailed
+from slipstream.core.errors import BuildFailed, IncompatibleEngine
+from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import announce, node_states
+from slipstream.hosts.comfy import announce, node_states, running, running_prompts, watching
 from slipstream.hosts.comfy.announce import Announcer
 from slipstream.hosts.comfy.node_states import NodeRegistry, Place, state_of
+from slipstream.hosts.comfy.running import failing, recorded
 from slipstream.runtime import build as build_module
 from slipstream.runtime import queue as queue_module
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, Settings
+from slipstream.runtime.plan import CallShape
+from slipstream.runtime.preferences import Preferences
+from slipstream.runtime.provider import EngineProvider, HostHooks
+from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.fakes import (
     BACKGROUND,
     FIRST_USE,
@@ -64,7 +69,7 @@ def module_of(provider: EngineProvider) -> Callable[..., AcceleratedModule]:
 
 def sample(module: AcceleratedModule, veto: str | None = None, size: int = 8) -> None:
     source, inputs = FakeSource(), make_inputs(size)
-    with module.run(source) as run:
+    with recorded(module, None), module.run(source) as run:
         run(inputs, lambda: source.eager(inputs), veto)
 
 
@@ -164,6 +169,110 @@ def test_a_deleted_engine_is_not_ready(module_of: Callable[..., AcceleratedModul
     assert state_of(module).text == "its engine was deleted"
 
 
+# ------------------------------------------------------------------- what is there and not what the node uses
+
+
+def test_who_asked_for_engines_and_was_refused_has_none(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule]
+) -> None:
+    provider.backends[0].error = 0.1  # type: ignore[attr-defined]
+    module = module_of(FIRST_USE, by_hand=True)
+    hooks = HostHooks(wants=module.status.want, by_hand=True)
+    with pytest.raises(IncompatibleEngine), failing(module):
+        provider.prepare(FakeSource(), CallShape.of(make_inputs()), FIRST_USE, hooks)
+    state = state_of(module)
+    assert state.kind == "failed" and "differs from the model" in state.tip
+    assert state.digest == provider.store.list()[0].digest
+
+
+def test_a_cancel_is_no_failure(module_of: Callable[..., AcceleratedModule]) -> None:
+    module = module_of()
+    with pytest.raises(KeyboardInterrupt), failing(module):
+        raise KeyboardInterrupt
+    assert state_of(module).text == "not run yet"
+
+
+@pytest.fixture(autouse=True)
+def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "waiting_hooks", HostHooks)
+
+
+@pytest.mark.parametrize(
+    "preferred", [Preferences(precision=Precision.FP16), Preferences(backend=BackendChoice.TENSORRT)]
+)
+def test_an_engine_that_the_next_run_will_not_ask_for_is_not_ready(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule], preferred: Preferences
+) -> None:
+    module = module_of(FIRST_USE)
+    sample(module)
+    sample(module, veto="a mask")
+    assert state_of(module).kind == "eager"
+    sample(module)
+    provider.preferences = lambda: preferred
+    state = state_of(module)
+    assert (state.kind, state.text) == ("idle", "settings changed, the next run asks for another engine")
+    provider.preferences = Preferences
+    assert state_of(module).kind == "ready"
+    provider.preferences = lambda: Preferences(precision=Precision.FP32, backend=BackendChoice.COMPILED)
+    assert state_of(module).kind == "ready", "what auto was, under its own name"
+
+
+def test_back_from_a_precision_of_ones_own_to_auto(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule]
+) -> None:
+    for precision, kind in ((Precision.FP16, "idle"), (Precision.FP32, "ready")):
+        provider.preferences = lambda precision=precision: Preferences(precision=precision)  # type: ignore[misc]
+        module = module_of(FIRST_USE)
+        sample(module)
+        assert state_of(module).kind == "ready"
+        provider.preferences = Preferences
+        assert state_of(module).kind == kind, "the model computes in fp32"
+
+
+def test_a_model_that_overflows_in_fp16_has_the_engine_that_it_asks_for(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule]
+) -> None:
+    provider.backends[0].overflows = {Precision.FP16}  # type: ignore[attr-defined]
+    module = module_of(FIRST_USE)
+    source, inputs = FakeSource(precision=Precision.FP16), make_inputs(dtype=torch.float16)
+    with module.run(source) as run:
+        run(inputs, lambda: source.eager(inputs))
+    assert state_of(module).text.startswith("compiled bf16 · 64×64") and state_of(module).kind == "ready"
+
+
+def test_a_run_in_part_by_the_plain_model_says_so(module_of: Callable[..., AcceleratedModule]) -> None:
+    module, source = (
+        module_of(Settings(policy=BuildPolicy.FIRST_USE, resolutions=parse_resolutions("64x64"))),
+        FakeSource(),
+    )
+    small, large = make_inputs(8), make_inputs(16)
+    for last in (small, large):
+        with recorded(module, None), module.run(source) as run:
+            for inputs in (large, small, large, last):
+                run(inputs, lambda inputs=inputs: source.eager(inputs))  # type: ignore[misc]
+        state = state_of(module)
+        plain = 2 if last is small else 3
+        assert state.kind == "ready" and state.text.endswith(f"ready · {plain} of 4 calls plain"), state
+        assert state.text.startswith("compiled fp32") and "128×128 is not in the node's list" in state.tip
+    sample(module)
+    assert state_of(module).text.endswith(" · ready")
+
+
+def test_calls_for_which_an_engine_was_built_meanwhile_are_no_reproach(
+    module_of: Callable[..., AcceleratedModule], worker: FakeWorker
+) -> None:
+    sample(module_of(FIRST_USE))
+    worker.gate.clear()
+    module, source = module_of(BACKGROUND), FakeSource()
+    with recorded(module, None), module.run(source) as run:
+        for size in (8, 16):
+            inputs = make_inputs(size)
+            run(inputs, lambda inputs=inputs: source.eager(inputs))  # type: ignore[misc]
+    worker.gate.set()
+    wait_until(lambda: state_of(module).kind == "ready")
+    assert "plain" not in state_of(module).text
+
+
 # ------------------------------------------------------------------------------------------------ registry
 
 
@@ -178,6 +287,72 @@ def test_the_last_module_of_a_node_counts_and_the_oldest_are_forgotten(
     states = {(state["workflow"], state["node"]): state for state in registry.to_json()}
     assert set(states) == {("w2", "12:3"), ("w1", "12:3")}
     assert states["w1", "12:3"]["kind"] == "off" and states["w2", "12:3"]["engine_calls"] == 0
+
+
+class Server:
+    """ComfyUI's, with one prompt that runs."""
+
+    def __init__(self) -> None:
+        self.prompt_queue = self
+        self.currently_running: dict[int, Any] = {}
+
+    def runs(self, workflow: str | None, **nodes: str) -> None:
+        info = {"extra_pnginfo": {"workflow": {"id": workflow}}} if workflow else {}
+        prompt = {node.removeprefix("n"): {"class_type": kind} for node, kind in nodes.items()}
+        self.currently_running = {0: (0, "id", prompt, info, [])}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    made = Server()
+    monkeypatch.setattr(running_prompts, "server_of_process", lambda: made)
+    return made
+
+
+class Wakes:
+    count = 0
+
+    def wake(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> NodeRegistry:
+    made = NodeRegistry()
+    monkeypatch.setattr(watching, "REGISTRY", made)
+    wakes = Wakes()
+    monkeypatch.setattr(watching, "announcer", lambda: wakes)
+    return made
+
+
+MODEL = "SlipstreamAccelerateModel"
+
+
+def test_a_node_is_what_ran_last_also_where_comfyui_kept_it(
+    module_of: Callable[..., AcceleratedModule], server: Server, registry: NodeRegistry
+) -> None:
+    info, place = {"workflow": {"id": "w1"}}, Place("w1", "4")
+    server.runs("w1", n4=MODEL)
+    real, dry = module_of(FIRST_USE), module_of(FIRST_USE, by_hand=True)
+    watching.watch(real, 4, info)
+    watching.watch(dry, 4, info)
+    assert registry.modules() == {place: dry}
+    with recorded(real, None):  # its node does not run again: ComfyUI has it in its cache
+        assert registry.modules() == {place: real}, "from the first step on"
+    assert watching.announcer().count >= 3  # type: ignore[attr-defined]
+
+
+def test_a_copy_of_a_workflow_has_its_own_states(
+    module_of: Callable[..., AcceleratedModule], server: Server, registry: NodeRegistry
+) -> None:
+    module = module_of(FIRST_USE)
+    watching.watch(module, "4", {"workflow": {"id": "w1"}})
+    server.runs("w2", n4=MODEL)
+    with recorded(module, None):
+        assert registry.modules() == {Place("w1", "4"): module, Place("w2", "4"): module}
+    server.runs("w3", n5=MODEL)  # a prompt without that node: nobody knows whose run this is
+    with recorded(module, None):
+        assert set(registry.modules()) == {Place("w1", "4"), Place("w2", "4")}
 
 
 # -------------------------------------------------------------------------------------------------- events
@@ -249,3 +424,35 @@ def test_a_cancelled_and_a_failed_build_say_why(
     failed, cancelled = page.of("slipstream.result")
     assert failed["result"] == "failed" and failed["message"] == "no compiler" and failed["speedup"] is None
     assert cancelled["result"] == "cancelled" and "cancelled by the user" in cancelled["message"]
+
+
+def test_an_engine_that_was_refused_is_a_build_that_failed(
+    provider: EngineProvider, page: Page, module_of: Callable[..., AcceleratedModule]
+) -> None:
+    Announcer(provider, page, NodeRegistry())
+    provider.backends[0].error = 0.1  # type: ignore[attr-defined]
+    began = time.monotonic()
+    sample(module_of(FIRST_USE))
+    wait_until(lambda: page.of("slipstream.result"))
+    assert time.monotonic() - began < 5, "nobody will time it"
+    (result,) = page.of("slipstream.result")
+    assert result["result"] == "failed" and "differs from the model" in result["message"]
+    assert result["speedup"] is None
+
+
+def test_a_result_is_for_all_nodes_whose_prompt_waited(
+    provider: EngineProvider, page: Page, module_of: Callable[..., AcceleratedModule], server: Server
+) -> None:
+    registry = NodeRegistry()
+    Announcer(provider, page, registry)
+    server.runs("w1", n1="KSampler", n4=MODEL, n8="SlipstreamAccelerateVAE", n9="SlipstreamDryRunEnd")
+    module, other = module_of(FIRST_USE), module_of(BACKGROUND)
+    registry.register(Place("w1", "4"), module)
+    registry.register(Place("w2", "8"), other)
+    sample(module)
+    wait_until(lambda: page.of("slipstream.result"))
+    (waited,) = page.of("slipstream.result")
+    assert waited["nodes"] == [{"node": "4", "workflow": "w1"}, {"node": "8", "workflow": "w1"}]
+    sample(other, size=16)
+    wait_until(lambda: len(page.of("slipstream.result")) == 2)
+    assert page.of("slipstream.result")[-1]["nodes"] == [{"node": "8", "workflow": "w2"}], "nobody waited for it"

@@ -12,6 +12,7 @@ from slipstream.nodes.routes.rules import (
     check_digest,
     check_names,
     check_origin,
+    is_same_machine,
     parse_object,
     whole_number,
 )
@@ -36,6 +37,37 @@ def code_of(attempt: Callable[[], Any]) -> str:
 )
 def test_our_own_page(host: str, origin: str) -> None:
     check_origin(host, [origin], "same-origin")
+    check_origin(host, [origin], "")
+    check_origin(host, [origin], "none")
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("comfy.example", "https://comfy.example:8443"),
+        ("127.0.0.1:8188", "https://comfy.example"),
+        ("upstream", "https://comfy.example:8443"),
+        ("comfy.example:8188", "https://comfy.example:8443"),
+        ("", "https://comfy.example"),
+    ],
+)
+def test_behind_a_proxy_the_browser_says_whose_page_it_is(host: str, origin: str) -> None:
+    check_origin(host, [origin], "same-origin")
+    check_origin(host, [origin], "Same-Origin ")
+    assert code_of(lambda: check_origin(host, [origin], "cross-site")) == "forbidden"
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("192.168.1.5", "http://192.168.1.5:8080"),
+        ("comfy.example:8188", "http://comfy.example"),
+        ("Comfy.Example:80", "https://comfy.example"),
+    ],
+)
+def test_a_proxy_that_drops_the_port_of_a_page_without_https(host: str, origin: str) -> None:
+    """Where browsers send no Sec-Fetch-Site."""
+    check_origin(host, [origin], "")
 
 
 def test_programs_send_no_origin() -> None:
@@ -49,7 +81,6 @@ def test_programs_send_no_origin() -> None:
         ("127.0.0.1:8188", ["http://evil.example"], ""),
         ("127.0.0.1:8188", ["http://127.0.0.1:8189"], "same-site"),
         ("127.0.0.1:8188", ["http://127.0.0.1:8189"], ""),
-        ("127.0.0.1:8188", ["http://127.0.0.1"], ""),
         ("127.0.0.1:8188", ["http://localhost:8188"], ""),
         ("127.0.0.1:8188", ["http://127.0.0.1:8188.evil.example"], ""),
         ("127.0.0.1:8188", ["http://user@127.0.0.1:8188"], ""),
@@ -63,10 +94,32 @@ def test_programs_send_no_origin() -> None:
         ("[::1", ["http://127.0.0.1:8188"], ""),
         ("127.0.0.1:8188", [], "cross-site"),
         ("127.0.0.1:8188", [], "Same-Site"),
+        ("127.0.0.1:8188", ["http://127.0.0.1:8188"], "cross-site"),
     ],
 )
 def test_another_page(host: str, origins: list[str], site: str) -> None:
     assert code_of(lambda: check_origin(host, origins, site)) == "forbidden"
+
+
+def test_a_refusal_names_what_differs() -> None:
+    with pytest.raises(Refused, match=r"'http://evil\.example' is not '127\.0\.0\.1:8188'.* Behind a proxy"):
+        check_origin("127.0.0.1:8188", ["http://evil.example"], "")
+    with pytest.raises(Refused) as found:
+        check_origin("h" * 5000, ["o" * 5000], "")
+    assert len(str(found.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("peer", "local", "same"),
+    [
+        *(("127.0.0.1", "127.0.0.1", True), ("127.0.0.9", None, True), ("::1", "::1", True)),
+        *(("::ffff:127.0.0.1", "::ffff:127.0.0.1", True), ("192.168.1.5", "192.168.1.5", True)),
+        *(("192.168.1.6", "192.168.1.5", False), ("::ffff:10.0.0.1", "::1", False), ("fe80::1%eth0", "fe80::2", False)),
+        *((None, None, False), ("", "", False), ("unix", "unix", False)),
+    ],
+)
+def test_whether_a_browser_runs_on_the_servers_machine(peer: str | None, local: str | None, same: bool) -> None:
+    assert is_same_machine(peer, local) is same
 
 
 def test_an_object() -> None:

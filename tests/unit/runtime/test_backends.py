@@ -72,6 +72,11 @@ def test_tensorrt_alone_says_what_to_choose_instead() -> None:
     assert str(raised.value).count("choose backend auto or compiled") == 1
 
 
+def test_switched_off_means_none(chain: list[Backend]) -> None:
+    with pytest.raises(BackendUnavailable, match="^Acceleration is switched off, .* choose another backend"):
+        candidates(BackendChoice.OFF, CPU, chain)
+
+
 def test_what_is_chosen_already_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a GPU that no TensorRT runs on."""
     told = "This GPU is too old"

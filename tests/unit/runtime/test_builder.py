@@ -15,12 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from slipstream.core.errors import BuildCancelled, BuildDied, BuildFailed, StoreError, UnsupportedModel
+from slipstream.core.errors import (
+    BuildCancelled,
+    BuildDied,
+    BuildFailed,
+    BuildOutOfMemory,
+    StoreError,
+    UnsupportedModel,
+)
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact, BuildJob
 from slipstream.runtime import builder
 from slipstream.runtime.builder import run_build
+from slipstream.runtime.worker import ran_out
 from slipstream.tests.fakes import make_plan, wait_until
 from slipstream.tests.unit.runtime.processes import Process, in_session
 
@@ -110,6 +119,11 @@ def test_the_result_is_what_the_worker_left(program: Program) -> None:
 def test_the_job_is_all_that_the_worker_is_given(program: Program) -> None:
     artifact = run(program("done(files=sorted(os.listdir(job)), details={})"))
     assert set(artifact.files) == {"job.pickle", "pid", "worker.log"}
+
+
+def test_a_worker_that_ran_out_of_memory(program: Program) -> None:
+    with pytest.raises(BuildOutOfMemory, match="could not be built: OutOfMemoryError: CUDA out of memory"):
+        run(program('done(error="OutOfMemoryError", message="CUDA out of memory", out_of_memory=True)', "sys.exit(1)"))
 
 
 def test_the_workers_error_is_the_builds(program: Program) -> None:
@@ -375,9 +389,9 @@ def test_a_job_that_cannot_be_written(job: BuildJob) -> None:
 
 
 def test_no_descriptor_is_left_open(program: Program) -> None:
-    job = program("done()")
+    job, threads = program("done()"), threading.active_count()
     run(job)
-    wait_until(lambda: threading.active_count() < 50)
+    wait_until(lambda: threading.active_count() <= threads)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         run(job)
@@ -389,3 +403,37 @@ def test_no_thread_is_left_behind(program: Program) -> None:
     for _ in range(3):
         run(job)
     wait_until(lambda: not any("build-output" in thread.name for thread in threading.enumerate()))
+
+
+# ----------------------------------------------------------------------------------- what the worker calls it
+
+
+class CompileError(Exception):
+    pass
+
+
+def _because(error: Exception, by: Exception, told: bool) -> Exception:
+    try:
+        try:
+            raise by
+        except Exception:
+            if told:
+                raise error from by
+            raise error from None
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (_because(CompileError(), torch.OutOfMemoryError("no memory"), told=True), True),
+        (_because(CompileError(), torch.OutOfMemoryError("no memory"), told=False), True),
+        (_because(CompileError(), KeyError("x"), told=True), False),
+        (RuntimeError("out of memory, it says"), False),
+    ],
+)
+def test_an_error_that_comes_of_too_little_memory(error: Exception, wanted: bool) -> None:
+    assert ran_out(error) is wanted

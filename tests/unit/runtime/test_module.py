@@ -13,8 +13,10 @@ from slipstream.core.dtypes import precision_of
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
+from slipstream.engine_cache import EngineStore
 from slipstream.runtime import memory
 from slipstream.runtime.module import AcceleratedModule, Run
+from slipstream.runtime.preferences import Preferences
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
 from slipstream.tests.fakes import (
@@ -556,3 +558,29 @@ def _shape():  # noqa: ANN202
     from slipstream.runtime.plan import CallShape
 
     return CallShape.of(INPUTS)
+
+
+# ---------------------------------------------------------------------------------------------- preferences
+
+
+def test_what_the_user_prefers_meanwhile_is_for_the_next_run(
+    store: EngineStore, backend: NullBackend, worker: FakeWorker, source: FakeSource
+) -> None:
+    preferred = [Preferences()]
+    module = AcceleratedModule(EngineProvider(store, [backend], preferences=lambda: preferred[0]), FIRST_USE)
+    with module.run(source) as run:
+        call(run, source)
+        preferred[0] = Preferences(precision=Precision.FP16)
+        call(run, source, make_inputs(16))
+    assert {entry.manifest.precision for entry in store.list()} == {"fp32"}
+    assert module.asked.precision is None and module.settings.precision is Precision.FP16
+    with module.run(source) as run:
+        call(run, source)
+    assert {entry.manifest.precision for entry in store.list()} == {"fp32", "fp16"}
+    assert module.asked.precision is Precision.FP16 and module.host_precision is Precision.FP32
+
+
+def test_a_part_of_a_run_has_the_settings_of_the_whole(module: AcceleratedModule, source: FakeSource) -> None:
+    with module.run(source, settings=MANUAL) as run:
+        call(run, source)
+    assert counts(module) == (0, 1) and module.asked == MANUAL

@@ -101,6 +101,63 @@ def test_one_bad_value_does_not_cost_the_others(file: PreferencesFile, caplog: p
     assert "backend must be one of" in caplog.text and "newer" not in caplog.text
 
 
+def test_what_a_newer_version_wrote_is_kept(file: PreferencesFile) -> None:
+    newer = {"colour": {"dark": ["é", None]}, "of_a_newer_version": 1}
+    file.path.parent.mkdir(parents=True)
+    file.path.write_text(json.dumps({"backend": "off", **newer}))
+    assert file.change({"notifications": False}).backend is BackendChoice.OFF
+    assert file.change({"limit_bytes": 10**9}).to_json().keys() == DEFAULTS.keys()
+    assert json.loads(file.path.read_bytes()) == {
+        **DEFAULTS, **newer, "backend": "off", "notifications": False, "limit_bytes": 10**9
+    }  # fmt: skip
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Path:
+    """A folder that others write into."""
+    folder = tmp_path / "comfyui" / "input"
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def guarded(uploads: Path) -> PreferencesFile:
+    return PreferencesFile(uploads.parent / "models" / "slipstream", lambda: [uploads.parent / "temp", uploads])
+
+
+@pytest.mark.parametrize("place", ["input", "input/deep/er", ".", "..", "models/../input/x", "link", "link/x", "temp"])
+def test_no_engines_where_others_write(guarded: PreferencesFile, uploads: Path, place: str) -> None:
+    (uploads.parent / "link").symlink_to(uploads)
+    with pytest.raises(ValueError, match="Others may upload files there"):
+        guarded.change({"folder": str(uploads.parent / place)})
+    assert not guarded.path.exists() and not list(uploads.iterdir()), "nothing is made there either"
+
+
+def test_an_upload_folder_that_is_a_link_into_the_store(guarded: PreferencesFile, uploads: Path) -> None:
+    store = uploads.parents[1] / "store"
+    (store / "engines").mkdir(parents=True)
+    (uploads.parent / "temp").symlink_to(store / "engines")
+    with pytest.raises(ValueError, match="choose a folder apart"):
+        guarded.change({"folder": str(store)})
+
+
+def test_a_folder_beside_them_does(guarded: PreferencesFile, uploads: Path) -> None:
+    beside = str(uploads.parent / "input2")
+    assert guarded.change({"folder": beside}).folder == guarded.read().folder == beside
+
+
+def test_a_hand_written_folder_where_others_write(
+    guarded: PreferencesFile, uploads: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLIPSTREAM_HOME", raising=False)
+    guarded.path.parent.mkdir(parents=True)
+    guarded.path.write_text(json.dumps({"folder": str(uploads / "x"), "backend": "off"}))
+    with caplog.at_level(logging.WARNING):
+        assert [guarded.read() for _ in range(3)] == [Preferences(backend=BackendChoice.OFF)] * 3
+    assert len(caplog.records) == 1 and "Others may upload files there" in caplog.text
+    assert open_store(guarded.read(), guarded.path.parent).root == guarded.path.parent
+
+
 def test_a_change_by_a_text_editor_is_seen(file: PreferencesFile) -> None:
     file.change({"backend": "compiled"})
     file.path.write_text('{"backend": "off"}', encoding="utf-8")

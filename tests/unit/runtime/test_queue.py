@@ -13,6 +13,7 @@ from slipstream.core.errors import (
     BuildCancelled,
     BuildDied,
     BuildFailed,
+    BuildOutOfMemory,
     StoreError,
     UnsupportedModel,
 )
@@ -343,7 +344,7 @@ def test_a_failure_is_logged(queue: BuildQueue, builder: Builder, caplog: pytest
     assert "g++ crashed" in caplog.text
 
 
-PASSING = [BuildDied("killed"), StoreError("the disk is full")]
+PASSING = [BuildDied("killed"), BuildOutOfMemory("CUDA out of memory"), StoreError("the disk is full")]
 FINAL = [
     UnsupportedModel("custom op"),
     BackendUnavailable("no compiler"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slipstream.engine_cache import EngineStore, Verification
+from slipstream.runtime.cuda_graphs import inlined, is_inlined
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.speed import measure_speed
@@ -108,3 +109,65 @@ def test_a_cancel_ends_it(provider: EngineProvider, source: FakeSource, monkeypa
         provider.offer(source, CALL, FIRST_USE, hooks)
     assert len(timed) == 2, "one pair of calls"
     assert provider.offer(source, CALL, FIRST_USE, HostHooks()).engine is not None
+
+
+# ---------------------------------------------------------------------------------- when, and who hears of it
+
+
+def test_whoever_listens_hears_of_times_once(provider: EngineProvider, source: FakeSource) -> None:
+    heard: list[float | None] = []
+    provider.on_timed = lambda: heard.append(kept(provider).speedup)
+    for _ in range(2):
+        run_once(provider, source)
+    assert len(heard) == 1 and heard[0] is not None
+
+
+def test_a_listener_that_breaks_costs_no_engine(provider: EngineProvider, source: FakeSource) -> None:
+    def broken() -> None:
+        raise RuntimeError("the page is gone")
+
+    provider.on_timed = broken
+    assert run_once(provider, source).engine is not None
+
+
+def test_what_was_never_timed_is_timed_by_the_next_process_once(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+
+    def broken(*_: object) -> float:
+        tried.append(1)
+        raise RuntimeError("a kernel broke")
+
+    with monkeypatch.context() as breaking:
+        breaking.setattr("slipstream.runtime.speed.milliseconds", broken)
+        backend.copies_weights = True  # it is compared again with each LoRA
+        for lora in (0.0, 0.25, 0.0):
+            source.lora = lora
+            assert run_once(provider, source).engine is not None
+    assert len(tried) == 1 and kept(provider).speedup is None
+    references, earlier = source.reference_calls, kept(provider)
+    later = EngineProvider(EngineStore(provider.store.root), [backend])
+    run_once(later, source)
+    assert kept(later).speedup is not None and source.reference_calls == references, "it was not verified anew"
+    assert (kept(later).when, kept(later).relative_error) == (earlier.when, earlier.relative_error)
+
+
+def test_within_a_whole_step_the_engine_is_timed_as_it_runs_elsewhere(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = run_once(provider, source)
+    assert offer.engine is not None and offer.plan is not None
+    engine = offer.engine.engine
+    engine.update_weights(source.weights(source.precision))
+    calls, inlining = engine.calls, []  # type: ignore[attr-defined]
+
+    def milliseconds(compute: object, device: object) -> float:
+        inlining.append((is_inlined(), engine.calls - calls))  # type: ignore[attr-defined]
+        return 1.0
+
+    monkeypatch.setattr("slipstream.runtime.speed.milliseconds", milliseconds)
+    with inlined():
+        assert measure_speed(engine, source, offer.plan.spec) is not None
+        assert is_inlined()
+    assert set(inlining) == {(False, 1)}, "the call that makes its graph is not timed"

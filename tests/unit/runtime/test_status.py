@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 
-from slipstream.runtime.status import EngineUse, Standing, Status
+from slipstream.runtime.status import EngineUse, LastRun, Standing, Status
 
 
 def make_use(digest: str = "a" * 64, error: float | None = 1e-6) -> EngineUse:
@@ -119,3 +119,31 @@ def test_wanted_engines_are_listed_the_last_one_first() -> None:
     for number in range(40):
         status.want(f"{number:064d}")
     assert len(status.wanted) == 16
+
+
+def test_the_calls_of_the_last_run_are_counted_apart() -> None:
+    status, began = Status(), []
+    status.on_run = lambda: began.append(1)
+    status.use_engine(use := make_use())
+    status.count_engine(use.digest)
+    status.count_eager("an earlier reason")
+    assert status.last_run.engine_calls == 1 and began == []
+    status.begin_run()
+    assert status.last_run == LastRun() and began == [1]
+    status.miss("being built", "b" * 64)
+    status.count_engine(use.digest)
+    for reason in ("being built", "being built", "a mask"):
+        status.count_eager(reason)
+    run = status.last_run
+    assert (run.engine, run.engine_calls) == (use, 1)
+    assert run.reasons == {"being built": 2, "a mask": 1} and run.wanted == {"being built": "b" * 64}
+    assert (status.engine_calls, status.eager_calls) == (2, 4), "all runs together"
+
+
+def test_who_asked_for_engines_and_got_none_hears_why() -> None:
+    status, changes = Status(), []
+    status.on_change = lambda: changes.append(1)
+    status.fail("out of memory")
+    assert status.standing == Standing(reason="out of memory", failed=True) and changes == [1]
+    status.use_engine(use := make_use())
+    assert status.standing == Standing(engine=use)

@@ -163,3 +163,30 @@ def test_an_engine_that_was_deleted_and_built_again_is_recorded_again(
     run_once(provider, source)
     (again,) = provider.store.list()
     assert again.manifest.verifications == entry.manifest.verifications
+
+
+def test_what_was_wrong_is_known_until_it_is_right(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.error = 0.1
+    run_once(provider, source)
+    (entry,) = provider.store.list()
+    assert "differs from the model" in str(provider.what_is_wrong(entry))
+    backend.error = 0.0
+    assert run_once(provider, source).engine is not None
+    assert provider.what_is_wrong(entry) is None
+
+
+def test_an_engine_that_was_built_anew_is_not_refused_for_the_last_one(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    backend.error = 0.1
+    run_once(provider, source)
+    (entry,) = provider.store.list()
+    provider.pool.clear()
+    provider.store.delete(entry.digest)
+    backend.content = "another"
+    provider.obtain(source, CALL, FIRST_USE, HostHooks())
+    (again,) = provider.store.list()
+    assert again.digest == entry.digest
+    assert provider.what_is_wrong(entry) is not None and provider.what_is_wrong(again) is None

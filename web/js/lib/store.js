@@ -37,7 +37,8 @@ export function isOne(named, ids, workflow) {
   return ids.includes(String(named.node)) && sameWorkflow(named.workflow, workflow);
 }
 
-function sameWorkflow(one, other) {
+/** A workflow's id counts only where both sides know it. */
+export function sameWorkflow(one, other) {
   return !one || !other || one === other;
 }
 
@@ -70,6 +71,13 @@ export async function refresh() {
     if (!(error instanceof Refused)) throw error;
     console.warn(`Slipstream: ${error.message}`);
   }
+}
+
+/** The state of a node as the server knows it this moment; events of it may be under way still. */
+export async function askState(id, workflow) {
+  const { nodes } = await server.nodes();
+  keepStates(nodes.filter((each) => isOne(each, [id], workflow)));
+  return stateOf([id], workflow);
 }
 
 /** A build that has ended changes how long the next is thought to take. */

@@ -1,21 +1,27 @@
 // Builds that were asked for by a click: from the dry run's prompt to its end in ComfyUI's queue.
 import { api, app } from "../lib/comfy.js";
-import { duration } from "../lib/format.js";
+import { paced } from "../lib/paced.js";
 import { server } from "../lib/server.js";
-import { buildOf, isOne, on, tell } from "../lib/store.js";
+import { askState, buildOf, isOne, on, sameWorkflow, tell } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { idsOf, workflowId } from "./graph.js";
 import { cancelPrompt, endOf, queuedBuilds, signed } from "./queue.js";
+import { sayEnd, sayResult } from "./results.js";
 
 const DOUBLE_CLICK_MS = 1000; // a second click within it is no cancel
 const LOOK_MS = 2000; // the queue says each change; this is for events that got lost
-const RESULT_MS = 400; // results of engines may come after the prompt's end
+const PACE_MS = 500; // a graph of many outputs changes the queue's state often, and its answer holds whole prompts
+const RESULT_MS = 700; // results of engines may come after the prompt's end
 
 const runs = new Set(); // at most one of a node
 let looking = null;
+let remaining = null; // prompts in ComfyUI's queue, as it last said
 
-/** The click's run of a node: `{phase: asking | queued | running | ending | over, estimate, message, result}`. */
+/**
+ * The click's run of a node: `{phase: asking | queued | running | ending | over, estimate, message, result}`;
+ * `heard`: the last result of an engine of this node, `built`: results of all engines that it made, by their ids.
+ */
 export function runOf(ids) {
   const workflow = workflowId();
   return [...runs].findLast((run) => isOne(run, ids, workflow)) ?? null;
@@ -44,7 +50,7 @@ export async function build(node) {
 
 function begin(facts) {
   for (const run of runs) if (!isGoing(run) && isOne(run, [facts.node], facts.workflow)) runs.delete(run);
-  const run = { ...facts, heard: false };
+  const run = { ...facts, heard: null, built: new Map() };
   runs.add(run);
   tell("builds");
   return run;
@@ -89,11 +95,14 @@ export async function cancel(node) {
 }
 
 async function cancelRun(run) {
+  const { phase } = run;
   run.phase = "ending";
   tell("builds");
   try {
     await cancelPrompt(run.prompt);
   } catch (error) {
+    if (run.phase === "ending") run.phase = phase; // it may be asked again
+    tell("builds");
     toast("error", t("not_cancelled"), error.message, { asked: true });
   }
   await lookNow();
@@ -111,16 +120,25 @@ export async function cancelBuild(digest) {
 
 /** Begins to follow the queue: what is in it already, and each change that ComfyUI tells of. */
 export async function startBuilder() {
-  api.addEventListener("status", () => (isLooking() ? lookNow() : adopt()));
+  const lookSoon = paced(() => (isLooking() ? lookNow() : adopt()), PACE_MS);
+  api.addEventListener("status", ({ detail }) => {
+    remaining = detail?.exec_info?.queue_remaining ?? remaining; // nothing is said while the server is away
+    lookSoon();
+  });
   on("result", noteResult);
   await adopt();
 }
 
 /** Takes up builds of another tab, or of this page before it was loaded again. */
 export async function adopt() {
-  for (const item of await queuedBuilds().catch(() => [])) {
-    const known = [...runs].some((run) => isGoing(run) && isOne(run, [item.node], item.workflow));
-    if (!item.node || known) continue;
+  if (remaining === 0) return;
+  takeUp(await queuedBuilds().catch(() => []));
+}
+
+function takeUp(queue) {
+  for (const item of queue) {
+    const isKnown = (run) => run.prompt === item.prompt || (isGoing(run) && isOne(run, [item.node], item.workflow));
+    if ([...runs].some(isKnown)) continue;
     begin({ ...item, phase: item.running ? "running" : "queued", since: 0 });
     look();
   }
@@ -143,7 +161,9 @@ async function lookNow() {
     return;
   }
   const queue = await queuedBuilds().catch(() => null); // ComfyUI may be starting again
-  if (queue) await Promise.all(going.map((run) => follow(run, queue)));
+  if (!queue) return;
+  takeUp(queue);
+  await Promise.all(going.map((run) => follow(run, queue)));
 }
 
 async function follow(run, queue) {
@@ -156,35 +176,45 @@ async function follow(run, queue) {
 }
 
 async function settle(run) {
-  if (run.settling) return;
+  if (run.settling || !isGoing(run)) return;
   run.settling = true;
+  try {
+    await settled(run);
+  } catch (error) {
+    console.warn(`Slipstream: ${error.message}`); // an answer got lost: the next look asks again
+  } finally {
+    run.settling = false;
+  }
+}
+
+async function settled(run) {
   const { status, message } = await endOf(run.prompt);
   await new Promise((resolve) => setTimeout(resolve, RESULT_MS));
-  if (status === "success") end(run, "done", run.heard ? "" : t("nothing_to_build"));
-  else end(run, status === "error" ? "failed" : "cancelled", message);
+  if (status !== "success") return end(run, status === "error" ? "failed" : "cancelled", message);
+  const state = await askState(run.node, run.workflow);
+  if (state?.kind === "ready") return end(run, "done", "", state);
+  return end(run, "without", state?.tip || state?.text || t("no_state"), state);
 }
 
-/** Remembers how a run ended and says it, unless a result of one of its engines has said it already. */
-function end(run, result, message) {
+/** Remembers how a run ended and says it. */
+function end(run, result, message, state = null) {
   Object.assign(run, { phase: "over", result, message, over: Date.now() });
   tell("builds");
-  if (run.heard && result !== "failed") return;
-  if (result === "failed" && run.heard !== "failed") toast("error", t("build_failed"), message);
-  if (result === "cancelled") toast("info", t("build_cancelled"));
-  if (result === "done") toast("success", t("engines_ready"), message);
+  sayEnd(run, state);
 }
 
+/** What a click builds is said at its end, when it is known whether its node got an engine. */
 function noteResult(result) {
-  const isOf = (run) => result.nodes?.some((each) => isOne(each, [run.node], run.workflow));
-  const mine = [...runs].find((run) => isGoing(run) && isOf(run));
-  if (mine) mine.heard = result.result;
-  sayResult(result);
+  const isOwn = (run) => result.nodes?.some((each) => isOne(each, [run.node], run.workflow));
+  const own = [...runs].find((run) => isGoing(run) && isOwn(run));
+  const mine = own ?? [...runs].find((run) => mayBeOf(result, run));
+  if (own) own.heard = result.result;
+  if (mine && result.result === "built") mine.built.set(result.id, result);
+  else sayResult(result);
 }
 
-function sayResult({ result, label, seconds, speedup, message }) {
-  if (result === "failed") return toast("error", t("build_failed"), `${label}: ${message}`);
-  if (result === "cancelled") return toast("info", t("build_cancelled"), label);
-  const took = t("took", { time: duration(seconds) });
-  const faster = speedup ? `, ${t("faster", { times: speedup.toFixed(1) })}` : "";
-  return toast("success", t("engine_built"), `${label}: ${took}${faster}`);
+/** Whether a click's prompt that runs may have built an engine of another node; a list of sizes names no node. */
+function mayBeOf({ nodes }, run) {
+  if (!["running", "ending"].includes(run.phase)) return false;
+  return !nodes?.length || nodes.some((each) => sameWorkflow(each.workflow, run.workflow));
 }

@@ -1,32 +1,33 @@
-// ComfyUI's queue: which of its prompts builds engines, and how one ended.
+// ComfyUI's queue: which of its prompts a click asked for, and how one ended.
 import { api } from "../lib/comfy.js";
 
-const END = "SlipstreamDryRunEnd";
+const MARK = "slipstream_build";
 const ASK_AGAIN_MS = 250;
 const ASKED_TIMES = 8;
 
-/** Where the node of a click is written, so that another tab and a reloaded page know it. */
+/** The queued copy of a workflow names the click's node, so that another tab and a reloaded page know it. */
 export function signed(workflow, node) {
-  return { ...workflow, extra: { ...workflow.extra, slipstream_build: node } };
+  return { ...workflow, extra: { ...workflow.extra, [MARK]: node } };
 }
 
-/** The prompts in the queue that build: `{prompt, node, workflow, running}`. */
+/** A workflow that comes from such a copy, out of the history say, is an ordinary one again. */
+export function unsign(workflow) {
+  if (workflow?.extra) delete workflow.extra[MARK];
+}
+
+/** The prompts of clicks that wait or run: `{prompt, node, workflow, running}`. */
 export async function queuedBuilds() {
   const queue = await json("/queue");
   return [...items(queue.queue_running, true), ...items(queue.queue_pending, false)];
 }
 
 function items(list, running) {
-  return list.filter((item) => builds(item[2])).map((item) => ({ ...described(item), running }));
-}
-
-function builds(prompt) {
-  return Object.values(prompt ?? {}).some((node) => node.class_type === END);
+  return list.map((item) => ({ ...described(item), running })).filter((item) => item.node);
 }
 
 function described([, prompt, , extra]) {
   const workflow = extra?.extra_pnginfo?.workflow;
-  return { prompt, node: workflow?.extra?.slipstream_build ?? null, workflow: workflow?.id ?? null };
+  return { prompt, node: workflow?.extra?.[MARK] ?? null, workflow: workflow?.id ?? null };
 }
 
 /** How a prompt that left the queue ended: `{status: "success" | "error" | "cancelled", message}`. */
@@ -53,12 +54,10 @@ export async function cancelPrompt(prompt) {
   await post("/interrupt", { prompt_id: prompt });
 }
 
-function post(path, body) {
-  return api.fetchApi(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-  });
+async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const answer = await api.fetchApi(path, { method: "POST", headers, body: JSON.stringify(body) });
+  if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
 }
 
 async function json(path) {

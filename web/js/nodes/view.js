@@ -67,6 +67,7 @@ export function figuresOf(build) {
 function ofState(ids, run) {
   const state = stateOf(ids, workflowId());
   if (isNewer(run, state)) return { kind: run.result, text: t(`build_${run.result}`), tip: run.message };
+  if (!state && run?.result === "without") return { kind: "eager", text: t("build_without"), tip: run.message };
   if (!state) return { kind: "idle", text: t("not_run"), tip: t("not_run_tip") };
   const fraction = state.kind === "building" ? (state.fraction ?? null) : undefined;
   return { kind: state.kind, text: textOf(state), tip: tipOf(state), fraction };
