@@ -514,7 +514,9 @@ def test_the_node(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> 
     schema = AccelerateVAE.define_schema()
     assert (schema.node_id, schema.display_name) == ("SlipstreamAccelerateVAE", "Accelerate VAE")
     assert [output.io_type for output in schema.outputs] == ["VAE"]
-    monkeypatch.setattr(AccelerateVAE, "hidden", type("Hidden", (), {"unique_id": "7"}))
+    monkeypatch.setattr(
+        AccelerateVAE, "hidden", type("Hidden", (), {"unique_id": "7", "prompt": None, "extra_pnginfo": None})
+    )
     chosen = {"backend": "auto", "precision": "auto", "optimize": "fast build", "resolutions": "auto"}
     vae = tiny.vae()
     (fast,) = AccelerateVAE.execute(vae, build="first use", **chosen).result
