@@ -25,6 +25,8 @@ from bootstrap import ROOT, WINDOWS, SetupError, comfyui_python, find_comfyui, p
 RESULTS = ROOT / "test-results"
 COMFYUI_TESTS = ROOT / "tests" / "comfyui"
 PYTEST_FOUND_NOTHING = 5
+ONCE = ("test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py")
+"""Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
 GET_COMFYUI = (
     "no ComfyUI found, so nothing was tried in the program that Slipstream is made for. Get one with "
     "`git clone https://github.com/comfyanonymous/ComfyUI ~/.cache/slipstream/ComfyUI`, or name one by "
@@ -145,7 +147,9 @@ def _planned(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequen
         tiers.append(Tier("chosen", python, [*outside, *options]))
     if inside or not chosen:
         paths = inside or [str(COMFYUI_TESTS)]
-        tiers += [Tier(f"comfyui {found.name}", its_python, [*paths, *options], found) for found, its_python in hosts]
+        for found, its_python in hosts:
+            left_out = [] if inside or found == hosts[-1][0] else [f"--ignore={COMFYUI_TESTS / name}" for name in ONCE]
+            tiers.append(Tier(f"comfyui {found.name}", its_python, [*paths, *options, *left_out], found))
     return tiers
 
 
@@ -209,6 +213,9 @@ def _report(checks: Sequence[Result], tiers: Sequence[Result]) -> None:
 
 def _skips(tiers: Sequence[Result]) -> list[str]:
     lines = [f"{tier.title}: {count} x {why}" for tier in tiers for why, count in sorted(tier.skips.items())]
+    hosts = [tier.title for tier in tiers if tier.title.startswith("comfyui ")]
+    if len(hosts) > 1:
+        lines.append(f"of several ComfyUIs, only {hosts[-1]} runs what is not about its version: {', '.join(ONCE)}")
     return lines or ["no test was skipped"]
 
 

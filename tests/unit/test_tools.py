@@ -139,3 +139,16 @@ def test_the_tools_need_nothing_but_the_standard_library(root: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import bootstrap"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(root / "tools")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tmp_path: Path) -> None:
+    older, newer = hosts = [(tmp_path / name, Path(sys.executable)) for name in ("older", "newer")]
+    left_out = {
+        tier.checkout: [word for word in tier.arguments if word.startswith("--ignore")]
+        for tier in command._planned(Path(sys.executable), hosts, [])
+        if tier.checkout
+    }
+    assert len(left_out[older[0]]) == len(command.ONCE) and left_out[newer[0]] == []
+    assert all((command.COMFYUI_TESTS / name).is_file() for name in command.ONCE)
+    chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "test_cli.py")])
+    assert all(not word.startswith("--ignore") for tier in chosen for word in tier.arguments)
