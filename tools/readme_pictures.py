@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The README's pictures, of a real session: the demo model's engines are built by a click while they are taken.
+"""The README's pictures, of a real ComfyUI: the demo model's engines are built by a click while they are taken.
 
     python tools/readme_pictures.py [--comfyui FOLDER]
 
