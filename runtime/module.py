@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from ..core.dtypes import dtype_of
-from ..core.errors import NotFinite
+from ..core.errors import NotFinite, UnsupportedModel
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
 from .memory import MemoryWatch
@@ -96,7 +96,7 @@ class Run:
     ) -> None:
         self.tally: Callable[[Offer], None] = self.count
         self.settings = module.asked = settings or module.settings
-        module.host_precision = source.precision
+        module.host_precision = _precision_of(source)
         self._finite_only = finite_only
         self._module = module
         self._source = source
@@ -273,3 +273,11 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     timed = entry.manifest.timed
     speedup = timed.speedup if timed else None
     return EngineUse(offer.plan.key.digest, str(offer.plan), spec.backend.name, spec.precision.value, error, speedup)
+
+
+def _precision_of(source: ModelSource) -> Precision | None:
+    """None where no engine computes in what the model does: each call of the run says so."""
+    try:
+        return source.precision
+    except UnsupportedModel:
+        return None
