@@ -19,7 +19,7 @@ from ..runtime.settings import Resolution, Settings
 from ..runtime.verify import relative_error
 from .build import Obtained, load, obtain, settings_from
 from .errors import OK, CommandError
-from .home import preferences
+from .home import open_provider
 from .interrupt import prompt_interrupts
 from .models import DEMO, LoadedModel
 from .output import Output
@@ -33,9 +33,8 @@ _COLUMNS = ("case", "variant", "ms", "min", "max", "speed", "error", "engine cal
 
 def bench(store: EngineStore, output: Output, options: Namespace) -> int:
     """Time each resolution; engines that are missing are built first."""
-    chosen = preferences(options)
-    settings = chosen.applied_to(settings_from(options))
-    provider = EngineProvider(store, preferences=lambda: chosen)
+    provider = open_provider(store, options)
+    settings = provider.with_preferences(settings_from(options))
     rows: list[Row] = []
     with prompt_interrupts(provider), torch.no_grad():
         model = load(options, provider)

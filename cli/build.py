@@ -16,7 +16,7 @@ from ..runtime.provider import EngineProvider, HostHooks
 from ..runtime.settings import Settings
 from .engines import SHOWN
 from .errors import OK
-from .home import preferences
+from .home import open_provider
 from .interrupt import prompt_interrupts
 from .models import LoadedModel, load_model
 from .output import Output, progress_bar
@@ -43,9 +43,8 @@ class Obtained:
 def build(store: EngineStore, output: Output, options: Namespace) -> int:
     """Build, load and check the engines of all resolutions; those that exist are only checked."""
     started = time.monotonic()
-    chosen = preferences(options)
-    settings = chosen.applied_to(settings_from(options))
-    provider = EngineProvider(store, preferences=lambda: chosen)
+    provider = open_provider(store, options)
+    settings = provider.with_preferences(settings_from(options))
     with prompt_interrupts(provider):
         model = load(options, provider)
         engines: dict[str, Obtained] = {}

@@ -6,10 +6,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..engine_cache import EngineStore
+from ..hosts.comfy.checkout import OPEN_FOLDERS
 from ..hosts.comfy.standalone import models_folder
 from ..runtime.home import open_store as open_preferred_store
 from ..runtime.home import preferences_file
 from ..runtime.preferences import Preferences
+from ..runtime.provider import EngineProvider
 
 
 def open_store(options: Namespace) -> EngineStore:
@@ -32,8 +34,18 @@ def preferences(options: Namespace) -> Preferences:
         BackendUnavailable: as `open_store`.
     """
     models = models_folder(options.comfyui)
-    open_folders = [models.parent / name for name in ("input", "output", "temp", "user")] if models else []
+    open_folders = [models.parent / name for name in OPEN_FOLDERS] if models else []
     return preferences_file(_host_default(options), lambda: open_folders).read()
+
+
+def open_provider(store: EngineStore, options: Namespace) -> EngineProvider:
+    """Engines of a store, as the user prefers them.
+
+    Raises:
+        BackendUnavailable: as `open_store`.
+    """
+    chosen = preferences(options)
+    return EngineProvider(store, preferences=lambda: chosen)
 
 
 def _host_default(options: Namespace) -> Path | None:

@@ -145,6 +145,11 @@ class Manifest:
         newest_first = reversed(list(self.verifications.values()))
         return next((result for result in newest_first if result.speedup is not None), None)
 
+    @property
+    def speedup(self) -> float | None:
+        """The plain model's time by the engine's; None where they were not measured."""
+        return self.timed.speedup if self.timed else None
+
     def with_verification(self, weights_digest: str, result: Verification) -> Manifest:
         """A copy that also knows `result`; it replaces an earlier one for the same weights."""
         others = {name: known for name, known in self.verifications.items() if name != weights_digest}

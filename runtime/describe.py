@@ -59,7 +59,7 @@ def summary(entry: Entry) -> dict[str, Any]:
 def _speed(manifest: Manifest) -> dict[str, float | None]:
     timed = manifest.timed
     return {
-        "speedup": timed.speedup if timed else None,
+        "speedup": manifest.speedup,
         "engine_ms": timed.engine_ms if timed else None,
         "eager_ms": timed.eager_ms if timed else None,
     }

@@ -11,10 +11,7 @@ from ..core.spec import Role
 from ..engine_cache import Manifest
 from .describe import why_not_used
 from .plan import say_sizes
-from .settings import latent_of
-
-_PIXELS = 8
-"""Of a picture in each direction, to one value of a latent."""
+from .settings import PIXELS, latent_of
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def why_not(manifest: Manifest, asked: Asked) -> list[str]:
 def _misfits(profile: ShapeProfile, asked: Asked, all_of_engine: tuple[ShapeProfile, ...]) -> Iterator[str]:
     latent = latent_of(profile.inputs)
     batch, (height, width) = latent[0], latent[-2:]
-    if not (width.accepts(asked.width // _PIXELS) and height.accepts(asked.height // _PIXELS)):
+    if not (width.accepts(asked.width // PIXELS) and height.accepts(asked.height // PIXELS)):
         yield f"it is for {say_sizes(all_of_engine)}, not for {asked.width}×{asked.height}"
     # An engine for several shapes computes a larger batch in parts.
     splits = not (profile.is_static and len(all_of_engine) == 1)

@@ -270,9 +270,8 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     checked = entry.manifest.verifications.get(source.weights_digest())
     spec = offer.plan.spec
     error = checked.relative_error if checked else None
-    timed = entry.manifest.timed
-    speedup = timed.speedup if timed else None
-    return EngineUse(offer.plan.key.digest, str(offer.plan), spec.backend.name, spec.precision.value, error, speedup)
+    made = spec.backend.name, spec.precision.value
+    return EngineUse(offer.plan.key.digest, str(offer.plan), *made, error, entry.manifest.speedup)
 
 
 def _precision_of(source: ModelSource) -> Precision | None:

@@ -334,12 +334,12 @@ class EngineProvider:
         if found is None or not found[1].manifest.verifications:
             return None
         plan, entry = found
-        self._trust.check_not_refused(source, plan, entry)
+        self._trust.check_not_refused(source, entry)
         needed = _known_bytes(entry)
         if self._shortages.why_not(plan.key.digest, plan.device) or (not needed and plan.device.type != "cpu"):
             return None
         is_loaded = self.pool.has_idle(entry, plan.device)
-        return Forecast(0 if is_loaded else needed, not self._trust.knows(source, plan, entry))
+        return Forecast(0 if is_loaded else needed, not self._trust.knows(source, entry))
 
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
@@ -367,7 +367,7 @@ class EngineProvider:
             CorruptEngine, IncompatibleEngine, UnsupportedModel: it cannot serve this model.
             torch.OutOfMemoryError: memory does not suffice; what the engine held has been given back.
         """
-        self._trust.check_not_refused(source, plan, entry)  # before memory is spent on it
+        self._trust.check_not_refused(source, entry)  # before memory is spent on it
         if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
             hooks.make_room(source.device, needed)
         watch = MemoryWatch(source.device)

@@ -74,7 +74,10 @@ class Levers:
     one_graph: bool = True
 
 
-_PIXELS = {"x": 8, "z": 8, "pixels": 1, "skip_0": 8}
+PIXELS = 8
+"""Of a picture in each direction, to one value of a latent."""
+
+_PIXELS = {"x": PIXELS, "z": PIXELS, "pixels": 1, "skip_0": PIXELS}
 """Inputs that have a picture's size, and how many of its pixels in each direction one of their values is.
 
 The last is what a UNet's second half takes from the first block."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.shapes import UNET_AXES, Shape, ShapeProfile, ShapeRange, Shapes
-from .settings import TOKENS, Resolution, Settings, ShapeChoice, latent_of, range_of
-
-_PIXELS = 8
-"""Of a picture in each direction, to one value of a latent."""
+from .settings import PIXELS, TOKENS, Resolution, Settings, ShapeChoice, latent_of, range_of
 
 
 def profiles_wanted(shapes: Shapes, settings: Settings) -> tuple[ShapeProfile, ...]:
@@ -77,8 +74,8 @@ def _profile(shapes: Shapes, ranges: dict[str, ShapeRange]) -> ShapeProfile:
 def _range_of(resolutions: tuple[Resolution, ...]) -> dict[str, ShapeRange]:
     """From the smallest to the largest, tuned for the first."""
     smallest, largest = range_of(resolutions)
-    heights = (size.height // _PIXELS for size in (smallest, resolutions[0], largest))
-    widths = (size.width // _PIXELS for size in (smallest, resolutions[0], largest))
+    heights = (size.height // PIXELS for size in (smallest, resolutions[0], largest))
+    widths = (size.width // PIXELS for size in (smallest, resolutions[0], largest))
     return {"height": ShapeRange(*heights), "width": ShapeRange(*widths)}
 
 

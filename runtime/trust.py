@@ -48,7 +48,7 @@ class Trust:
         self._compared: WeakKeyDictionary[LoadedEngine, int] = WeakKeyDictionary()
         """The generation of weights with which an engine was right last."""
 
-    def check_not_refused(self, source: ModelSource, plan: Plan, entry: Entry) -> None:
+    def check_not_refused(self, source: ModelSource, entry: Entry) -> None:
         """
         Raises:
             IncompatibleEngine: the engine was found wrong for these weights.
@@ -60,7 +60,7 @@ class Trust:
         """What an engine was refused for when it was compared last; None where it was right, or was not compared."""
         return self._wrong.get(_contents(entry))
 
-    def knows(self, source: ModelSource, plan: Plan, entry: Entry) -> bool:
+    def knows(self, source: ModelSource, entry: Entry) -> bool:
         """Whether an engine was compared with the model in this process; one that copies weights may be again."""
         return _case(source, entry) in self._known
 

@@ -338,6 +338,12 @@ class FakeWorker:
         return Built(artifact, {"export": self.seconds / 3, "compile": 2 * self.seconds / 3})
 
 
+class Host:
+    """A host that has something else to do, or not."""
+
+    idle = True
+
+
 def make_plan(size: int = 8, backend: NullBackend | None = None, batch: int = 1) -> Plan:
     """A plan of its own for each size."""
     call = CallShape.of(make_inputs(size, batch))

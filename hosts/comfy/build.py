@@ -14,14 +14,11 @@ from ...engine_cache import WeightsMemo
 from ...runtime.estimate import say_roughly
 from ...runtime.plan import CallShape, Plan
 from ...runtime.provider import EngineProvider
-from ...runtime.settings import Resolution, Settings
+from ...runtime.settings import PIXELS, Resolution, Settings
 from .model_classes import CallSize
 from .source import ComfyUNetSource
 from .vetoes import why_not_this_model
 from .waiting import waiting_hooks
-
-_PIXELS = 8
-"""Of a picture in each direction, to one value of the latents that a `Resolution` means."""
 
 
 def build_engines(
@@ -80,12 +77,12 @@ def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, token
         UnsupportedModel: the model's config does not tell.
     """
     kind, config = source.architecture.kind, source.architecture.config
-    if kind.shapes is None or source.pixels_per_latent != _PIXELS:
+    if kind.shapes is None or source.pixels_per_latent != PIXELS:
         raise UnsupportedModel(
             f"The inputs of {source.architecture.fingerprint.architecture_name} models are only known when they run: "
             'set build to "first use" in the Accelerate Model node, and run the workflow once'
         )
-    size = CallSize(batch, tokens, resolution.height // _PIXELS, resolution.width // _PIXELS)
+    size = CallSize(batch, tokens, resolution.height // PIXELS, resolution.width // PIXELS)
     dtype = dtype_of(source.precision)
     inputs = [(name, shape, dtype) for name, shape in kind.shapes(config, size).items()]
     return CallShape((*inputs, ("timesteps", (batch,), torch.float32)))

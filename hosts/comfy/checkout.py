@@ -6,6 +6,9 @@ import importlib.util
 import sys
 from importlib.machinery import PathFinder
 
+OPEN_FOLDERS = ("input", "output", "temp", "user")
+"""Into which ComfyUI's own routes let any client write."""
+
 
 def use_checkout(folder: str) -> None:
     """Make the modules of the ComfyUI in `folder` importable, whatever else lies on the path.

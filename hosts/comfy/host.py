@@ -6,7 +6,6 @@ import atexit
 import functools
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,8 @@ from ...runtime.home import default_home, open_store, preferences_file, store_ho
 from ...runtime.preferences_file import PreferencesFile
 from ...runtime.provider import EngineProvider
 from ...runtime.queue import Ticket, TicketState
-from .page import ENGINES, send
+from .checkout import OPEN_FOLDERS
+from .page import ENGINES, send, server_of_process
 
 _CLOSING_SECONDS = 2.0
 
@@ -79,13 +79,11 @@ def _models_folder() -> Path | None:
 
 
 def _open_folders() -> list[Path]:
-    """Into which ComfyUI's own routes let any client write."""
     try:
         import folder_paths
     except ImportError:
         return []
-    named = ("input", "output", "temp", "user")
-    return [Path(getattr(folder_paths, f"get_{name}_directory")()) for name in named]
+    return [Path(getattr(folder_paths, f"get_{name}_directory")()) for name in OPEN_FOLDERS]
 
 
 def device() -> torch.device:
@@ -97,14 +95,5 @@ def device() -> torch.device:
 
 def queue_is_idle() -> bool:
     """Whether ComfyUI has no prompt to work on; True outside its server."""
-    queue = _prompt_queue()
+    queue = getattr(server_of_process(), "prompt_queue", None)
     return queue is None or queue.get_tasks_remaining() == 0
-
-
-def _prompt_queue() -> Any:
-    try:
-        from server import PromptServer
-    except ImportError:
-        return None
-    instance = getattr(PromptServer, "instance", None)
-    return getattr(instance, "prompt_queue", None)

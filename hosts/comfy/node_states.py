@@ -96,7 +96,7 @@ def _to_json(place: Place, module: AcceleratedModule) -> dict[str, Any]:
 
 
 def _state_of(module: AcceleratedModule) -> NodeState:
-    if module.provider.with_preferences(module.settings).backend is BackendChoice.OFF:
+    if module.settings.backend is BackendChoice.OFF:
         return NodeState("off", "off", SWITCHED_OFF)
     status, queue = module.status, module.provider.queue
     tickets = [ticket for digest in status.wanted if (ticket := queue.find(digest)) is not None]
@@ -196,8 +196,8 @@ def _say_made(entry: Entry, speedup: float | None) -> list[str]:
 
 def speedup_of(entry: Entry) -> float | None:
     """The plain model's time by the engine's, where they were measured."""
-    timed = entry.manifest.timed
-    return None if timed is None or timed.speedup is None else round(timed.speedup, 3)
+    speedup = entry.manifest.speedup
+    return None if speedup is None else round(speedup, 3)
 
 
 def fraction_of(ticket: Ticket) -> float | None:

@@ -1,4 +1,4 @@
-"""Events for ComfyUI's page."""
+"""ComfyUI's server, and events for its page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ ENGINES = "slipstream.engines"
 """Engines came or went: the page asks again."""
 
 
-def send(event: str, data: Mapping[str, Any]) -> None:
-    """Tell every open page, from any thread. Nothing happens outside ComfyUI's server, and none waits."""
+def server_of_process() -> Any:
+    """ComfyUI's server; None where there is none."""
     try:
         from server import PromptServer
     except ImportError:
-        return
-    server = getattr(PromptServer, "instance", None)
+        return None
+    return getattr(PromptServer, "instance", None)
+
+
+def send(event: str, data: Mapping[str, Any]) -> None:
+    """Tell every open page, from any thread. Nothing happens outside ComfyUI's server, and none waits."""
+    server = server_of_process()
     if server is None:
         return
     try:

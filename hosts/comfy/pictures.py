@@ -10,7 +10,8 @@ import uuid
 from collections import OrderedDict
 from typing import Any
 
-from .running_prompts import running_prompts, server_of_process
+from .page import server_of_process
+from .running_prompts import running_prompts
 
 FIELD = "slipstream"
 _TOKEN = "run"

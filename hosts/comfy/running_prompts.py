@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .page import server_of_process
+
 
 class RunningPrompt(NamedTuple):
     """
@@ -36,12 +38,3 @@ def workflow_of(extra_pnginfo: Any) -> str | None:
     workflow = extra_pnginfo.get("workflow") if isinstance(extra_pnginfo, Mapping) else None
     found = workflow.get("id") if isinstance(workflow, Mapping) else None
     return str(found) if found else None
-
-
-def server_of_process() -> Any:
-    """ComfyUI's server; None where there is none."""
-    try:
-        from server import PromptServer
-    except ImportError:
-        return None
-    return getattr(PromptServer, "instance", None)

@@ -7,11 +7,9 @@ PREFIX = "/slipstream/v1"
 
 def add_routes() -> None:
     """Give ComfyUI's server our routes, once; it repeats them under /api. Nothing happens outside its server."""
-    try:
-        from server import PromptServer
-    except ImportError:
-        return
-    server = getattr(PromptServer, "instance", None)
+    from ...hosts.comfy.page import server_of_process
+
+    server = server_of_process()
     if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
         return
     from . import builds, engines, log, settings, system

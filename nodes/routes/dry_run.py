@@ -17,19 +17,26 @@ _BYTES = 16 * 1024 * 1024
 
 @changes("prompt", "node", most_bytes=_BYTES)
 async def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
-    from ...hosts.comfy.build_prompt import dry_run_of
-    from ...hosts.comfy.node_types import loaded_kinds
-
     prompt, node = _checked(fields.get("prompt")), fields.get("node")
     if not isinstance(node, str):
         raise Refused("bad_request", 'node must be the id of a node, as text, such as "4".')
     try:
-        made = await asyncio.to_thread(dry_run_of, prompt, node, loaded_kinds(), uuid.uuid4().hex)
-        await asyncio.to_thread(_check_not_off, prompt[node])
+        return await asyncio.to_thread(_dry_run, prompt, node)
     except ValueError as error:
         raise Refused("bad_request", f"{error}.") from None
-    estimate = await asyncio.to_thread(_estimate, prompt[node])
-    return {"prompt": made.prompt, "targets": made.targets, "estimate_s": estimate}
+
+
+def _dry_run(prompt: dict[str, dict[str, Any]], node: str) -> Answer:
+    """
+    Raises:
+        ValueError: in words, why nothing can be built for the node.
+    """
+    from ...hosts.comfy.build_prompt import dry_run_of
+    from ...hosts.comfy.node_types import loaded_kinds
+
+    made = dry_run_of(prompt, node, loaded_kinds(), uuid.uuid4().hex)
+    _check_not_off(prompt[node])
+    return {"prompt": made.prompt, "targets": made.targets, "estimate_s": _estimate(prompt[node])}
 
 
 def _checked(prompt: Any) -> dict[str, dict[str, Any]]:

@@ -62,6 +62,11 @@ class Page:
     def engines(self) -> list[str]:
         return sorted(entry.manifest.label for entry in EngineStore(self._home).list())
 
+    def delete_all(self) -> None:
+        """Nothing is built yet, or no more."""
+        for engine in self.client.get(API + "/engines")["engines"]:
+            self.client.post(f"{API}/engines/{engine['digest']}/delete", {})
+
     def assert_nothing_is_left(self) -> None:
         assert self.builds() == [] and self.engines() == []
         assert not any(path.is_file() for path in (self._home / "tmp").rglob("*"))
@@ -83,8 +88,7 @@ def slow(server_of, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture
 def page(quick: Page) -> Page:
     """Of a server whose builds take a moment; nothing is built yet."""
-    for entry in EngineStore(quick._home).list():
-        quick.client.post(f"{API}/engines/{entry.digest}/delete", {})
+    quick.delete_all()
     time.sleep(0.8)  # until the last test's events have come
     quick.client.events.clear()
     return quick

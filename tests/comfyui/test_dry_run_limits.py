@@ -31,8 +31,7 @@ def page(server: Page) -> Page:
 
 def delete_all(page: Page) -> None:
     page.client.post("/free", {"unload_models": True, "free_memory": False})
-    for engine in page.client.get(API + "/engines")["engines"]:
-        page.client.post(f"{API}/engines/{engine['digest']}/delete", {})
+    page.delete_all()
     assert page.engines() == []
 
 

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from slipstream.cli import bench, build
+from slipstream.cli import build, home
 from slipstream.core.errors import ShapeOutsideProfile
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.unit.cli.support import FakeBackend, fake_model
@@ -22,8 +22,7 @@ def backend(request, monkeypatch) -> FakeBackend:
     provider = functools.partial(EngineProvider, backends=[backend])
     monkeypatch.setattr("slipstream.runtime.build.run_build", backend.run_build)
     monkeypatch.setattr(build, "load_model", lambda *_: fake_model())
-    for module in (build, bench):
-        monkeypatch.setattr(module, "EngineProvider", provider)
+    monkeypatch.setattr(home, "EngineProvider", provider)
     return backend
 
 

@@ -29,16 +29,13 @@ from slipstream.tests.fakes import (
     FIRST_USE,
     FakeSource,
     FakeWorker,
+    Host,
     NullBackend,
     make_inputs,
     wait_until,
 )
 
 PLACE = Place("w1", "12:3")
-
-
-class Host:
-    idle = True
 
 
 @pytest.fixture

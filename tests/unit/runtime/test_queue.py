@@ -22,7 +22,7 @@ from slipstream.engine_cache import Entry
 from slipstream.runtime import queue as queue_module
 from slipstream.runtime.plan import Plan
 from slipstream.runtime.queue import BuildQueue, Ticket, TicketState
-from slipstream.tests.fakes import make_plan, wait_until
+from slipstream.tests.fakes import Host, make_plan, wait_until
 
 SECONDS = 30.0
 FIRST, SECOND, THIRD = (make_plan(size) for size in (8, 16, 24))
@@ -56,10 +56,6 @@ class Builder:
         if self.raises:
             raise self.raises.pop(0)
         return object()  # type: ignore[return-value]
-
-
-class Host:
-    idle = True
 
 
 @pytest.fixture
