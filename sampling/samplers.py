@@ -51,4 +51,4 @@ def rule_for(kind: SamplerKind) -> Reuse:
 
     Fresh noise makes the way between two steps of a stochastic sampler a matter of chance, which no line continues.
     """
-    return Reuse.MEASURED if kind in (SamplerKind.ONE_STEP, SamplerKind.MULTISTEP) else Reuse.HOLD
+    return Reuse.BENT if kind in (SamplerKind.ONE_STEP, SamplerKind.MULTISTEP) else Reuse.HOLD

@@ -16,6 +16,7 @@ from ...core.environment import Environment
 from ...demo import scenes
 from ...hosts.comfy import standalone
 from ...runtime.measure import commit
+from ...sampling.reuse import Reuse
 from . import beside, fit, hackathon, plan, protocol
 from .overhead import overhead
 from .page import write_page
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     torch.set_grad_enabled(False)
     if options.plan:
         chosen, fitted = (_chosen(options, each) for each in (protocol.conditions(), protocol.fit_conditions()))
-        print("\n".join(plan.lines(plan.plan(_subject(1), chosen, fitted))))
+        print("\n".join(plan.lines(plan.plan(_subject(1), chosen, fitted, _tried(options)))))
         return 0
     return _Command(options).run()
 
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--engines", type=Path, help="a folder: sample on engines, which are made there; default: the plain model")
     add("--samples", type=int, default=protocol.SAMPLES)
     add("--fit-samples", type=int, default=protocol.FIT_SAMPLES)
+    add("--fit-shares", type=float, nargs="*", default=protocol.FIT_SHARES)
+    add("--fit-powers", type=float, nargs="*", default=protocol.FIT_POWERS)
+    add("--fit-rules", type=Reuse, nargs="*", default=tuple(Reuse), metavar="RULE")
     add("--steps", type=int, nargs="*", default=protocol.STEPS)
     add("--cfgs", type=float, nargs="*", default=protocol.CFGS)
     add("--samplers", nargs="*", help="of the protocol's; default: all")
@@ -140,7 +144,7 @@ class _Command:
         subject = _subject(options.fit_samples, seeds, engines=options.engines)
         make = sampled(subject, Shelf(options.shelf, _shelf_name(options, seeds, options.fit_samples)), _say)
         for condition in self._part(_chosen(options, protocol.fit_conditions())):
-            found = list(fit.rows(subject, condition, make, self._shelf.costs, self._commit))
+            found = list(fit.rows(subject, condition, make, self._shelf.costs, self._commit, _tried(options)))
             keep(options.results, found, {})
         print("\n".join(fit.table(read(options.results))))
         return 0
@@ -186,6 +190,10 @@ def _chosen(options: argparse.Namespace, conditions: Sequence[Condition]) -> lis
         and (not options.samplers or condition.sampler in options.samplers)
         and (not options.only or str(condition) in options.only)
     ]
+
+
+def _tried(options: argparse.Namespace) -> fit.Tried:
+    return fit.Tried(options.fit_shares, options.fit_rules, options.fit_powers)
 
 
 def _shelf_name(options: argparse.Namespace, seeds: dict[str, int], samples: int) -> str:

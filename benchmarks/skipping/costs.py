@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 from .protocol import NEAR, TIME_TOLERANCE
 
@@ -71,6 +70,11 @@ class Timed:
     computed: int
     steps: int
 
+    @property
+    def quickest(self) -> float:
+        """Whatever else the machine does only ever adds to a run."""
+        return min(self.seconds)
+
 
 def costs_from(short: Timed, long: Timed, skipping: Timed, caches: Mapping[str, Timed]) -> Costs:
     """
@@ -82,7 +86,7 @@ def costs_from(short: Timed, long: Timed, skipping: Timed, caches: Mapping[str, 
     Raises:
         ValueError: the longer run took no longer; something else kept the machine busy.
     """
-    at_short, at_long, at_skipping = (median(timed.seconds) for timed in (short, long, skipping))
+    at_short, at_long, at_skipping = (timed.quickest for timed in (short, long, skipping))
     computed = (at_long - at_short) / (long.steps - short.steps)
     if computed <= 0:
         raise ValueError(
@@ -93,7 +97,7 @@ def costs_from(short: Timed, long: Timed, skipping: Timed, caches: Mapping[str, 
     rest = at_skipping - fixed - skipping.computed * computed
     skipped = max(0.0, rest / (skipping.steps - skipping.computed))
     own = {
-        node: max(0.0, (median(timed.seconds) - fixed - timed.computed * computed) / timed.steps)
+        node: max(0.0, (timed.quickest - fixed - timed.computed * computed) / timed.steps)
         for node, timed in caches.items()
     }
     return Costs(fixed, computed, skipped, own)

@@ -10,6 +10,7 @@ import torch
 from ...sampling.presets import PRESETS
 from . import beside, fit, hackathon, timing, ways
 from .costs import LONG, Costs
+from .fit import Tried
 from .protocol import (
     BESIDE_CFG,
     CACHES,
@@ -59,12 +60,14 @@ class Counting:
         self.steps += calls * self._share * (1.0 if cfg > 1 else 0.5)
 
 
-def plan(schedules: Schedules, chosen: Iterable[Condition], fit_chosen: Iterable[Condition]) -> list[Stage]:
+def plan(
+    schedules: Schedules, chosen: Iterable[Condition], fit_chosen: Iterable[Condition], tried: Tried
+) -> list[Stage]:
     """Each stage of the protocol, without what was loaded and decoded."""
     chosen = list(chosen)
     return [
         _stage("--time-only", lambda make: _time(schedules, timing.timed_samplers(chosen), make)),
-        _stage("--fit", lambda make: _fit(schedules, fit_chosen, make), FIT_SAMPLES),
+        _stage("--fit", lambda make: _fit(schedules, fit_chosen, tried, make), FIT_SAMPLES),
         _stage("--sample-only, all processes", lambda make: _sample(schedules, chosen, make)),
         _stage("--beside", lambda make: _beside(schedules, make)),
     ]
@@ -100,13 +103,13 @@ def _count_timed(schedules: Schedules, sampler: str, cfg: float, nodes: Iterable
             make.count(_cached_calls(way, LONG) if way.computed is None else way.computed, cfg)
 
 
-def _fit(schedules: Schedules, chosen: Iterable[Condition], make: Counting) -> None:
+def _fit(schedules: Schedules, chosen: Iterable[Condition], tried: Tried, make: Counting) -> None:
     for condition in chosen:
         whole = make(ways.full(schedules, condition))
-        for preset in fit.fitted():
-            count = len(preset.selection.computed(whole.steps))
-            tried = [way for _, way in fit.tried_ways(schedules, condition, count)]
-            for way in (*tried, *fit.plain_ways(schedules, condition, preset, whole.steps, costs)):
+        for selection in tried.selections():
+            count = len(selection.computed(whole.steps))
+            found = [way for _, way in fit.tried_ways(schedules, condition, count, tried)]
+            for way in (*found, *fit.plain_ways(schedules, condition, selection, whole.steps, costs)):
                 make(way)
 
 

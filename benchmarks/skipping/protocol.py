@@ -47,11 +47,12 @@ BESIDE_STEPS, BESIDE_CFG = 20, 4.0
 FIT_SAMPLERS = (
     ("euler", "normal"),
     ("dpmpp_2m", "normal"),
+    ("dpmpp_2m", "karras"),
     ("uni_pc", "normal"),
     ("euler_ancestral", "normal"),
     ("dpmpp_2m_sde_gpu", "karras"),
 )
-FIT_STEPS = (20, 30)
+FIT_SHARES = (0.35, 0.5, 0.6, 0.667, 0.75)
 FIT_POWERS = (1.0, 1.5, 2.0, 2.5)
 
 TIME_TOLERANCE = 0.25
@@ -80,7 +81,7 @@ def conditions() -> list[Condition]:
 
 
 def fit_conditions() -> list[Condition]:
-    return _conditions(FIT_STEPS, FIT_SAMPLERS)
+    return _conditions(STEPS, FIT_SAMPLERS)
 
 
 def _conditions(steps: tuple[int, ...], samplers: tuple[tuple[str, str], ...]) -> list[Condition]:

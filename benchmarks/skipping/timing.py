@@ -14,7 +14,7 @@ from .ways import Schedules, Way
 
 Say = Callable[[str], None]
 
-REPEATS = 5
+REPEATS = 7
 NODES = tuple(CACHES)
 _SCHEDULER = "normal"
 _SHORT, _LONG, _SKIPPING = "short", "long", "skipping"

@@ -155,23 +155,23 @@ def test_what_is_not_finite_is_as_far_away_as_can_be() -> None:
 
 
 def test_the_fit_tries_every_rule_with_every_power() -> None:
-    rows = list(fit.rows(Levels(), CONDITION, Made20(), lambda sampler, cfg: CHEAP, "abc"))
-    assert [row["preset"] for row in rows] == ["quality", "balanced", "fast", "extreme"]
+    rows = list(fit.rows(Levels(), CONDITION, Made20(), lambda sampler, cfg: CHEAP, "abc", fit.Tried()))
+    assert [(row["share"], row["computed"]) for row in rows] == [(0.35, 7), (0.5, 10), (0.6, 12), (0.667, 13), (0.75, 15)]
     for row in rows:
         rules = ("hold", "hold noise", "linear", "measured", "measured with bend")
         assert set(row["psnr_db"]) == {f"{rule} {power}" for rule in rules for power in ("1", "1.5", "2", "2.5")}
-        assert row["now"] in row["psnr_db"] and row["best_plain_db"] == max(row["plain_db"].values())
+        assert row["best_plain_db"] == max(row["plain_db"].values())
         assert row["seeds"] == {"captions": 12_345, "noise": 7} and row["case"] == "fit"
 
 
 def test_the_fits_table_has_the_closest_in_the_mean() -> None:
-    row = {"case": "fit", "sampler": "euler", "cfg": 4.0, "preset": "fast", "now": "hold 2"}
+    row = {"case": "fit", "sampler": "euler", "scheduler": "normal", "cfg": 4.0, "share": 0.5}
     rows = [
-        {**row, "psnr_db": {"hold 2": 40.0, "linear 1": 44.0}, "best_plain_db": 41.0},
-        {**row, "psnr_db": {"hold 2": 42.0, "linear 1": 41.0}, "best_plain_db": 43.0},
+        {**row, "steps": 20, "psnr_db": {"hold 2": 40.0, "linear 1": 44.0, "linear 2": 60.0}, "best_plain_db": 41.0},
+        {**row, "steps": 30, "psnr_db": {"hold 2": 42.0, "linear 1": 41.0}, "best_plain_db": 43.0},
     ]
     assert fit.table(rows)[2:] == [
-        "| one step | above 1 | `fast` | linear 1 | 42.50 | -2.00 | hold 2 | 41.00 | 42.00 |"
+        "| one step | above 1 | 0.5 | linear 1 | 42.50 | 42.00 | -2.00 | euler, normal, 30 steps, CFG 4 |"
     ]
 
 
@@ -205,7 +205,7 @@ def test_the_plan_counts_what_is_made() -> None:
         make_all(Runs.of_protocol(Levels(), condition, make, plan.costs))
     plain = [way for way in make.ways.values() if way.computed is not None]
     assert counting.runs >= len(plain)
-    stages = plan.plan(Levels(), chosen, [CONDITION])
+    stages = plan.plan(Levels(), chosen, [CONDITION], fit.Tried())
     assert [name.split(",")[0] for name, _, _ in stages] == ["--time-only", "--fit", "--sample-only", "--beside"]
     assert stages[2][1:] == (counting.runs, counting.steps)
     assert "--sample-only" in plan.lines(stages)[2]

@@ -262,8 +262,8 @@ def test_methods_are_told_apart_and_their_names_are_not() -> None:
 
 def test_only_deterministic_samplers_are_continued_along_a_line() -> None:
     assert {kind: rule_for(kind) for kind in SamplerKind} == {
-        SamplerKind.ONE_STEP: Reuse.MEASURED,
-        SamplerKind.MULTISTEP: Reuse.MEASURED,
+        SamplerKind.ONE_STEP: Reuse.BENT,
+        SamplerKind.MULTISTEP: Reuse.BENT,
         SamplerKind.STOCHASTIC: Reuse.HOLD,
         SamplerKind.SEVERAL_CALLS: Reuse.HOLD,
         SamplerKind.UNKNOWN: Reuse.HOLD,
