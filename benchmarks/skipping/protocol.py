@@ -49,6 +49,7 @@ FIT_SAMPLERS = (
     ("dpmpp_2m", "normal"),
     ("dpmpp_2m", "karras"),
     ("uni_pc", "normal"),
+    ("deis", "normal"),
     ("euler_ancestral", "normal"),
     ("dpmpp_2m_sde_gpu", "karras"),
 )
