@@ -115,19 +115,16 @@ def why_too_short(steps: int) -> str | None:
 
 _ONE = frozenset({Use(SamplerKind.ONE_STEP, True), Use(SamplerKind.ONE_STEP, False)})
 _MULTI = frozenset({Use(SamplerKind.MULTISTEP, True)})
-_NOISY = frozenset({Use(SamplerKind.STOCHASTIC, True)})
-_NOISY_PLAIN = frozenset({Use(SamplerKind.STOCHASTIC, False)})
+_NOISY = frozenset({Use(SamplerKind.ANCESTRAL, True), Use(SamplerKind.ANCESTRAL, False)})
 EVERYWHERE = frozenset(Use(kind, guided) for kind in SamplerKind for guided in (False, True))
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset(
-            "quality", Selection(0.75, power=1.5), "three steps in four", uses=_ONE | _MULTI | _NOISY | _NOISY_PLAIN
-        ),
-        Preset("balanced", Selection(0.6, power=2.0), "three steps in five", uses=_ONE | _MULTI | _NOISY),
-        Preset("fast", Selection(0.5, power=2.0), "half of the steps", uses=_ONE | _MULTI | _NOISY),
-        Preset("extreme", Selection(0.35, power=2.0), "one step in three", uses=_ONE | _MULTI | _NOISY),
+        Preset("quality", Selection(0.75, power=1.5), "three steps in four", uses=_ONE | _MULTI | _NOISY),
+        Preset("balanced", Selection(0.7, power=1.5), "seven steps in ten", uses=_ONE | _MULTI | _NOISY),
+        Preset("fast", Selection(0.5, power=2.0), "half of the steps", uses=_ONE | _NOISY),
+        Preset("extreme", Selection(0.35, power=2.0), "one step in three", uses=_NOISY),
         Preset(
             "hackathon",
             Selection(0.5, power=2.5, counts_down=True),

@@ -10,25 +10,30 @@ from .reuse import Reuse
 class SamplerKind(str, Enum):
     """
     ONE_STEP: deterministic, from this step's denoised latent alone.
-    MULTISTEP: deterministic, from several steps' denoised latents.
-    STOCHASTIC: adds fresh noise; one call of the model a step.
+    MULTISTEP: deterministic, from the denoised latents of two or three steps.
+    LINEAR_MULTISTEP: deterministic, a polynomial through the noise of up to four steps.
+    ANCESTRAL: from this step's denoised latent, and adds fresh noise.
+    STOCHASTIC_MULTISTEP: from several steps' denoised latents, and adds fresh noise.
     SEVERAL_CALLS: calls the model several times a step, or chooses its steps as it goes.
     UNKNOWN: of another extension.
     """
 
     ONE_STEP = "one step"
     MULTISTEP = "multistep"
-    STOCHASTIC = "stochastic"
+    LINEAR_MULTISTEP = "linear multistep"
+    ANCESTRAL = "ancestral"
+    STOCHASTIC_MULTISTEP = "stochastic multistep"
     SEVERAL_CALLS = "several calls a step"
     UNKNOWN = "unknown"
 
 
 _KINDS = {
     SamplerKind.ONE_STEP: "euler ddim",
-    SamplerKind.MULTISTEP: "dpmpp_2m uni_pc unipc uni_pc_bh2 unipc_bh2 deis ipndm ipndm_v lms res_multistep "
-    "gradient_estimation",
-    SamplerKind.STOCHASTIC: "euler_ancestral dpmpp_2m_sde dpmpp_2m_sde_heun dpmpp_3m_sde ddpm "
-    "res_multistep_ancestral er_sde sa_solver",
+    SamplerKind.MULTISTEP: "dpmpp_2m uni_pc unipc uni_pc_bh2 unipc_bh2 res_multistep gradient_estimation",
+    SamplerKind.LINEAR_MULTISTEP: "deis ipndm ipndm_v lms",
+    SamplerKind.ANCESTRAL: "euler_ancestral ddpm",
+    SamplerKind.STOCHASTIC_MULTISTEP: "dpmpp_2m_sde dpmpp_2m_sde_heun dpmpp_3m_sde res_multistep_ancestral er_sde "
+    "sa_solver",
     SamplerKind.SEVERAL_CALLS: "heun heunpp2 dpm_2 dpm_2_ancestral dpm_fast dpm_adaptive dpmpp_2s_ancestral "
     "dpmpp_2s_ancestral_cfg_pp dpmpp_sde exp_heun_2_x0 exp_heun_2_x0_sde seeds_2 seeds_3 sa_solver_pece",
 }
@@ -46,9 +51,18 @@ def method_of(sampler: str) -> str:
     return "euler" if name == "ddim" else name
 
 
-def rule_for(kind: SamplerKind) -> Reuse:
-    """The rule that a preset uses.
+_RULES = {
+    SamplerKind.ONE_STEP: Reuse.BENT,
+    SamplerKind.MULTISTEP: Reuse.BENT,
+    SamplerKind.LINEAR_MULTISTEP: Reuse.BENT,
+    SamplerKind.ANCESTRAL: Reuse.MEASURED,
+    SamplerKind.STOCHASTIC_MULTISTEP: Reuse.MEASURED,
+}
 
-    Fresh noise makes the way between two steps of a stochastic sampler a matter of chance, which no line continues.
+
+def rule_for(kind: SamplerKind) -> Reuse:
+    """The rule that a preset uses: of each kind the closest on the captions that presets are fitted on.
+
+    Fresh noise leaves nothing of how a slope changes, so a stochastic sampler follows no bend.
     """
-    return Reuse.BENT if kind in (SamplerKind.ONE_STEP, SamplerKind.MULTISTEP) else Reuse.HOLD
+    return _RULES.get(kind, Reuse.HOLD)

@@ -53,8 +53,8 @@ FIT_SAMPLERS = (
     ("euler_ancestral", "normal"),
     ("dpmpp_2m_sde_gpu", "karras"),
 )
-FIT_SHARES = (0.35, 0.5, 0.6, 0.667, 0.75)
-FIT_POWERS = (1.0, 1.5, 2.0, 2.5)
+FIT_SHARES = (0.35, 0.5, 0.6, 0.667, 0.7, 0.75)
+FIT_POWERS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
 
 TIME_TOLERANCE = 0.25
 """Of a rival's computed step: so much longer than the preset it may take."""
