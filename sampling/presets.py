@@ -100,10 +100,17 @@ class Preset:
             return f"the presets were not measured with latents of several parts, such as video with sound; {_CHOOSE}"
         if task.has_mask:
             return f"with a mask for inpainting, fewer plain steps were mostly measured closer; {_CHOOSE}"
-        if Use(task.kind, task.guided) not in self.uses:
+        use = Use(task.kind, task.guided)
+        if use not in self.uses:
             where = f"{task.kind.value} samplers at CFG {'above 1' if task.guided else '1'}"
-            return f"with {where}, a plain run in the time of {self.name} was measured closer, or nothing was measured"
+            return f"with {where}, a plain run in the time of {self.name} was measured closer; {_instead(use)}"
         return None
+
+
+def _instead(use: Use) -> str:
+    """What to choose where a preset is not shipped."""
+    shipped = [preset.name for preset in PRESETS.values() if use in preset.uses and preset.uses != EVERYWHERE]
+    return f"choose {' or '.join(shipped)} there" if shipped else _CHOOSE
 
 
 def why_too_short(steps: int) -> str | None:
@@ -113,18 +120,19 @@ def why_too_short(steps: int) -> str | None:
     return f"a run of {steps} steps is short: each of fewer than {FEWEST_STEPS} steps counts"
 
 
-_ONE = frozenset({Use(SamplerKind.ONE_STEP, True), Use(SamplerKind.ONE_STEP, False)})
-_MULTI = frozenset({Use(SamplerKind.MULTISTEP, True)})
-_NOISY = frozenset({Use(SamplerKind.ANCESTRAL, True), Use(SamplerKind.ANCESTRAL, False)})
+_ONE_STEP = frozenset({Use(SamplerKind.ONE_STEP, True), Use(SamplerKind.ONE_STEP, False)})
+_MULTISTEP = frozenset({Use(SamplerKind.MULTISTEP, True), Use(SamplerKind.MULTISTEP, False)})
+_ANCESTRAL = frozenset({Use(SamplerKind.ANCESTRAL, True), Use(SamplerKind.ANCESTRAL, False)})
+_GUIDED_ANCESTRAL = frozenset({Use(SamplerKind.ANCESTRAL, True)})
 EVERYWHERE = frozenset(Use(kind, guided) for kind in SamplerKind for guided in (False, True))
 
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("quality", Selection(0.75, power=1.5), "three steps in four", uses=_ONE | _MULTI | _NOISY),
-        Preset("balanced", Selection(0.7, power=1.5), "seven steps in ten", uses=_ONE | _MULTI | _NOISY),
-        Preset("fast", Selection(0.5, power=2.0), "half of the steps", uses=_ONE | _NOISY),
-        Preset("extreme", Selection(0.35, power=2.0), "one step in three", uses=_NOISY),
+        Preset("quality", Selection(0.75, power=1.5), "three steps in four", uses=_ONE_STEP),
+        Preset("balanced", Selection(0.7, power=1.5), "seven steps in ten", uses=_ONE_STEP | _MULTISTEP),
+        Preset("fast", Selection(0.5, power=2.0), "half of the steps", uses=_ONE_STEP | _GUIDED_ANCESTRAL),
+        Preset("extreme", Selection(0.35, power=2.0), "one step in three", uses=_ANCESTRAL),
         Preset(
             "hackathon",
             Selection(0.5, power=2.5, counts_down=True),
