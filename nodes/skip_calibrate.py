@@ -101,7 +101,7 @@ def _wishes() -> list[io.Input]:
             default=0,
             min=0,
             max=10000,
-            tooltip="How many steps are computed. 0: three in five.",
+            tooltip="How many steps are computed. 0: seven in ten.",
         ),
         io.Float.Input(
             "seconds",

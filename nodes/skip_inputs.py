@@ -100,10 +100,10 @@ def rule_input() -> io.Input:
         options=[AUTO_RULE, *(rule.value for rule in Reuse)],
         default=AUTO_RULE,
         optional=True,
-        tooltip="For custom: what stands in for a skipped step. auto: by the sampler, measured for deterministic ones "
-        "and hold for those that add noise. hold: the last computed picture. hold noise: the last computed noise. "
-        "linear: on along the line through the last two. measured: as linear, by as much as the model itself went "
-        "last time. measured with bend: and by how the line's slope changed.",
+        tooltip="For custom: what stands in for a skipped step. auto: by the sampler, measured with bend for "
+        "deterministic ones and measured for those that add noise. hold: the last computed picture. hold noise: the "
+        "last computed noise. linear: on along the line through the last two. measured: as linear, by as much as the "
+        "model itself went last time. measured with bend: and by how the line's slope changed.",
     )
     return advanced(widget)
 

@@ -16,7 +16,11 @@ CFG = 4.0
 def closeness(preset: str, steps: int) -> str:
     """PSNR in dB of the decoded picture to that of all steps, over the samplers that were measured; else a dash."""
     found = _figures().get(preset, {}).get(str(steps))
-    return "–" if found is None else f"{found[0]} to {found[1]}"
+    return "–" if found is None else between(*found)
+
+
+def between(least: int, most: int, words: str = "{} to {}") -> str:
+    return str(least) if least == most else words.format(least, most)
 
 
 @functools.cache

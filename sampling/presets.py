@@ -85,26 +85,31 @@ class Preset:
         """Why every step is computed after all; None where it is not."""
         if task.kind is SamplerKind.SEVERAL_CALLS:
             return "this sampler calls the model several times a step, which leaves nothing to reuse"
-        return self._why_not_measured(task) or why_too_short(task.steps)
+        return _why_not_measured(task) or why_too_short(task.steps) or self._why_not_shipped(task)
 
     def remark(self, task: Task) -> str:
         """What people should know of steps that are skipped in it; empty where that is nothing."""
         return ""
 
-    def _why_not_measured(self, task: Task) -> str | None:
-        if task.is_distilled:
-            return f"this is a distilled model, for few steps of which each counts; {_CHOOSE}"
-        if task.kind is SamplerKind.UNKNOWN:
-            return f"the presets were not measured with this sampler; {_CHOOSE}"
-        if task.has_parts:
-            return f"the presets were not measured with latents of several parts, such as video with sound; {_CHOOSE}"
-        if task.has_mask:
-            return f"with a mask for inpainting, fewer plain steps were mostly measured closer; {_CHOOSE}"
+    def _why_not_shipped(self, task: Task) -> str | None:
         use = Use(task.kind, task.guided)
         if use not in self.uses:
             where = f"{task.kind.value} samplers at CFG {'above 1' if task.guided else '1'}"
             return f"with {where}, a plain run in the time of {self.name} was measured closer; {_instead(use)}"
         return None
+
+
+def _why_not_measured(task: Task) -> str | None:
+    if task.is_distilled:
+        return f"this is a distilled model, for few steps of which each counts; {_CHOOSE}"
+    if task.kind is SamplerKind.UNKNOWN:
+        return f"the presets were not measured with this sampler; {_CHOOSE}"
+    if task.has_parts:
+        return f"the presets were not measured with latents of several parts, such as video with sound; {_CHOOSE}"
+    if task.has_mask:
+        measured = "balanced was measured ahead with Euler and behind with DPM++ 2M"
+        return f"with a mask for inpainting, {measured}; {_CHOOSE}"
+    return None
 
 
 def _instead(use: Use) -> str:

@@ -83,7 +83,7 @@ class _Command:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._comfyui = standalone.version()
-        self._commit = commit() or os.environ.get("SLIPSTREAM_COMMIT")
+        self._commit = os.environ.get("SLIPSTREAM_COMMIT") or commit()
         self._chosen = _chosen(options, protocol.conditions())
         self._shelf = Shelf(options.shelf, _shelf_name(options, protocol.seeds(), options.samples))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...sampling.presets import Preset, Selection, custom
+from ...sampling.presets import Selection, custom
 from ...sampling.reuse import Reuse
 from ...sampling.samplers import kind_of
 from . import protocol, ways

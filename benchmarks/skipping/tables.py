@@ -145,9 +145,9 @@ def overhead(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-_FIT = """On captions that no preset is judged on: what is closest to the full run in the mean of the
-conditions, what the presets do now, and the closest plain way in the same time. `least ahead`: the smallest lead of the
-closest over the plain way in any of the conditions."""
+_FIT = """On captions that no preset is judged on, by share of the steps: rule and power that are closest to the full
+run in the mean of the conditions, and the closest plain way in the same time. `least ahead`: the smallest lead of the
+closest over the plain way in any of the conditions, and where that is."""
 
 _HACKATHON = """## The hackathon's list
 

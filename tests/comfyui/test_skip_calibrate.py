@@ -399,7 +399,7 @@ def test_seconds_choose_how_much_is_computed(without_search: Any, model: Any, pr
 def test_a_single_prompt_is_judged_on_other_seeds(without_search: Any, model: Any, prompts: list[Any]) -> None:
     report = without_search(job(model, prompts), prompts[:1], Wish())
     assert "held out: 4, of the same prompt with other seeds; connect positive_2" in report
-    assert "with 7 steps computed" in report, "three in five"
+    assert "with 8 steps computed" in report, "seven in ten"
     assert report.endswith("Not saved, since it has no name.")
 
 

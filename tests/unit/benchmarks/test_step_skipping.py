@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 
 from slipstream.benchmarks.page import DOCS
 from slipstream.benchmarks.rows import RESULTS
+from slipstream.benchmarks.skipping import protocol
 from slipstream.benchmarks.skipping.page import HELP, NAME, page, write_page
-from slipstream.benchmarks.skipping.results import is_judged, read
+from slipstream.benchmarks.skipping.results import EXEMPT, condition_of, disagreements, is_judged, read
 from slipstream.benchmarks.skipping.shown import measured, with_figures
 from slipstream.sampling.measured import MEASURED, closeness
-from slipstream.sampling.presets import PRESETS
+from slipstream.sampling.presets import PRESETS, Use
+from slipstream.sampling.samplers import SamplerKind
 
 FIELDS = (
     "sampler", "scheduler", "cfg", "steps", "preset", "computed", "samples", "psnr_db", "best_plain", "gain_db",
@@ -42,6 +45,23 @@ def test_nodes_show_the_figures_of_the_rows(rows: list[dict[str, Any]]) -> None:
     assert closeness("balanced", 20) in pages["en"] and "–" not in closeness("balanced", 20)
 
 
+def test_presets_are_shipped_where_the_rows_say_so(rows: list[dict[str, Any]]) -> None:
+    assert len({condition_of(row) for row in rows if is_judged(row)}) == len(protocol.conditions()) == 72
+    assert disagreements(rows) == []
+
+
+@pytest.mark.parametrize("page", [HELP / "en.md", HELP / "zh.md"])
+def test_the_help_says_where_presets_are_shipped(page: Path) -> None:
+    told = set()
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        kind = next((kind for kind in SamplerKind if re.split("[（ ]*（", cells[0])[0] == kind.value), None)
+        if kind and len(cells) == 3 and "_" not in cells[1] and "euler" not in cells[1] and "deis" not in cells[1]:
+            told |= {(Use(kind, guided), name) for guided, cell in ((True, cells[1]), (False, cells[2]))
+                     for name in re.findall("`(.+?)`", cell)}  # fmt: skip
+    assert told == {(use, name) for name, preset in PRESETS.items() if name != EXEMPT for use in preset.uses}
+
+
 def test_every_row_of_a_preset_has_what_the_table_needs(rows: list[dict[str, Any]]) -> None:
     judged = [row for row in rows if is_judged(row)]
     assert judged
@@ -65,7 +85,8 @@ def test_rows_follow_from_the_values_of_each_sample(rows: list[dict[str, Any]]) 
 
 def test_nodes_show_the_figures_of_pictures(rows: list[dict[str, Any]]) -> None:
     chosen = [row for row in rows if is_judged(row) and (row["preset"], row["cfg"]) == ("balanced", 4.0)]
-    found = [row["decoded"]["preset"]["psnr_db"] for row in chosen if row["steps"] in (20, 21)]
+    found = [row["decoded"]["preset"]["psnr_db"] for row in chosen if row["steps"] in (20, 21) and row["shipped"]]
+    assert len(found) == 5, "of eight: DEIS, Euler ancestral and DPM++ 2M SDE compute every step"
     assert json.loads(measured(rows))["balanced"]["20"] == [round(min(found)), round(max(found))]
     assert "of the decoded picture" in (HELP / "en.md").read_text(encoding="utf-8")
 
