@@ -52,6 +52,7 @@ def page(rows: Sequence[Row]) -> tuple[str, str]:
         _FIRST_LOOK if any(is_first_look(row) for row in judged) else _EQUAL_TIME,
         tables.presets(),
         _circumstances(of("machine"), judged),
+        tables.in_short(judged),
         tables.further(judged),
         *tables.of_samplers(judged),
         tables.beside("Samplers that the grid leaves out", _UNTESTED, of(UNTESTED_SAMPLERS)),

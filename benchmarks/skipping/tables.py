@@ -20,6 +20,32 @@ def presets() -> str:
     return "\n".join([*lines, ""])
 
 
+def in_short(judged: Sequence[Row]) -> str:
+    """By sampler and preset the least and the greatest gain over its conditions."""
+    if not judged:
+        return ""
+    lines = [
+        "## In short\n",
+        "By how many dB a preset is closer to the N-step picture than the closest plain way in the same time: from the "
+        "least to\nthe greatest of the conditions with CFG above 1. In bold type: what is shipped.\n",
+        f"| sampler | {' | '.join(f'`{name}`' for name in PRESETS)} |",
+        "|---" * (1 + len(PRESETS)) + "|",
+    ]
+    for sampler, scheduler in protocol.SAMPLERS:
+        of_it = [row for row in judged if (row["sampler"], row["scheduler"]) == (sampler, scheduler) and row["cfg"] > 1]
+        cells = [_gains([row for row in of_it if row["preset"] == name]) for name in PRESETS]
+        lines.append(f"| {sampler}, {scheduler} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _gains(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    gains = [row["gain_db"] for row in rows]
+    text = f"{min(gains):+.1f} to {max(gains):+.1f}"
+    return f"**{text}**" if all(row["shipped"] for row in rows) else text
+
+
 def of_samplers(judged: Sequence[Row]) -> Iterator[str]:
     for sampler, scheduler in protocol.SAMPLERS:
         rows = [row for row in judged if (row["sampler"], row["scheduler"]) == (sampler, scheduler)]
