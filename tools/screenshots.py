@@ -69,9 +69,18 @@ READY = {
 }
 FAILED = {
     "kind": "failed",
-    "text": "not built: no C++ compiler was found",
+    "text": "failed: no C++ compiler was found",
     "tip": "No C++ compiler was found. Install one, such as g++, and start ComfyUI again.",
 }
+EAGER = {
+    "kind": "eager",
+    "text": "eager: a custom node patched the model with transformer_options it cannot trace",
+    "tip": "eager: a custom node patched the model with transformer_options it cannot trace",
+    "engine_calls": 0,
+    "eager_calls": 40,
+}
+OFF = {"kind": "off", "text": "off", "tip": "backend is off here"}
+MIXED = {**READY, "text": "compiled fp16 · 3.6× · ready · 20 of 40 calls plain", "eager_calls": 20}
 BUILT = {
     "result": "built",
     "label": "SD15 512×512 batch 2",
@@ -80,6 +89,13 @@ BUILT = {
     "message": "",
     "nodes": [],
 }
+
+LOG = (
+    {"level": "info", "text": "SD15 512×512 batch 2: building (aotinductor, fp16)"},
+    {"level": "info", "text": "SD15 512×512 batch 2: built in 86 s, 3.6× as fast as the plain model"},
+    {"level": "warning", "text": "SD15 512×640 batch 2 is not used: torch: 2.9.0 → 2.13.0"},
+    {"level": "error", "text": FAILED["tip"]},
+)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -169,6 +185,9 @@ class _Views:
         """All of them."""
         self._node()
         self._tab()
+        self._close_tab()
+        self._help()
+        self._other_nodes()
         self._settings()
 
     def _node(self) -> None:
@@ -177,18 +196,49 @@ class _Views:
         page = self.page
         page.load(example(512))
         self._shot("node-idle")
+        self._say("slipstream.builds", {"policy": "idle", "builds": [{**WAITING, "nodes": [self._here()]}]})
+        self._shot("node-queued")
         self._say("slipstream.builds", {"policy": "idle", "builds": [{**BUILD, "nodes": [self._here()]}, WAITING]})
         self._shot("node-building")
         page.open_tab(self._named("builds"))
         self._shot("builds")
         self._say("slipstream.builds", {"policy": "idle", "builds": []})
-        self._say("slipstream.nodes", {"nodes": [{**FAILED, **self._here()}]})
-        self._shot("node-failed")
-        self._say("slipstream.nodes", {"nodes": [{**READY, **self._here()}]})
-        self._shot("node-ready")
+        self._shot("builds-none")
+        self._close_tab()
+        states = {"failed": FAILED, "eager": EAGER, "off": OFF, "mixed": MIXED, "ready": READY}
+        for name, state in states.items():
+            self._say("slipstream.nodes", {"nodes": [{**state, **self._here()}]})
+            self._shot(f"node-{name}")
         self._say("slipstream.result", BUILT)
         self._say("slipstream.result", {**BUILT, "result": "failed", "message": FAILED["tip"]})
         self._shot("toast")
+        page.page.evaluate("() => app.extensionManager.toast.removeAll()")
+
+    def _other_nodes(self) -> None:
+        """All nodes of the pack as they are added, with nothing chosen yet."""
+        page = self.page.page
+        page.evaluate(_ADD_ALL)
+        page.wait_for_timeout(1000)
+        page.evaluate("() => app.canvas.setDirty(true, true)")  # the first drawing gives nodes their size
+        page.wait_for_timeout(500)
+        self._shot("nodes")
+
+    def _help(self) -> None:
+        """ComfyUI's panel about a chosen node."""
+        page = self.page.page
+        page.evaluate("id => app.canvas.selectItems([app.canvas.graph.getNodeById(id)])", self.page.node)
+        page.locator(_INFO).first.click()
+        page.locator(_HELP).first.wait_for()
+        page.wait_for_timeout(800)
+        self._shot("help")
+        page.evaluate("() => app.canvas.deselectAll()")
+
+    def _close_tab(self) -> None:
+        page = self.page.page
+        if page.locator(".slipstream-panel").count():
+            page.evaluate("() => app.extensionManager.command.execute('Slipstream.OpenTab')")
+            page.locator(".slipstream-panel").wait_for(state="detached")
+            page.wait_for_timeout(400)
 
     def _here(self) -> dict[str, Any]:
         return {"node": str(self.page.node), "workflow": None}
@@ -202,9 +252,22 @@ class _Views:
         panel = self.page.open_tab(self._named("engines"))
         panel.locator(".slipstream-card").first.wait_for()
         self._shot("engines")
+        panel.get_by_role("searchbox").fill("768")
+        self._shot("filter")
+        panel.get_by_role("searchbox").fill("no such engine")
+        self._shot("filter-none")
+        panel.get_by_role("searchbox").fill("")
+        panel.locator("[data-key=prune]").click()
+        self._dialog("prune")
         panel.locator(".slipstream-card.stale").first.click()
         panel.locator(".slipstream-table").first.wait_for()
         self._shot("details")
+        panel.locator("[data-key=delete]").click()
+        self._dialog("delete")
+        panel.evaluate("panel => panel.querySelectorAll('details').forEach(each => { each.open = true; })")
+        panel.locator("details").nth(3).scroll_into_view_if_needed()
+        self._shot("details-all")
+        self.page.page.route("**/slipstream/v1/log?*", _answer_log)
         self.page.open_tab(self._named("log"))
         self.page.page.wait_for_timeout(1500)
         self._shot("log")
@@ -213,6 +276,15 @@ class _Views:
         panel.locator(".slipstream-verdict").wait_for()
         self.page.page.wait_for_timeout(300)
         self._shot("hit")
+
+    def _dialog(self, name: str) -> None:
+        """Show a question and leave it unanswered."""
+        dialog = self.page.page.get_by_role("dialog").first
+        dialog.wait_for()
+        self.page.page.wait_for_timeout(500)
+        self._shot(name)
+        self.page.page.keyboard.press("Escape")
+        dialog.wait_for(state="detached")
 
     def _settings(self) -> None:
         page = self.page.page
@@ -233,6 +305,12 @@ class _Views:
         self.page.page.screenshot(path=self.folder / f"{name}.png")
 
 
+def _answer_log(route: Any) -> None:
+    asked = int(route.request.url.rpartition("=")[2])
+    lines = [{"n": n, "time": 1.76e9 + 7 * n, **line} for n, line in enumerate(LOG, 1)]
+    route.fulfill(json={"lines": lines[asked:], "next": len(lines)})
+
+
 def box_of_node(page: Any) -> dict[str, float]:
     """Where the page's node is on the screen."""
     return dict(page.page.evaluate(_BOX, page.node))
@@ -245,6 +323,19 @@ def box_of_panel(page: Any) -> dict[str, float]:
 
 
 _SAY = "([name, detail]) => app.api.dispatchEvent(new CustomEvent(name, { detail }))"
+_INFO = ".selection-toolbox [data-testid=info-button], [data-testid=info-button], button:has(.icon-\\[lucide--info\\])"
+_HELP = ".node-help-content"
+_ADD_ALL = """() => {
+  const kinds = Object.keys(LiteGraph.registered_node_types).filter(kind => kind.startsWith("Slipstream"));
+  app.graph.clear();
+  kinds.map(kind => LiteGraph.createNode(kind)).forEach((node, index) => {
+    app.graph.add(node);
+    node.pos = [(index % 4) * 460, Math.floor(index / 4) * 520];
+  });
+  app.canvas.ds.scale = 0.6;
+  app.canvas.ds.offset = [160, 130];
+  app.canvas.setDirty(true, true);
+}"""
 _BOX = """id => {
   const node = app.graph.getNodeById(id), canvas = app.canvas, place = canvas.canvas.getBoundingClientRect();
   const title = 40, edge = 14, scale = canvas.ds.scale;

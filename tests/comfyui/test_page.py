@@ -19,6 +19,7 @@ import pytest
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
 from slipstream.tests.comfyui.support.browser import (
+    ROOT,
     ComfyPage,
     accelerate,
     change_settings,
@@ -38,7 +39,7 @@ RENDERERS = ["classic", "nodes2"] if NEW else ["classic"]
 BUILD_SECONDS = 20
 ROUTES = "/slipstream/v1"
 GB = 2**30
-LOADER, DECODE = 1, 8  # nodes of the example
+LOADER, ACCELERATE, SAMPLER, DECODE, SAVE = 1, 4, 7, 8, 9  # nodes of the example
 TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
 STICKING_OUT = """panel => {
   const right = element => element.getBoundingClientRect().right;
@@ -63,6 +64,24 @@ ASKED_AFTER = """async ([events, remaining]) => {
   await wait(700);
   app.api.fetchApi = fetch;
   return asked;
+}"""
+
+# A second node of the subgraph, wired as the first one is, with a picture of its own.
+USE_AGAIN = """([loader, decode, save]) => {
+  const graph = app.canvas.graph, first = graph._nodes.find(node => node.subgraph);
+  const add = type => {
+    const node = LiteGraph.createNode(type);
+    graph.add(node);
+    return node;
+  };
+  const again = add(first.type), [picture, file] = [decode, save].map(id => add(graph.getNodeById(id).type));
+  first.inputs.forEach((input, slot) => {
+    const link = graph.getLink(input.link);
+    if (link) graph.getNodeById(link.origin_id).connect(link.origin_slot, again, slot);
+  });
+  again.connect(again.outputs.findIndex(output => output.type === "LATENT"), picture, "samples");
+  graph.getNodeById(loader).connect(1, picture, "vae");
+  picture.connect(0, file, "images");
 }"""
 
 _sizes = itertools.count(64, 8)
@@ -345,6 +364,63 @@ def test_keys_build_cancel_and_open_the_tab(page: ComfyPage, client: ComfyClient
     page.page.locator(".slipstream-panel").wait_for(state="detached")
 
 
+# Subgraphs
+
+
+def test_a_click_within_a_subgraph(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    before = len(store.list())
+    page.load(example(new_size()))
+    page.make_subgraph(ACCELERATE, SAMPLER)
+    inner = page.enter_subgraph(ACCELERATE)
+    assert page.seen()["button"].startswith("Build engine")
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.leave_subgraph()
+    page.enter_subgraph(ACCELERATE)
+    assert page.until_kind("building")["button"] == "Cancel"
+    page.until_kind("ready")
+    page.until_toast("Engine ready")
+    assert len(store.list()) == before + 1
+    page.page.evaluate("() => app.queuePrompt(0)")
+
+    def calls() -> int:
+        """Of the engine, by the node in the subgraph."""
+        states = client.get(f"{ROUTES}/nodes")["nodes"]
+        return sum(state["engine_calls"] for state in states if state["node"] == inner)
+
+    page.until(calls, "engine calls")
+    assert page.until_kind("ready")["button"].startswith("Build engine")
+
+
+def test_a_build_within_a_subgraph_shows_after_a_reload_and_is_cancelled(page: ComfyPage, client: ComfyClient) -> None:
+    page.load(example(new_size()))
+    page.make_subgraph(ACCELERATE, SAMPLER)
+    workflow = page.page.evaluate("async () => (await app.graphToPrompt()).workflow")
+    page.enter_subgraph(ACCELERATE)
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.open()
+    page.page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+    page.enter_subgraph(ACCELERATE)
+    page.until_button("Cancel")
+    page.press()
+    page.until_button("Build engine")
+    assert client.pending() == 0 and client.get(f"{ROUTES}/builds")["builds"] == []
+
+
+def test_a_subgraph_that_is_used_twice(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    """Its node stands for both: a click builds what the first needs, and the state is the newest of either."""
+    before = len(store.list())
+    page.load(example(new_size()))
+    page.make_subgraph(ACCELERATE, SAMPLER)
+    page.page.evaluate(USE_AGAIN, [LOADER, DECODE, SAVE])
+    page.enter_subgraph(ACCELERATE)
+    page.press()
+    page.until(lambda: page.seen()["bar"], "a moving bar")
+    page.until_kind("ready")
+    assert len(store.list()) == before + 1 and client.pending() == 0
+
+
 # Workflows
 
 
@@ -500,6 +576,7 @@ def test_the_settings_dialog_shows_them(page: ComfyPage) -> None:
 
 
 def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
+    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": []}))
     change_settings(server.url, **{"Comfy_Locale": "zh"})
     try:
         page.open()
@@ -509,6 +586,29 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
         panel.get_by_role("tab", name="引擎").wait_for()
     finally:
         change_settings(server.url, **{"Comfy_Locale": "en"})
+
+
+def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer) -> None:
+    """And every sentence that the page knows is still one of the server's."""
+    ours = {"node": "4", "workflow": None, "speedup": None}
+    reason = "another node replaces the attention function"
+    states = [{**ours, "kind": "eager", "text": f"eager: {reason}"[:20] + "…", "tip": f"eager: {reason}"}]
+    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
+    change_settings(server.url, **{"Comfy_Locale": "zh"})
+    try:
+        page.open()
+        page.load(example())
+        assert page.until_kind("eager")["text"] == "使用原模型 · 另一个节点替换了注意力函数"
+        assert page.seen()["tip"].endswith("另一个节点替换了注意力函数")
+        states[0] = {**ours, "kind": "idle", "text": "its engine was deleted", "tip": "of the moon"}
+        page.open()
+        page.load(example())
+        assert page.until_kind("idle")["text"] == "引擎已被删除" and "of the moon" in page.seen()["tip"]
+    finally:
+        change_settings(server.url, **{"Comfy_Locale": "en"})
+    written = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "hosts" / "comfy").glob("*.py"))
+    known = re.findall(r'^  "(.+?)":', (ROOT / "web/js/lib/said.js").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(known) > 5 and [sentence for sentence in known if f'"{sentence}"' not in written] == []
 
 
 def test_the_menu_has_the_commands(page: ComfyPage) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,13 @@ ARGUMENTS = (
 OURS = "/extensions/slipstream/"
 READY = "() => window.app?.extensionManager && window.app.canvas && document.getElementById('slipstream-style')"
 SECONDS = 60
+_MENU = ".comfyui-logo-wrapper, .comfyui-logo, .comfy-menu-button-wrapper"
 
 _T = TypeVar("_T")
 
 # What a node shows, read from its widgets: the same in both renderers.
 _SEEN = """id => {
-  const node = app.graph.getNodeById(id);
+  const node = app.canvas.graph.getNodeById(id);
   const named = name => node.widgets.find(widget => widget.name === name);
   const line = named("slipstream_state").element;
   const bar = line.querySelector(".slipstream-bar");
@@ -46,7 +48,7 @@ _SEEN = """id => {
   };
 }"""
 _WHERE = """id => {
-  const node = app.graph.getNodeById(id), canvas = app.canvas;
+  const canvas = app.canvas, node = canvas.graph.getNodeById(id);
   const widget = node.widgets.find(widget => widget.name === "slipstream_build");
   const place = canvas.canvas.getBoundingClientRect();
   const x = node.pos[0] + node.size[0] / 2, y = node.pos[1] + (widget.last_y ?? widget.y) + 10;
@@ -54,11 +56,19 @@ _WHERE = """id => {
           (y + canvas.ds.offset[1]) * canvas.ds.scale + place.top];
 }"""
 _CENTRE = """id => {
-  const node = app.graph.getNodeById(id), canvas = app.canvas;
+  const canvas = app.canvas, node = canvas.graph.getNodeById(id);
   canvas.ds.scale = 1;
   canvas.ds.offset = [500 - node.pos[0], 140 - node.pos[1]];
   canvas.setDirty(true, true);
 }"""
+_HAS_WIDGETS = "id => app.canvas.graph?.getNodeById(id)?.widgets?.length"
+_ENTER = """() => {
+  const node = app.canvas.graph._nodes.find(node => node.subgraph);
+  app.canvas.openSubgraph(node.subgraph, node);
+  return node.id;
+}"""
+_LEAVE = "() => app.canvas.setGraph(app.canvas.graph.rootGraph)"
+_SELECT = "ids => app.canvas.selectItems(ids.map(id => app.canvas.graph.getNodeById(id)))"
 _INSERT = """([kind, from, output, to, input, values]) => {
   const node = LiteGraph.createNode(kind);
   app.graph.add(node);
@@ -100,6 +110,7 @@ def chromium() -> Iterator[Any]:
 def example(size: int = 64, **chosen: Any) -> dict[str, Any]:
     """The first example with a small picture, and the choices of its Accelerate Model replaced."""
     workflow = json.loads(EXAMPLE.read_text(encoding="utf-8"))
+    workflow["id"] = str(uuid.uuid4())  # what the server remembers of another test's is not shown
     for node in workflow["nodes"]:
         if node["type"] == "EmptyLatentImage":
             node["widgets_values"][:2] = [size, size]
@@ -155,14 +166,49 @@ class ComfyPage:
         self.page.evaluate("workflow => app.loadGraphData(workflow)", copy.deepcopy(workflow))
         self._look_at(accelerate(workflow)["id"])
 
+    def open_templates(self) -> None:
+        """Browse Templates, in ComfyUI's own menu."""
+        self.page.locator(_MENU).first.click()
+        self.page.get_by_role("menuitem", name="Browse Templates").last.click()
+
+    def choose_template(self, pack: str, name: str, node: int) -> None:
+        """Click an example of a pack in the template browser, which is open; `node` is looked at from then on."""
+        dialog = self.page.get_by_role("dialog").first
+        dialog.get_by_text(pack, exact=True).first.click()
+        dialog.get_by_text(name, exact=True).first.click()
+        dialog.wait_for(state="detached")
+        self.node = node
+        self.page.wait_for_function(_HAS_WIDGETS, arg=node)
+        self.page.wait_for_timeout(500)
+
+    def press_run(self) -> None:
+        """ComfyUI's own button."""
+        self.page.get_by_role("button", name="Run", exact=True).first.click()
+
     def insert(self, kind: str, source: tuple[int, int], target: tuple[int, int] | None = None, **values: Any) -> None:
         """Add a node behind an output (node, slot), before an input if named, and bring it into view."""
         place = [kind, *source, *(target or (None, None)), values]
         self._look_at(self.page.evaluate(_INSERT, place))
 
+    def make_subgraph(self, *nodes: int) -> None:
+        """Put nodes into a subgraph, as ComfyUI's menu does."""
+        self.page.evaluate(_SELECT, list(nodes))
+        self.page.evaluate("() => app.extensionManager.command.execute('Comfy.Graph.ConvertToSubgraph')")
+
+    def enter_subgraph(self, node: int) -> str:
+        """Open the subgraph and bring one of its nodes into view; returns this node's id in prompts."""
+        outer = self.page.evaluate(_ENTER)
+        self._look_at(node)
+        return f"{outer}:{node}"
+
+    def leave_subgraph(self) -> None:
+        """Back to the whole workflow."""
+        self.page.evaluate(_LEAVE)
+        self.page.wait_for_timeout(500)
+
     def _look_at(self, node: int) -> None:
         self.node = node
-        self.page.wait_for_function("id => app.graph.getNodeById(id)?.widgets?.length", arg=self.node)
+        self.page.wait_for_function(_HAS_WIDGETS, arg=self.node)
         self.page.evaluate(_CENTRE, self.node)
         self.page.wait_for_timeout(500)  # until it is drawn, which gives widgets their place
 

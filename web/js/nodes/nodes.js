@@ -6,6 +6,8 @@ import { addStateLine } from "./state_line.js";
 import { addText, showsText } from "./text.js";
 import { viewOf } from "./view.js";
 
+const WIDTH = 320; // of a new node: lines are long, and ComfyUI makes nodes as narrow as their own widgets
+
 const widgets = new WeakMap(); // node -> {button, line}
 
 export function dressNode(node) {
@@ -14,6 +16,7 @@ export function dressNode(node) {
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }
   if (showsText(node)) addText(node);
+  if (canBuild(node) || showsText(node)) node.setSize([Math.max(node.size[0], WIDTH), node.size[1]]);
 }
 
 export function updateAll() {

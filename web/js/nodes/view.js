@@ -1,5 +1,6 @@
 // What a node shows of its engines, made of the click's run, the server's builds and the node's last state.
 import { capitalised, percent, roughly, times } from "../lib/format.js";
+import { said } from "../lib/said.js";
 import { buildOf, leftOf, stateOf, store } from "../lib/store.js";
 import { isEnglish, t } from "../lib/words.js";
 import { isGoing, mayCancel, runOf } from "./builder.js";
@@ -82,13 +83,17 @@ function isNewer(run, state) {
 function textOf(state) {
   if (isEnglish()) return capitalised(state.text);
   const faster = state.speedup ? ` · ${t("faster", { times: times(state.speedup).slice(0, -1) })}` : "";
-  return t(`state_${state.kind}`) + faster;
+  const kind = t(`state_${state.kind}`);
+  const known = said(state.kind === "eager" ? state.tip : state.text); // a long text is cut short, its tip is not
+  if (known) return state.kind === "eager" ? `${kind} · ${known}` : known;
+  return kind + faster;
 }
 
 function tipOf(state) {
   const calls = t("calls", { engine: state.engine_calls ?? 0, eager: state.eager_calls ?? 0 });
   const ran = (state.engine_calls ?? 0) + (state.eager_calls ?? 0) > 0;
-  return [state.tip || state.text, ran ? calls : ""].filter(Boolean).join("\n");
+  const why = state.tip || state.text;
+  return [said(why) ?? why, ran ? calls : ""].filter(Boolean).join("\n");
 }
 
 function buttonOf(run, build) {

@@ -42,12 +42,13 @@ function tell(result, { hits, near }, { width, height }, engines) {
   const size = `${width}×${height}`;
   const verdict = hits.length ? ["check-circle", "good", "hit_yes"] : ["times-circle", "bad", "hit_no"];
   const [symbol, kind, text] = verdict;
+  const known = ({ digest, label }) => engines.get(digest) ?? { digest, label };
   replace(
     result,
     h("div", { class: `slipstream-verdict ${kind}` }, icon(symbol), h("span", {}, t(text, { size }))),
-    list(hits.map((engine) => cardOf(engine))),
+    list(hits.map((hit) => cardOf(known(hit)))),
     near.length ? h("h4", {}, t("near")) : null,
-    list(near.map(({ digest, why }) => cardOf(engines.get(digest) ?? { digest, label: digest.slice(0, 12) }, why))),
+    list(near.map((engine) => cardOf(known(engine), engine.why))),
   );
 }
 
