@@ -11,19 +11,20 @@ import torch
 
 from ..core.protocols import Tensors
 from ..engine_cache import EngineStore
+from ..hosts.models import DEMO
+from ..runtime.making import LoadedModel
 from ..runtime.measure import commit, load_seconds, milliseconds, statistics_of, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.plan import CallShape
 from ..runtime.provider import EngineProvider
 from ..runtime.settings import Resolution, Settings
 from ..runtime.verify import relative_error
+from ..runtime.words import say_error
 from .build import Obtained, load, obtain, settings_from
 from .errors import OK, CommandError
 from .home import open_provider
 from .interrupt import prompt_interrupts
-from .models import DEMO, LoadedModel
 from .output import Output
-from .words import say_error
 
 Row = dict[str, Any]
 Compute = Callable[[], Tensors]

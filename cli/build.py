@@ -9,18 +9,18 @@ from typing import Any
 
 from ..core.progress import Progress
 from ..engine_cache import EngineStore, Entry
+from ..hosts.models import load_model
 from ..runtime.describe import summary
 from ..runtime.estimate import say_estimate
+from ..runtime.making import LoadedModel
 from ..runtime.plan import CallShape, Plan
 from ..runtime.provider import EngineProvider, HostHooks
 from ..runtime.settings import Settings
-from .engines import SHOWN
+from ..runtime.words import SHOWN, say_error, say_seconds
 from .errors import OK
 from .home import open_provider
 from .interrupt import prompt_interrupts
-from .models import LoadedModel, load_model
 from .output import Output, progress_bar
-from .words import say_error, say_seconds
 
 _COLUMNS = ("id", "engine", "backend", "precision", "outcome", "error")
 

@@ -1,4 +1,4 @@
-"""The words of the command line: `slipstream build | list | show | verify | prune | delete | bench`.
+"""The words of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
 
 Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
 """
@@ -69,7 +69,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     parser.set_defaults(handler=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench):
+    for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench, _add_ui):
         add(commands.add_parser)
     return parser
 
@@ -174,6 +174,34 @@ def _add_bench(add_parser: _AddParser) -> None:
     _add_model(parser)
     parser.add_argument("--repeats", type=count, default=20, metavar="N", help="calls to time; default: %(default)s")
     parser.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before; default: %(default)s")
+
+
+def _add_ui(add_parser: _AddParser) -> None:
+    def handle(options: Namespace, output: Output) -> int:
+        from .home import open_store
+        from .ui import ui
+
+        return ui(open_store(options), output, options)
+
+    parser = _command(add_parser, "ui", "manage the engines on a page in the browser; needs Gradio", handle)
+    add = parser.add_argument
+    add(
+        "--listen",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen; any other than this machine's own asks for a password, which SLIPSTREAM_UI_PASSWORD "
+        "sets; default: %(default)s",
+    )
+    add("--port", type=count, metavar="N", help="default: the first free one from 7860 on")
+    add("--open", action="store_true", help="show the page in the browser")
+    add(
+        "--model",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a model that the page offers beside those in ComfyUI's folders; may be given several times",
+    )
 
 
 def _add_id(parser: ArgumentParser) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from datetime import datetime
 from typing import Any
 
 from ..engine_cache import EngineStore, Entry
 from ..runtime.describe import details, overview
 from ..runtime.pruning import prune
+from ..runtime.words import (
+    SHOWN,
+    say_bytes,
+    say_error,
+    say_seconds,
+    say_speedup,
+    say_state,
+    say_time,
+    say_when,
+)
 from .errors import FAILED, OK, CommandError
 from .output import Output
-from .words import say_bytes, say_error, say_seconds, say_speedup, say_time
-
-SHOWN = 12
-"""Digits of a digest that people get to see."""
 
 _COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
 
@@ -45,21 +50,13 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         row["backend"],
         row["precision"],
         say_bytes(row["bytes"]),
-        _say_when(row["created"]),
+        say_when(row["created"]),
         say_seconds(row["build_s"]),
-        _say_when(row["last_used"]),
+        say_when(row["last_used"]),
         say_error(row["error"]),
         say_speedup(row["speedup"]),
         say_state(row),
     )
-
-
-def _say_when(iso: str) -> str:
-    return say_time(datetime.fromisoformat(iso).timestamp())
-
-
-def say_state(row: dict[str, Any]) -> str:
-    return f"{row['state']}: {'; '.join(row['reasons'])}" if row["reasons"] else str(row["state"])
 
 
 def show_engine(store: EngineStore, output: Output, prefix: str) -> int:

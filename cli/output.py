@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ..core.progress import Progress, ProgressCallback
-from .words import say_seconds
+from ..runtime.words import say_seconds
 
 Rows = Sequence[Sequence[str]]
 
@@ -38,6 +38,10 @@ class Output:
 
     def line(self, text: str = "") -> None:
         print(text, file=self._stream)
+
+    def flush(self) -> None:
+        """For commands that go on."""
+        self._stream.flush()
 
     def table(self, columns: Sequence[str], rows: Rows) -> None:
         if _is_terminal(self._stream) and _has_rich():

@@ -1,10 +1,8 @@
-"""What people write on the command line: sizes, spans of time, resolutions; and how these are shown to them."""
+"""What people write on the command line: sizes, spans of time, resolutions."""
 
 from __future__ import annotations
 
-import math
 import re
-import time
 from argparse import ArgumentTypeError
 from datetime import timedelta
 
@@ -63,38 +61,6 @@ def prefix(text: str) -> str:
             f"{text!r} is no engine; write the first digits of its id, as `slipstream list` shows it"
         )
     return text.lower()
-
-
-def say_bytes(number: float) -> str:
-    """E.g. "3.4 MB"."""
-    if number < 1024:
-        return f"{number:.0f} B"
-    units = ("KB", "MB", "GB", "TB")
-    power = min(len(units), int(math.log2(number) // 10))
-    return f"{number / 2 ** (10 * power):.1f} {units[power - 1]}"
-
-
-def say_seconds(seconds: float) -> str:
-    """E.g. "0.4 s", "41 s", "2 min 5 s"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
-
-
-def say_time(posix: float) -> str:
-    """In local time, to the minute."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(posix))
-
-
-def say_error(error: float | None) -> str:
-    """A relative error, or that there is none yet."""
-    return "not checked" if error is None else f"{error:.1e}"
-
-
-def say_speedup(speedup: float | None) -> str:
-    """How many times as fast as the plain model; "-" where that was not measured."""
-    return "-" if speedup is None else f"{speedup:.2f}×"
 
 
 def one_line(text: object) -> str:

@@ -12,6 +12,7 @@ from ..core.dtypes import dtype_of
 from ..core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
 from ..core.progress import CancelToken, Progress, ProgressCallback
 from ..core.protocols import BuildJob
+from ..core.spec import EngineSpec
 from ..engine_cache import BuildHistory, BuildRecord, EngineStore, Entry
 from ..engine_cache.files import store_errors
 from .builder import run_build
@@ -93,15 +94,15 @@ def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCall
     return replace(job, weights=weights)
 
 
-def _needed_bytes(plan: Plan) -> int:
+def needed_bytes(spec: EngineSpec) -> int:
     """On disk; baked weights lie there as they come, in the graph, in the artifact, and in its copy in the store."""
-    if not plan.spec.backend.contains_weights:
+    if not spec.backend.contains_weights:
         return _NEEDED_BYTES
-    return _NEEDED_BYTES + 4 * plan.spec.fingerprint.parameters * dtype_of(plan.spec.precision).itemsize
+    return _NEEDED_BYTES + 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
 
 
 def _check_space(directory: Path, plan: Plan) -> None:
-    free, needed = shutil.disk_usage(directory).free, _needed_bytes(plan)
+    free, needed = shutil.disk_usage(directory).free, needed_bytes(plan.spec)
     if free < needed:
         raise StoreError(
             f"Building {plan} needs about {needed >> 20} MB in {directory.parent}, {free >> 20} MB are free; "

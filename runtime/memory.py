@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .words import say_bytes
+
 _ATTEMPTS = 2
 """Times that an engine may run out of memory before it is left alone."""
 _TELLING_BYTES = 256 << 20
@@ -112,7 +114,3 @@ class Shortages:
 
 def _left_alone(times: int) -> str:
     return f"After {times} attempts it is left alone until more memory is free, or Build Engine is run. {_ADVICE}"
-
-
-def say_bytes(number: int) -> str:
-    return f"{number / 2**30:.1f} GB" if number >= 2**30 else f"{max(1, number >> 20)} MB"

@@ -341,6 +341,19 @@ class EngineProvider:
         is_loaded = self.pool.has_idle(entry, plan.device)
         return Forecast(0 if is_loaded else needed, not self._trust.knows(source, entry))
 
+    def delete(self, digest: str) -> bool:
+        """Remove an engine from the store, closed first where this process only keeps it ready.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            EngineInUse: a run needs it; nothing was deleted.
+            StoreError: the store cannot be written.
+        """
+        self.pool.close_idle(digest)
+        return self.store.delete(digest)
+
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
@@ -42,3 +43,12 @@ class RecentLog(logging.Handler):
         with self._keeping:
             known = number if number <= self._last else 0
             return {"lines": [line for line in self._lines if line["n"] > known], "next": self._last}
+
+
+@functools.cache
+def recent_log() -> RecentLog:
+    """What Slipstream logs in this process, from the first call on."""
+    kept = RecentLog()
+    pack = __name__.removesuffix(".runtime.recent_log")  # ComfyUI loads packs under names of its own
+    logging.getLogger(pack).addHandler(kept)
+    return kept

@@ -50,6 +50,19 @@ COMFYUI_TEST_REQUIREMENTS = (
 )
 
 
+# The engine manager's page is tried in the Gradios of today's hosts: AUTOMATIC1111's, Forge's, and the newest. Beside
+# the first two go packages of their day, as these hosts pin them.
+_OLD = ("httpx==0.24.1", "huggingface_hub<1", "numpy<2", "pandas<3", "pillow<11", "playwright")
+GRADIOS: dict[str, tuple[str, ...]] = {
+    "3.41.2": ("gradio==3.41.2", "fastapi==0.94.0", "httpcore==0.17.3", "pydantic<2", *_OLD),
+    "4.40.0": ("gradio==4.40.0", "fastapi==0.104.1", "pydantic==2.8.2", *_OLD),
+    "6": ("gradio>=6,<7", "playwright"),
+}
+NEWEST_GRADIO = "6"
+NEWEST_OLD_PYTHON = (3, 12)
+"""For which there are such old packages."""
+
+
 class SetupError(Exception):
     """An environment could not be made; the message says why and what to do."""
 
@@ -69,10 +82,13 @@ class Recipe:
     stages: tuple[Stage, ...]
     mend_torchvision: bool = False
     inputs: tuple[str, ...] = field(default=())
+    shared: Path | None = None
+    """Packages of another environment with the same Python, found behind its own."""
 
     def digest(self) -> str:
         """Return a hash over all of the recipe."""
         parts = [self.mend_torchvision, self.inputs, [stage.arguments for stage in self.stages]]
+        parts += [str(self.shared)] if self.shared else []
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -102,6 +118,37 @@ def comfyui_python(checkout: Path) -> Path:
     )
     provide_chromium()
     return _ensure(venv, Recipe(stages, mend_torchvision=_plain_torch_brings_cuda()))
+
+
+def gradio_python(name: str, project: Path) -> Path:
+    """Return the Python of the environment in which the page is tried with one of `GRADIOS`.
+
+    It shares the packages of the project's environment, torch above all, so it has that one's Python.
+    """
+    provide_chromium()
+    shared = _in_site_packages(project.parent.parent, "pip")[0].parent
+    stages = (Stage(f"Gradio {name}", GRADIOS[name]),)
+    recipe = Recipe(stages, inputs=(str(_version_of(project)),), shared=shared)
+    return _ensure(CACHE / "venvs" / f"gradio-{name}", recipe, project)
+
+
+def why_no_gradio(name: str, project: Path) -> str | None:
+    """Return why the page cannot be tried with one of `GRADIOS`, and what to do; None where it can."""
+    if name == NEWEST_GRADIO or _version_of(project) <= NEWEST_OLD_PYTHON:
+        return None
+    here, newest = (".".join(map(str, version)) for version in (_version_of(project), NEWEST_OLD_PYTHON))
+    return (
+        f"Gradio {name} needs Python {newest} or older, and .venv has {here}; remove .venv and run this command with "
+        "such a Python"
+    )
+
+
+@functools.cache
+def _version_of(python: Path) -> tuple[int, int]:
+    code = "import sys; print(*sys.version_info[:2])"
+    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    major, minor = map(int, told.stdout.split())
+    return major, minor
 
 
 @functools.cache
@@ -175,29 +222,37 @@ def _plain_torch_brings_cuda() -> bool:
     return sys.platform == "linux" and shutil.which("nvidia-smi") is None
 
 
-def _ensure(venv: Path, recipe: Recipe) -> Path:
+def _ensure(venv: Path, recipe: Recipe, maker: Path = Path(sys.executable)) -> Path:
+    """Return the Python of an environment that `maker` made, now if need be."""
     python = _python_of(venv)
     if _is_current(venv, recipe):
         return python
     venv.parent.mkdir(parents=True, exist_ok=True)
     with _locked(venv.with_name(venv.name + ".lock")):
         if not _is_current(venv, recipe):
-            _make(venv, recipe)
+            _make(venv, recipe, maker)
     return python
 
 
-def _make(venv: Path, recipe: Recipe) -> None:
+_SHARING = "slipstream-shared.pth"
+
+
+def _make(venv: Path, recipe: Recipe, maker: Path) -> None:
     started = time.monotonic()
     _say(f"setting up {venv} (once)")
     stamp = venv / "slipstream-stamp"
     stamp.unlink(missing_ok=True)
+    for link in _in_site_packages(venv, _SHARING):
+        link.unlink()  # else pip would count what it leads to as installed
     if not _runs(_python_of(venv)):
-        _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"python -m venv {venv}")
+        _run([str(maker), "-m", "venv", "--clear", str(venv)], f"python -m venv {venv}")
     for number, stage in enumerate(recipe.stages, 1):
         _say(f"  {number}/{len(recipe.stages)} {stage.title}")
         _pip(venv, stage.arguments)
     if recipe.mend_torchvision:
         _mend_torchvision(venv)
+    if recipe.shared:
+        (_in_site_packages(venv, "pip")[0].parent / _SHARING).write_text(f"{recipe.shared}\n", encoding="utf-8")
     stamp.write_text(recipe.digest(), encoding="utf-8")
     _say(f"  ready after {time.monotonic() - started:.0f} s")
 
@@ -275,6 +330,19 @@ def find_comfyui() -> list[Path]:
     return sorted(path for path in CACHE.glob("ComfyUI*") if is_comfyui(path))
 
 
+def find_webuis() -> list[tuple[Path, Path]]:
+    """Return checkouts of WebUIs to test in, each with the Python that has its packages.
+
+    `WEBUI_DIR` names checkouts (separated as in PATH), else every `~/.cache/slipstream/webui-*` counts; `WEBUI_PYTHON`
+    names the Python, else it is that of `~/.cache/slipstream/venvs/webui`. None is made here: what WebUIs ask for does
+    not go together with today's packages, and tests/webui/README.md says what is enough.
+    """
+    python = Path(os.environ.get("WEBUI_PYTHON") or _python_of(CACHE / "venvs" / "webui"))
+    named = [Path(part).resolve() for part in os.environ.get("WEBUI_DIR", "").split(os.pathsep) if part.strip()]
+    found = named or [webui for path in sorted(CACHE.glob("webui-*")) for webui in (path, path / "webui")]
+    return [(webui, python) for webui in found if (webui / "modules").is_dir() and python.exists()]
+
+
 def is_comfyui(folder: Path) -> bool:
     """Tell whether a folder is a ComfyUI checkout."""
     return (folder / "main.py").is_file() and (folder / "comfy").is_dir()
@@ -347,3 +415,6 @@ def _locked(path: Path) -> Iterator[None]:
 if __name__ == "__main__":
     for found in find_comfyui():
         print(comfyui_python(found))
+    ours = project_python()
+    for wanted in GRADIOS:
+        print(why_no_gradio(wanted, ours) or gradio_python(wanted, ours))

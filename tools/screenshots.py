@@ -15,7 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -205,7 +205,13 @@ class _Views:
         self._say("slipstream.builds", {"policy": "idle", "builds": []})
         self._shot("builds-none")
         self._close_tab()
-        states = {"failed": FAILED, "eager": EAGER, "off": OFF, "mixed": MIXED, "ready": READY}
+        states: Mapping[str, Mapping[str, object]] = {
+            "failed": FAILED,
+            "eager": EAGER,
+            "off": OFF,
+            "mixed": MIXED,
+            "ready": READY,
+        }
         for name, state in states.items():
             self._say("slipstream.nodes", {"nodes": [{**state, **self._here()}]})
             self._shot(f"node-{name}")

@@ -2,8 +2,8 @@
 
     python tools/test.py [arguments of pytest]
 
-Sets up `.venv` and one environment per ComfyUI found on its first run. Arguments go to every pytest; a test
-file or folder among them limits the run to it. The last line reads `N passed, N failed, N skipped`.
+Sets up `.venv`, one environment per ComfyUI found, and one per Gradio on its first run. Arguments go to every pytest;
+a test file or folder among them limits the run to it. The last line reads `N passed, N failed, N skipped`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bootstrap import ROOT, WINDOWS, SetupError, comfyui_python, find_comfyui, project_python
+from bootstrap import (
+    GRADIOS,
+    ROOT,
+    WINDOWS,
+    SetupError,
+    comfyui_python,
+    find_comfyui,
+    find_webuis,
+    gradio_python,
+    project_python,
+    why_no_gradio,
+)
 
 RESULTS = ROOT / "test-results"
 COMFYUI_TESTS = ROOT / "tests" / "comfyui"
+UI_TESTS = ROOT / "tests" / "ui"
+WEBUI_TESTS = ROOT / "tests" / "webui"
 PYTEST_FOUND_NOTHING = 5
 ONCE = ("test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py")
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
@@ -32,6 +45,7 @@ GET_COMFYUI = (
     "`git clone https://github.com/comfyanonymous/ComfyUI ~/.cache/slipstream/ComfyUI`, or name one by "
     "COMFYUI_DIR"
 )
+GET_WEBUI = "no WebUI found, so the extension was not tried in one; tests/webui/README.md says how to get one"
 
 
 @dataclass
@@ -56,13 +70,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         python = project_python()
         hosts = [(checkout, comfyui_python(checkout)) for checkout in find_comfyui()]
+        pages = _pages(python, arguments)
     except SetupError as why:
         print(why, file=sys.stderr)
         print("0 passed, 1 failed, 0 skipped")
         return 1
     shutil.rmtree(RESULTS, ignore_errors=True)
     checks = _checks(python)
-    tiers = _tiers(python, hosts, arguments)
+    tiers = _tiers(python, hosts, arguments, pages)
     _report(checks, tiers)
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
@@ -120,11 +135,26 @@ class Tier:
     python: Path
     arguments: Sequence[str]
     checkout: Path | None = None
+    webui: Path | None = None
 
 
-def _tiers(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str]) -> list[Result]:
-    """Run the tests without a host in `.venv`, and those in each ComfyUI with that ComfyUI's Python."""
-    tiers = _planned(python, hosts, arguments)
+Page = tuple[str, "Path | str"]
+"""The name of a Gradio, and the Python that has it, or why there is none."""
+
+
+def _pages(python: Path, arguments: Sequence[str]) -> list[Page]:
+    """Set up the Gradios that the tests to be run ask for."""
+    chosen = _chosen(arguments)
+    if chosen and not any(_is_below(UI_TESTS, path) for path in chosen):
+        return []
+    return [(name, why_no_gradio(name, python) or gradio_python(name, python)) for name in GRADIOS]
+
+
+def _tiers(
+    python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page] = ()
+) -> list[Result]:
+    """Run the tests without a host in `.venv`, and those in each ComfyUI and Gradio with its own Python."""
+    tiers = _planned(python, hosts, arguments, pages)
     # The longest first; as many at once as there are cores, since each computes on one thread.
     longest_first = sorted(tiers, key=lambda tier: tier.checkout is None)
     print(f"\n== tests: {', '.join(tier.title for tier in tiers)}, up to {os.cpu_count() or 1} at once", flush=True)
@@ -133,14 +163,21 @@ def _tiers(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence
         results = [running[tier.title].result() for tier in tiers]
     if not hosts and not any(tier.title == "chosen" for tier in tiers):
         results.append(Result("comfyui", skips=Counter({GET_COMFYUI: 1})))
+    if not arguments and not any(tier.webui for tier in tiers):
+        results.append(Result("webui", skips=Counter({GET_WEBUI: 1})))
+    results += [Result(f"ui gradio-{name}", skips=Counter({why: 1})) for name, why in pages if isinstance(why, str)]
     return results
 
 
-def _planned(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str]) -> list[Tier]:
-    chosen = [argument for argument in arguments if Path(argument.split("::")[0]).exists()]
+def _planned(
+    python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page] = ()
+) -> list[Tier]:
+    chosen = _chosen(arguments)
     options = [argument for argument in arguments if argument not in chosen]
-    inside = [path for path in chosen if _is_comfyui_test(path)]
-    outside = [path for path in chosen if path not in inside]
+    inside = [path for path in chosen if _is_below(COMFYUI_TESTS, path)]
+    of_page = [path for path in chosen if _is_below(UI_TESTS, path)]
+    of_webui = [path for path in chosen if _is_below(WEBUI_TESTS, path)]
+    outside = [path for path in chosen if path not in (*inside, *of_page, *of_webui)]
     folders = [] if chosen else _plain_tiers()
     tiers = [Tier(folder.name, python, [str(folder), *options]) for folder in folders]
     if outside:
@@ -150,23 +187,36 @@ def _planned(python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequen
         for found, its_python in hosts:
             left_out = [] if inside or found == hosts[-1][0] else [f"--ignore={COMFYUI_TESTS / name}" for name in ONCE]
             tiers.append(Tier(f"comfyui {found.name}", its_python, [*paths, *options, *left_out], found))
+    if of_webui or not chosen:
+        for webui, its_python in find_webuis():
+            name = webui.parent.name if webui.name == "webui" else webui.name
+            tiers.append(Tier(name, its_python, [*(of_webui or [str(WEBUI_TESTS)]), *options], webui=webui))
+    for name, gradio in pages:
+        if not isinstance(gradio, str):
+            tiers.append(Tier(f"ui gradio-{name}", gradio, [*(of_page or [str(UI_TESTS)]), *options]))
     return tiers
 
 
+def _chosen(arguments: Sequence[str]) -> list[str]:
+    """Return the test files and folders among the arguments."""
+    return [argument for argument in arguments if Path(argument.split("::")[0]).exists()]
+
+
 def _plain_tiers() -> list[Path]:
-    """Return the test folders that need no ComfyUI."""
+    """Return the test folders that need no ComfyUI, WebUI or Gradio."""
     folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
-    return [folder for folder in folders if folder != COMFYUI_TESTS]
+    return [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
 
 
-def _is_comfyui_test(argument: str) -> bool:
-    return Path(argument.split("::")[0]).resolve().is_relative_to(COMFYUI_TESTS)
+def _is_below(folder: Path, argument: str) -> bool:
+    return Path(argument.split("::")[0]).resolve().is_relative_to(folder)
 
 
 def _run(tier: Tier) -> Result:
     """Run one tier; its output appears in one piece when it is done, since tiers run side by side."""
     report = RESULTS / f"{tier.title.replace(' ', '-')}.xml"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMFYUI_DIR": str(tier.checkout or "")}
+    folders = {"COMFYUI_DIR": str(tier.checkout or ""), "WEBUI_DIR": str(tier.webui or "")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **folders}
     command = [str(tier.python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

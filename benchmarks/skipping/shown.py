@@ -50,6 +50,6 @@ def with_figures(text: str, figures: str, language: str = "en") -> str:
     lines = [f"| {preset} | {head} |", "|---" * (1 + len(protocol.STEPS)) + "|"]
     for name in PRESETS:
         found = [by_preset.get(name, {}).get(str(steps)) for steps in protocol.STEPS]
-        cells = ["–" if each is None else between(*each, words) for each in found]  # as `sampling.measured` says it
+        cells = ["–" if each is None else between(each[0], each[1], words) for each in found]
         lines.append(" | ".join([f"| `{name}`", *cells]) + " |")
     return "\n".join([before + _BEGIN, "", *lines, "", _END + after])

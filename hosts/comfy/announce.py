@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...runtime.builds import describe_build
 from ...runtime.provider import EngineProvider
 from ...runtime.queue import ENDED, BuildQueue, Ticket, TicketState
-from .node_states import REGISTRY, NodeRegistry, Place, fraction_of, seconds_left, speedup_of
+from .node_states import REGISTRY, NodeRegistry, Place, speedup_of
 from .prompt_walks import WALKS
 from .running_prompts import running_prompts
 
@@ -155,20 +156,5 @@ def result(ticket: Ticket, places: list[Place], provider: EngineProvider) -> dic
 
 
 def _build(ticket: Ticket, held: bool, registry: NodeRegistry) -> dict[str, Any]:
-    spec, progress = ticket.plan.spec, ticket.progress
-    return {
-        "id": ticket.plan.key.digest,
-        "label": str(ticket.plan),
-        "role": spec.role.value,
-        "backend": spec.backend.name,
-        "precision": spec.precision.value,
-        "state": ticket.state.value,
-        "held": held,
-        "phase": progress.phase,
-        "fraction": fraction_of(ticket),
-        "message": progress.message,
-        "estimate_s": None if ticket.estimate is None else round(ticket.estimate, 1),
-        "seconds": float(int(ticket.seconds)),  # whole ones, so that a build that tells nothing is told once a second
-        "left_s": seconds_left(ticket),
-        "nodes": [place.to_json() for place in registry.waiting_for(ticket.plan.key.digest)],
-    }
+    places = registry.waiting_for(ticket.plan.key.digest)
+    return {**describe_build(ticket, held), "nodes": [place.to_json() for place in places]}

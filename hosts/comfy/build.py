@@ -11,8 +11,8 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...engine_cache import WeightsMemo
-from ...runtime.estimate import say_roughly
-from ...runtime.plan import CallShape, Plan
+from ...runtime.making import make_engines
+from ...runtime.plan import CallShape
 from ...runtime.provider import EngineProvider
 from ...runtime.settings import PIXELS, Resolution, Settings
 from .model_classes import CallSize
@@ -43,13 +43,13 @@ def build_engines(
         raise UnsupportedModel("Name at least one resolution, such as 512x512")
     settings = provider.with_preferences(settings)
     source = open_unet(patcher, provider.weights_memo)
-    made: list[tuple[Plan, str]] = []
-    for resolution in settings.resolutions:
-        call = unet_call(source, resolution, batch, tokens)
-        if not any(plan.serves(call, settings) for plan, _ in made):  # one may be for several resolutions
-            made.append(_build_one(provider, source, settings, call, want))
-            want(made[-1][0].key.digest)
-    return [report for _, report in made]
+    calls = (unet_call(source, resolution, batch, tokens) for resolution in settings.resolutions)
+    hooks = replace(waiting_hooks(), wants=want, by_hand=True)
+    reports = []
+    for made in make_engines(provider, source, calls, settings, hooks):
+        want(made.plan.key.digest)
+        reports.append(str(made))
+    return reports
 
 
 def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
@@ -86,20 +86,3 @@ def unet_call(source: ComfyUNetSource, resolution: Resolution, batch: int, token
     dtype = dtype_of(source.precision)
     inputs = [(name, shape, dtype) for name, shape in kind.shapes(config, size).items()]
     return CallShape((*inputs, ("timesteps", (batch,), torch.float32)))
-
-
-def _build_one(
-    provider: EngineProvider,
-    source: ComfyUNetSource,
-    settings: Settings,
-    call: CallShape,
-    want: Callable[[str], None],
-) -> tuple[Plan, str]:
-    expected = provider.expected(source, call, settings)
-    hooks = replace(waiting_hooks(), wants=want, by_hand=True)
-    plan, entry = provider.prepare(source, call, settings, hooks)
-    seconds = entry.manifest.build.seconds
-    built = f"built in {seconds:.0f} s" + (f" ({say_roughly(expected)} expected)" if expected else "")
-    checked = entry.manifest.verifications.get(source.weights_digest())
-    error = f", error {checked.relative_error:.1e}" if checked else ""
-    return plan, f"{plan}: {plan.spec.backend.name} {plan.spec.precision.value}, {built}{error}, ready"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ...engine_cache import Entry
+from ...runtime.builds import fraction_of, seconds_left
 from ...runtime.estimate import say_roughly
 from ...runtime.module import AcceleratedModule
 from ...runtime.plan import say_sizes
@@ -198,14 +199,3 @@ def speedup_of(entry: Entry) -> float | None:
     """The plain model's time by the engine's, where they were measured."""
     speedup = entry.manifest.speedup
     return None if speedup is None else round(speedup, 3)
-
-
-def fraction_of(ticket: Ticket) -> float | None:
-    """Of a build, 0 to 1, with as many digits as show."""
-    fraction = ticket.progress.fraction
-    return None if fraction is None else round(fraction, 3)
-
-
-def seconds_left(ticket: Ticket) -> float | None:
-    """Of a build, by earlier ones; 0 where it takes longer than these."""
-    return None if ticket.estimate is None else float(round(max(0.0, ticket.estimate - ticket.seconds)))

@@ -20,15 +20,19 @@ from .checkout import use_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "slipstream"
-_LOADER_FOLDERS = ("checkpoints", "diffusion_models", "unet")
-_CHECKPOINT_PREFIX = "model.diffusion_model."
+LOADER_FOLDERS = ("checkpoints", "diffusion_models", "unet", "vae")
+CHECKPOINT_PREFIX, VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
+_SAFETENSORS = (".safetensors", ".sft")
 
 __all__ = [
+    "LOADER_FOLDERS",
     "enter",
     "find_checkout",
     "find_file",
     "load_demo",
+    "load_demo_vae",
     "load_file",
+    "load_vae_file",
     "models_folder",
     "open_unet",
     "unet_call",
@@ -101,7 +105,7 @@ def find_file(model: str, checkout: Path) -> Path:
         UnsupportedModel: there is no such file.
     """
     path = Path(model).expanduser()
-    named = [checkout / "models" / folder / model for folder in _LOADER_FOLDERS]
+    named = [checkout / "models" / folder / model for folder in LOADER_FOLDERS]
     for candidate in (path, *named):
         if candidate.is_file():
             return candidate.resolve()
@@ -180,6 +184,36 @@ def load_file(file: Path) -> Any:
         ) from error
 
 
+def load_vae_file(file: Path) -> Any:
+    """The `comfy.sd.VAE` of a checkpoint or VAE file, as ComfyUI's stock loaders make it.
+
+    Raises:
+        UnsupportedModel: ComfyUI finds no VAE in it.
+    """
+    import comfy.sd
+    import comfy.utils
+
+    try:
+        if _has_names(file, VAE_PREFIX):
+            found = comfy.sd.load_checkpoint_guess_config(str(file), output_vae=True, output_clip=False)[2]
+        else:
+            found = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(file)))
+        found.throw_exception_if_invalid()
+    except Exception as error:  # as above
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise UnsupportedModel(
+            f"ComfyUI {version()} finds no VAE in {file}: {lines[0]}. Name a checkpoint or a VAE file"
+        ) from error
+    return found
+
+
+def load_demo_vae() -> Any:
+    """The built-in tiny model's `comfy.sd.VAE`."""
+    from .demo_model import load_demo_vae as load
+
+    return load()
+
+
 def load_demo() -> Any:
     """The `ModelPatcher` of the built-in tiny model."""
     from .demo_model import load_demo_model
@@ -189,9 +223,14 @@ def load_demo() -> Any:
 
 def _is_unet_alone(file: Path) -> bool:
     """Whether a file is one for UNETLoader: it keeps the metadata that the checkpoint loader drops."""
+    return file.suffix in _SAFETENSORS and not _has_names(file, CHECKPOINT_PREFIX)
+
+
+def _has_names(file: Path, prefix: str) -> bool:
+    """Whether a checkpoint has tensors under `prefix`; one that is no safetensors file has them all."""
     from safetensors import safe_open
 
-    if file.suffix not in (".safetensors", ".sft"):
-        return False
+    if file.suffix not in _SAFETENSORS:
+        return True
     with safe_open(str(file), framework="pt") as tensors:
-        return not any(name.startswith(_CHECKPOINT_PREFIX) for name in tensors.keys())  # noqa: SIM118
+        return any(name.startswith(prefix) for name in tensors.keys())  # noqa: SIM118

@@ -12,11 +12,12 @@ def add_routes() -> None:
     server = server_of_process()
     if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
         return
-    from . import builds, engines, log, settings, system
+    from ...runtime.recent_log import recent_log
+    from . import builds, engines, log, settings, system, ui
     from .guard import unknown
 
-    log.begin()
-    for module in (builds, engines, log, settings, system):
+    recent_log()  # keeps what is logged from now on
+    for module in (builds, engines, log, settings, system, ui):
         for method, path, handler in module.ROUTES:
             server.routes.route(method, PREFIX + path)(handler)
     for path in (PREFIX, PREFIX + "/{rest:.*}"):

@@ -110,9 +110,7 @@ def _verify_all() -> Answer:
 
 
 def _delete(digest: str) -> Answer:
-    using = provider()
-    using.pool.close_idle(digest)
-    if not using.store.delete(digest):
+    if not provider().delete(digest):
         raise _missing(digest)
     send(ENGINES, {})
     return {"deleted": digest}

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import EngineInUse, SlipstreamError
-from .rules import Refused, check_names, check_origin, parse_object
+from .rules import Refused, check_names, check_origin, is_same_machine, parse_object
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,12 @@ def changes(*names: str, most_bytes: int = BODY_BYTES) -> Callable[[Changing], H
         return handler
 
     return decorate
+
+
+def is_here(request: web.Request) -> bool:
+    """Whether it comes from this machine; a browser of it that asks by its name in the network counts too."""
+    local = request.transport.get_extra_info("sockname") if request.transport else None
+    return is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None)
 
 
 async def unknown(request: web.Request) -> web.Response:

@@ -6,8 +6,8 @@ import ipaddress
 import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
+from ...core.origin import why_not_own_page
 from ...engine_cache import is_digest
 
 STATUS = {
@@ -38,40 +38,17 @@ class Refused(Exception):
 
 
 def check_origin(host: str, origins: Collection[str], fetch_site: str) -> None:
-    """Only ComfyUI's own page, and programs that are no browser, change anything.
-
-    Args:
-        host: the header Host.
-        origins: all headers Origin; browsers send one with whatever another page makes them post.
-        fetch_site: the header Sec-Fetch-Site, or "". No script of a page can set it, and proxies hand it on, while
-            they may write another Host.
+    """Only ComfyUI's own page, and programs that are no browser, change anything; see `why_not_own_page`.
 
     Raises:
         Refused: the request comes from another page.
     """
-    site = fetch_site.strip().lower()
-    if site == "same-origin":
-        return
-    if site in ("cross-site", "same-site"):
-        raise Refused("forbidden", "Only ComfyUI's own page may change this, and another page asked: reload ComfyUI.")
-    if len(origins) > 1 or any(not _is_same(origin, host) for origin in origins):
+    if reason := why_not_own_page(host, origins, fetch_site):
         raise Refused(
             "forbidden",
-            f"Only ComfyUI's own page may change this, and {', '.join(origins)!r:.100} is not {host!r:.100}: open "
-            "ComfyUI at this very address. Behind a proxy, use https, or let it hand on the header Host.",
+            f"Only ComfyUI's own page may change this, and {reason}: reload ComfyUI, or open it at this very address. "
+            "Behind a proxy, use https, or let it hand on the header Host.",
         )
-
-
-def _is_same(origin: str, host: str) -> bool:
-    """Proxies drop ports, so these count only where both sides have one."""
-    try:
-        theirs, ours = urlsplit(origin.strip()), urlsplit(f"//{host.strip()}")
-        if theirs.scheme not in ("http", "https") or theirs.username is not None or not theirs.hostname:
-            return False
-        ports = {port for port in (theirs.port, ours.port) if port is not None}
-        return theirs.hostname == ours.hostname and len(ports) < 2
-    except ValueError:  # a port that is none
-        return False
 
 
 def is_same_machine(peer: str | None, local: str | None) -> bool:

@@ -12,8 +12,8 @@ from ...hosts.comfy.host import default_folder, preferences, provider
 from ...hosts.comfy.page import ENGINES, send
 from ...runtime.home import VARIABLE, configured_home, engines_folder
 from ...runtime.preferences import NAMES, Preferences
-from .guard import Answer, Route, asks, changes
-from .rules import Refused, is_same_machine
+from .guard import Answer, Route, asks, changes, is_here
+from .rules import Refused
 
 
 @asks()
@@ -23,18 +23,12 @@ async def show(request: web.Request) -> Answer:
 
 @changes(*NAMES)
 async def change(request: web.Request, fields: dict[str, Any]) -> Answer:
-    if "folder" in fields and not _is_here(request):
+    if "folder" in fields and not is_here(request):
         await asyncio.to_thread(_check_same_folder, fields["folder"])
     return await asyncio.to_thread(_change, fields)
 
 
 ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)]
-
-
-def _is_here(request: web.Request) -> bool:
-    """Not even a browser of this machine that asks by its name in the network is refused."""
-    local = request.transport.get_extra_info("sockname") if request.transport else None
-    return is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None)
 
 
 def _check_same_folder(folder: Any) -> None:

@@ -75,7 +75,8 @@ def test_build_tells_what_it_built(engines: Engines, comfyui_version) -> None:
 
 
 def test_the_server_uses_the_engine_and_builds_none(engines: Engines, start_comfy, model_files) -> None:
-    with start_comfy(home=engines.home) as server, server.client() as client:
+    server = start_comfy(home=engines.home)
+    with server.client() as client:
         plain, fast = (client.run(accelerated(model_files, on)) for on in (False, True))
         assert plain.ok and fast.ok, (plain.error, fast.error)
         text = str(fast.outputs)

@@ -135,6 +135,40 @@ def test_a_failing_check_fails_the_whole(
     assert capsys.readouterr().out.splitlines()[-1] == "5 passed, 1 failed, 0 skipped"
 
 
+def test_the_page_is_tried_in_each_gradio(command: ModuleType, tmp_path: Path) -> None:
+    python, test = Path(sys.executable), str(command.UI_TESTS / "test_page.py")
+    pages = [("4.40.0", "no such Python"), ("6", python)]
+    tiers = {tier.title: list(tier.arguments) for tier in command._planned(python, [], [], pages)}
+    assert tiers["ui gradio-6"] == [str(command.UI_TESTS)] and "ui gradio-4.40.0" not in tiers and "ui" not in tiers
+    (tier,) = command._planned(python, [], [test, "-x"], pages)
+    assert (tier.title, list(tier.arguments)) == ("ui gradio-6", [test, "-x"])
+    assert command._pages(python, [__file__]) == []
+
+
+def test_a_gradio_of_other_pythons_is_a_loud_skip(
+    bootstrap: ModuleType, command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "_version_of", lambda python: (3, 13))
+    assert bootstrap.why_no_gradio(bootstrap.NEWEST_GRADIO, Path(sys.executable)) is None
+    why = bootstrap.why_no_gradio("3.41.2", Path(sys.executable))
+    assert "needs Python 3.12 or older, and .venv has 3.13" in why
+    monkeypatch.setattr(command, "_planned", lambda *given: [])
+    webui, skipped = command._tiers(Path(sys.executable), [(Path("x"), Path("y"))], [], [("3.41.2", why)])
+    assert webui.skips == Counter({command.GET_WEBUI: 1})
+    assert skipped.title == "ui gradio-3.41.2" and skipped.skips == Counter({why: 1})
+
+
+def test_packages_of_another_environment_are_found_behind_its_own(bootstrap: ModuleType, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "of_the_project.py").touch()
+    python = bootstrap._ensure(tmp_path / "venv", bootstrap.Recipe((), shared=shared))
+    found = subprocess.run([str(python), "-c", "import of_the_project, sys; print(sys.path[-1])"], capture_output=True)
+    assert found.stdout.decode().strip() == str(shared), found.stderr
+    assert bootstrap._is_current(tmp_path / "venv", bootstrap.Recipe((), shared=shared))
+    assert not bootstrap._is_current(tmp_path / "venv", bootstrap.Recipe(()))
+
+
 def test_the_tools_need_nothing_but_the_standard_library(root: Path) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import bootstrap"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code, str(root / "tools")], capture_output=True, text=True)

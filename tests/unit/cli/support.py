@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from slipstream.cli.models import LoadedModel
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.progress import Progress
 from slipstream.core.protocols import Artifact, BuildJob, Tensors
@@ -16,6 +15,7 @@ from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import EngineKey, Verification
 from slipstream.runtime.builder import Built
+from slipstream.runtime.making import LoadedModel
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.settings import Resolution
 

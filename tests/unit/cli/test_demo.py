@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slipstream.cli.models import load_model
 from slipstream.engine_cache import WeightsMemo
 from slipstream.hosts.comfy import standalone
+from slipstream.hosts.models import load_model
 from slipstream.runtime.provider import Offer
 from slipstream.runtime.settings import Resolution
 

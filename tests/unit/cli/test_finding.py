@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli.home import open_store, preferences
-from slipstream.cli.models import load_model
 from slipstream.core.errors import BackendUnavailable
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import DEFAULT_LIMIT_BYTES, WeightsMemo
 from slipstream.hosts.comfy import standalone
+from slipstream.hosts.models import load_model
 from slipstream.runtime.preferences_file import PreferencesFile
 from slipstream.runtime.settings import Settings
 

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.cli import words
 from slipstream.runtime.settings import Resolution
+from slipstream.runtime.words import say_bytes, say_seconds
 
 
 @pytest.mark.parametrize(
@@ -56,9 +57,9 @@ def test_what_cannot_be_read(read, text: str) -> None:
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KB"), (3.4 * 2**20, "3.4 MB"), (5 * 2**50, "5120.0 TB")],
 )
 def test_bytes_in_words(number: float, text: str) -> None:
-    assert words.say_bytes(number) == text
+    assert say_bytes(number) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.44, "0.4 s"), (41.2, "41 s"), (125, "2 min 5 s")])
 def test_seconds_in_words(seconds: float, text: str) -> None:
-    assert words.say_seconds(seconds) == text
+    assert say_seconds(seconds) == text

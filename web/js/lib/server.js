@@ -44,4 +44,5 @@ export const server = {
   settings: () => ask("/settings"),
   change: (settings) => ask("/settings", settings),
   system: () => ask("/system"),
+  openPage: () => ask("/ui", {}),
 };

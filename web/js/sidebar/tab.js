@@ -1,7 +1,9 @@
 // The sidebar tab: a head with the store's size, and one of four views below it.
 import { app } from "../lib/comfy.js";
 import { button, h } from "../lib/dom.js";
+import { server } from "../lib/server.js";
 import { on, store } from "../lib/store.js";
+import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { makeBuilds } from "./builds.js";
 import { makeEngines } from "./engines.js";
@@ -56,7 +58,8 @@ function makePanel() {
   const strip = h("div", { class: "slipstream-tabs", role: "tablist", "aria-label": "Slipstream" }, tabs);
   strip.addEventListener("keydown", (event) => walk(event, tabs));
   const body = h("div", { class: "slipstream-body", role: "tabpanel", id: "slipstream-panel" });
-  const head = h("div", { class: "slipstream-head" }, h("span", { class: "slipstream-title" }, "Slipstream"));
+  const page = button({ symbol: "external-link", title: t("open_page"), kind: "quiet", onclick: openPage });
+  const head = h("div", { class: "slipstream-head" }, h("span", { class: "slipstream-title" }, "Slipstream"), page);
   const element = h("div", { class: "slipstream-panel" }, head, strip, body);
   const quiet = on("builds", () => count(tabs));
   let shown = null;
@@ -78,6 +81,19 @@ function makePanel() {
     views.get(shown)?.hide();
   };
   return { element, choose, close };
+}
+
+/** The page by Gradio; the window opens with the click, since browsers let no other one open. */
+async function openPage() {
+  const place = window.open("", "_blank");
+  try {
+    const { url } = await server.openPage();
+    if (place) place.location = url;
+    else window.location.assign(url);
+  } catch (error) {
+    place?.close();
+    toast("error", t("not_opened"), error.message, { asked: true });
+  }
 }
 
 function makeTab({ name, symbol }, choose) {

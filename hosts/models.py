@@ -1,64 +1,50 @@
-"""The model that a command is about, loaded through a host's own code in this process."""
+"""A model by the name of its file, loaded through a host's own code in a process that is no host."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..core.errors import BackendUnavailable
-from ..core.protocols import ModelSource
+from ..core.errors import BackendUnavailable, UnsupportedModel
+from ..core.spec import Role
 from ..engine_cache import WeightsMemo
-from ..hosts.comfy import standalone
+from ..runtime.making import LoadedModel
 from ..runtime.plan import CallShape
 from ..runtime.settings import Resolution
+from .comfy import standalone
+from .comfy.autoencoders import HALVES
+from .comfy.vae import open_vae, vae_call
 
 log = logging.getLogger(__name__)
 
 DEMO = "demo"
 
-CallOf = Callable[[Resolution, int, int], CallShape]
 
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model on its device.
-
-    Attributes:
-        host: whose code it is, e.g. "ComfyUI 0.33.0".
-        call: the call that sampling makes, by resolution, batch and tokens.
-    """
-
-    host: str
-    source: ModelSource
-    call: CallOf
-
-
-def load_model(model: str, comfyui: Path | None, memo: WeightsMemo) -> LoadedModel:
+def load_model(model: str, comfyui: Path | None, memo: WeightsMemo, role: Role = Role.UNET) -> LoadedModel:
     """Load "demo" or a file, through ComfyUI; the demo through diffusers where no ComfyUI can be used.
 
     Args:
         comfyui: the checkout that the user named.
         memo: remembers the digests of checkpoint files.
+        role: the part of it that engines are for: its UNet, or a half of its VAE.
 
     Raises:
         BackendUnavailable: there is no host here that could load it.
         UnsupportedModel: it cannot be loaded, or has no engines.
     """
     try:
-        return _load_in_comfyui(model, comfyui, memo)
+        return _load_in_comfyui(model, comfyui, memo, role)
     except BackendUnavailable as error:
-        if model != DEMO or comfyui is not None or not _has_diffusers():
+        if model != DEMO or role is not Role.UNET or comfyui is not None or not _has_diffusers():
             raise
         log.warning("%s. diffusers runs the demo model instead.", error)
     return _load_in_diffusers()
 
 
-def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo) -> LoadedModel:
+def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
     checkout = standalone.find_checkout(comfyui)
     if checkout is None:
         raise BackendUnavailable(
@@ -67,11 +53,28 @@ def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo) -> Loa
         )
     file = None if model == DEMO else standalone.find_file(model, checkout)
     standalone.enter(checkout)
+    load = _load_unet if role is Role.UNET else _load_vae
+    return load(file, memo, role)
+
+
+def _load_unet(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
     patcher = standalone.load_file(file) if file else standalone.load_demo()
     source = standalone.open_unet(patcher, memo)
 
     def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
         return standalone.unet_call(source, resolution, batch, tokens)
+
+    return LoadedModel(f"ComfyUI {standalone.version()}", source, call)
+
+
+def _load_vae(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
+    if role not in HALVES:
+        raise UnsupportedModel(f"Engines for a {role.value} are built when a workflow first uses it")
+    vae = standalone.load_vae_file(file) if file else standalone.load_demo_vae()
+    source = open_vae(vae, HALVES[role])
+
+    def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
+        return vae_call(source, resolution, batch)
 
     return LoadedModel(f"ComfyUI {standalone.version()}", source, call)
 
@@ -85,7 +88,7 @@ def _load_in_diffusers() -> LoadedModel:
     from diffusers.utils.logging import set_verbosity_error
 
     from ..demo.model import load_unet
-    from ..hosts.diffusers.source import DiffusersUNetSource
+    from .diffusers.source import DiffusersUNetSource
 
     set_verbosity_error()
     on_gpu = torch.cuda.is_available()

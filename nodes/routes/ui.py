@@ -1,0 +1,44 @@
+"""The engine manager's page, started when somebody asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from .guard import Answer, Route, changes, is_here
+from .rules import Refused
+
+if TYPE_CHECKING:
+    from ...ui.serve import Server
+
+_lock = threading.Lock()
+_started: list[Server] = []
+
+
+@changes()
+async def open_ui(request: web.Request, fields: dict[str, Any]) -> Answer:
+    if not is_here(request):
+        raise Refused(
+            "forbidden",
+            "The engine manager's page opens on ComfyUI's own machine alone. From elsewhere, start it there with "
+            "`slipstream ui --listen ADDRESS` and a password.",
+        )
+    return await asyncio.to_thread(_open)
+
+
+def _open() -> Answer:
+    from ...hosts.comfy.host import provider
+    from ...hosts.comfy.prompt_workshop import PromptWorkshop
+    from ...ui.manager import Manager
+    from ...ui.serve import start
+
+    with _lock:
+        if not _started:
+            _started.append(start(Manager(provider(), PromptWorkshop())))
+        return {"url": _started[0].url}
+
+
+ROUTES: list[Route] = [("POST", "/ui", open_ui)]

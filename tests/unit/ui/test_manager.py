@@ -1,0 +1,102 @@
+"""What the page does, without a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.core.spec import Role
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime import build
+from slipstream.runtime.hits import Asked
+from slipstream.runtime.orders import Wanted
+from slipstream.runtime.provider import EngineProvider, HostHooks
+from slipstream.runtime.settings import Settings
+from slipstream.tests.fakes import CPU, FakeSource, FakeWorker, NullBackend, run_once
+from slipstream.ui.manager import Manager
+
+
+class Workshop:
+    """Offers one model and makes nothing of it."""
+
+    roles: tuple[Role, ...] = (Role.UNET,)
+
+    def device(self) -> torch.device:
+        return CPU
+
+    def models(self) -> list[str]:
+        return ["tiny"]
+
+    def numbers_in(self, model: str, role: Role) -> int | None:
+        return None
+
+    def make(self, wanted: Wanted, hooks: HostHooks) -> Iterable[str]:
+        return ["made"]
+
+    def rest(self) -> None: ...
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manager:
+    backend = NullBackend()
+    monkeypatch.setattr(build, "run_build", FakeWorker([backend]))
+    return Manager(EngineProvider(EngineStore(tmp_path / "engines"), [backend]), Workshop())
+
+
+def wanted(model: str = "tiny", role: Role = Role.UNET) -> Wanted:
+    return Wanted(model, role, Settings.of_text(resolutions="64x64"), 2, 77)
+
+
+def test_an_order_is_carried_out_and_seen(manager: Manager) -> None:
+    before = manager.version()
+    manager.order(wanted())
+    assert manager.orders.wait(30)
+    (row,) = manager.progress()
+    assert row["state"] == "done" and row["report"] == ["made"] and manager.version() != before
+
+
+@pytest.mark.parametrize(
+    ("order", "told"), [(wanted("../etc/passwd"), "from the list"), (wanted(role=Role.CONTROLNET), "first uses it")]
+)
+def test_what_is_not_offered_is_not_ordered(manager: Manager, order: Wanted, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        manager.order(order)
+    assert not manager.orders.all()
+
+
+def test_an_engine_comes_and_goes(manager: Manager) -> None:
+    empty = manager.version()
+    run_once(manager.provider, FakeSource())
+    assert manager.version() != empty
+    (engine,) = manager.overview()["engines"]
+    short = engine["digest"][:12]
+    assert manager.details(short)["label"] == engine["label"]
+    assert manager.verify([short]) == manager.verify() == {engine["digest"]: None}
+    assert manager.hits(Asked(64, 64, 2, 3))["near"]
+    there = manager.version()
+    assert manager.delete([short]) == ([engine["digest"]], []), "the pool's own hold on it does not count"
+    assert manager.version() != there
+    with pytest.raises(ValueError, match="press Refresh"):
+        manager.details(short)
+
+
+def test_an_engine_in_use_is_kept(manager: Manager) -> None:
+    run_once(manager.provider, FakeSource())
+    (entry,) = manager.provider.store.list()
+    with manager.provider.store.hold(entry):
+        deleted, reasons = manager.delete([entry.digest[:12]])
+    assert not deleted and "in use" in reasons[0] and manager.provider.store.has(entry.digest)
+
+
+def test_prune(manager: Manager) -> None:
+    run_once(manager.provider, FakeSource())
+    manager.provider.pool.clear()
+    assert not manager.prune(2**40, None)
+    assert len(manager.prune(0, None)) == 1
+
+
+def test_there_is_nothing_to_cancel(manager: Manager) -> None:
+    assert manager.cancel() == "" and manager.cancel_all() == 0

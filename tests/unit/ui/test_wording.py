@@ -1,0 +1,86 @@
+"""The page's facts in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.ui import charts, wording
+
+ENGINE: dict[str, Any] = {
+    "digest": "ab" * 32,
+    "label": "SD15 512×512 batch 2 with control",
+    "role": "unet",
+    "backend": "tensorrt",
+    "precision": "fp16",
+    "bytes": 3 * 2**20,
+    "error": 4e-4,
+    "speedup": 2.5,
+    "engine_ms": 2.0,
+    "eager_ms": 5.0,
+    "last_used": "2026-01-02T03:04:05+00:00",
+    "state": "stale",
+    "reasons": ["torch: 1 → 2"],
+    "gpu": None,
+    "resolution": "512×512",
+    "batch": "2",
+}
+BUILD: dict[str, Any] = {
+    "id": "x", "label": "<b>demo</b>", "state": "running", "fraction": 0.25, "message": "compiling", "left_s": 40.0,
+    "held": False, "report": [], "reason": "",
+}  # fmt: skip
+
+
+def test_a_row() -> None:
+    (row,) = wording.table([ENGINE])["data"]
+    told = dict(zip(wording.COLUMNS, row, strict=True))
+    assert (told["id"], told["model"], told["profile"]) == ("abababababab", "SD15", "512×512 batch 2 with control")
+    assert (told["GPU"], told["MiB"], told["error"], told["speed-up"]) == ("CPU", "3.0", "4.0e-04", "2.50×")
+    assert told["state"] == "stale: torch: 1 → 2"
+
+
+def test_headers_are_there_without_rows() -> None:
+    assert wording.table([]) == {"headers": list(wording.COLUMNS), "data": []}
+
+
+def test_choices_lead_back_to_ids() -> None:
+    assert wording.ids(wording.choices([ENGINE])) == ["abababababab"]
+    assert wording.ids("abababababab | x") == ["abababababab"]
+    for nothing in ([], None, ""):
+        with pytest.raises(ValueError, match="Choose engines"):
+            wording.ids(nothing)
+
+
+def test_bars_show_what_goes_on_first_and_escape() -> None:
+    done = {**BUILD, "label": "other", "state": "failed", "reason": "no <disk>", "fraction": None}
+    html = wording.bars([done, BUILD])
+    assert html.index("&lt;b&gt;demo") < html.index("other")
+    assert "running 25%, compiling, 40 s left" in html and "width:25.0%" in html
+    assert "no &lt;disk&gt;" in html and "<b>demo" not in html.replace("<b>&lt;", "")
+    assert "Nothing is being built" in wording.bars([])
+    assert "waits until the host is idle" in wording.bars([{**BUILD, "held": True}])
+
+
+def test_hits() -> None:
+    found = {"hits": [], "near": [{"digest": "ab" * 32, "label": "SD15", "why": ["it is for batch 1, not 2"]}]}
+    assert "No engine would serve" in wording.hits(found) and "batch 1, not 2" in wording.hits(found)
+    assert "- **yes**: `abababababab` SD15" in wording.hits({"hits": found["near"], "near": []})
+
+
+def test_what_markdown_would_read_is_shown_as_it_is() -> None:
+    assert wording.code("a`b") == "`a b`"
+
+
+def test_charts(tmp_path: Path) -> None:
+    slower = {**ENGINE, "label": "SDXL", "speedup": 1.25}
+    html = charts.speedups([slower, ENGINE, {**ENGINE, "speedup": None}])
+    assert html.index("SD15") < html.index("SDXL") and html.count("slipstream-speed") == 2
+    assert "width:50.0%" in html and "No engine" in charts.speedups([])
+    (tmp_path / "step-skipping.svg").write_text("<svg/>")
+    assert charts.measured(tmp_path).count("<img") == 1 and not charts.measured(tmp_path / "none")
+
+
+def test_the_charts_of_the_checkout_are_there() -> None:
+    assert all((charts.DOCS / name).is_file() for name in charts.MEASURED)

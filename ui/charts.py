@@ -1,0 +1,48 @@
+"""Charts: how much faster this machine's engines are, and what was measured for the documentation."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..runtime.words import say_speedup
+from .wording import bar
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MEASURED = {
+    "benchmarks.svg": "Speed, measured for the documentation",
+    "step-skipping.svg": "Step skipping: what the presets cost and how far they are off",
+}
+
+
+def speedups(engines: Iterable[Mapping[str, Any]]) -> str:
+    """HTML: a bar for each engine whose speed was measured, the fastest first."""
+    timed = sorted((each for each in engines if each["speedup"]), key=lambda each: -each["speedup"])
+    if not timed:
+        return "<p>No engine of this machine was timed yet; that happens when one is first compared with its model.</p>"
+    longest = max(each["speedup"] for each in timed)
+    return "".join(_timed(each, longest) for each in timed)
+
+
+def _timed(engine: Mapping[str, Any], longest: float) -> str:
+    times = f"{engine['engine_ms']:.1f} ms, the plain model {engine['eager_ms']:.1f} ms"
+    title = f"{engine['label']}, {engine['precision']} {engine['backend']}: {say_speedup(engine['speedup'])} ({times})"
+    return (
+        f'<div class="slipstream-speed" style="margin:.6em 0">{escape(title)}{bar(engine["speedup"] / longest)}</div>'
+    )
+
+
+def measured(folder: Path = DOCS) -> str:
+    """HTML: the charts that lie in the checkout; an installed package has none."""
+    found = [(folder / name, title) for name, title in MEASURED.items() if (folder / name).is_file()]
+    return "".join(_picture(file, title) for file, title in found)
+
+
+def _picture(file: Path, title: str) -> str:
+    data = base64.b64encode(file.read_bytes()).decode("ascii")  # as a picture, whatever it holds is not run
+    source = f"data:image/svg+xml;base64,{data}"
+    style = "max-width:100%;background:white"
+    return f'<h3>{escape(title)}</h3><img alt="{escape(title)}" src="{source}" style="{style}">'

@@ -1,0 +1,56 @@
+"""The build form's answers, as an order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.spec import Role
+from ..runtime.orders import Wanted
+from ..runtime.settings import Settings
+
+PRESETS = {
+    "SD 1.5": "512x512, 512x768, 768x512",
+    "SD 2": "768x768",
+    "SDXL, SD3, Flux": "1024x1024, 832x1216, 1216x832",
+}
+"""Sizes that people make pictures in, by kind of model."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What stands in the form, in its order."""
+
+    model: str
+    role: str
+    resolutions: str
+    batch: float
+    precision: str
+    backend: str
+    optimize: str
+    engines: str
+    max_batch: float
+    tokens: float
+    max_tokens: float
+    bake: bool
+
+    def wanted(self) -> Wanted:
+        """
+        Raises:
+            ValueError: an answer that does not do, with what to do.
+        """
+        if not self.model:
+            raise ValueError("Choose a model first")
+        settings = Settings.of_text(
+            backend=self.backend,
+            precision=self.precision,
+            optimize=self.optimize,
+            build="first use",
+            resolutions=self.resolutions or "",
+            engines=self.engines,
+            max_batch=int(self.max_batch),
+            max_tokens=int(self.max_tokens),
+            bake=bool(self.bake),
+        )
+        if not settings.resolutions:
+            raise ValueError("Name at least one resolution, such as 512x512")
+        return Wanted(self.model, Role(self.role), settings, int(self.batch), int(self.tokens))

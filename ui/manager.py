@@ -1,0 +1,192 @@
+"""What the page shows and does. It knows nothing of Gradio, and nothing of which host it is in."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..core.errors import EngineInUse, StoreError
+from ..engine_cache import Entry
+from ..runtime.describe import details, overview
+from ..runtime.hits import Asked, find_hits
+from ..runtime.machine import describe_machine
+from ..runtime.needs import Needs, foresee
+from ..runtime.orders import Order, Orders, Wanted, Workshop, describe_orders
+from ..runtime.provider import EngineProvider
+from ..runtime.pruning import prune
+from ..runtime.queue import Ticket, TicketState
+from ..runtime.recent_log import recent_log
+
+
+class Manager:
+    """The engines of one store, and the orders of one process; shared by all pages that are open.
+
+    Args:
+        provider: the host's own, so that its builds show here too.
+        workshop: what the host does for orders.
+    """
+
+    def __init__(self, provider: EngineProvider, workshop: Workshop) -> None:
+        self.provider = provider
+        self.workshop = workshop
+        self.orders = Orders(workshop, lambda order: self._note_change())
+        self._changes = itertools.count(1)
+        self._changed = 0
+        self._log = recent_log()
+        provider.queue.listen(self._hear)
+
+    # Engines
+
+    def overview(self) -> dict[str, Any]:
+        """The store and its engines, as `slipstream list` tells."""
+        return overview(self.provider.store)
+
+    def version(self) -> tuple[int, int]:
+        """Another one once engines came, went or were changed here, or by another process."""
+        try:
+            touched = os.stat(self.provider.store.root / "engines").st_mtime_ns
+        except OSError:  # no store yet
+            touched = 0
+        return self._changed, touched
+
+    def details(self, prefix: str) -> dict[str, Any]:
+        """All that is known of an engine.
+
+        Raises:
+            ValueError: there is none whose id begins so.
+        """
+        entry = self._entry(prefix)
+        return {**details(entry), "in_use": self.provider.store.is_used(entry.digest)}
+
+    def verify(self, prefixes: Sequence[str] | None = None) -> dict[str, str | None]:
+        """Compare the files of some engines (None: all) with their checksums: digest → what is wrong, or None.
+
+        Raises:
+            ValueError: one of them is gone.
+        """
+        store = self.provider.store
+        if prefixes is None:
+            found = store.verify_all()
+        else:
+            found = {digest: store.verify(digest) for digest in self._digests(prefixes)}
+        self._note_change()
+        return found
+
+    def delete(self, prefixes: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Remove engines.
+
+        Returns:
+            Digests of those that are gone, and why others are not.
+
+        Raises:
+            ValueError: one of them was gone already; nothing was deleted.
+        """
+        deleted, reasons = [], []
+        for digest in self._digests(prefixes):
+            try:
+                self.provider.delete(digest)
+                deleted.append(digest)
+            except (EngineInUse, StoreError) as error:
+                reasons.append(str(error))
+        self._note_change()
+        return deleted, reasons
+
+    def prune(self, limit_bytes: int, days: float | None) -> list[Entry]:
+        """Remove the least recently used engines.
+
+        Args:
+            limit_bytes: what may stay.
+            days: also those that were not used for so long.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        older = None if days is None else timedelta(days=days)
+        removed = prune(self.provider.store, limit_bytes, older)
+        self._note_change()
+        return removed
+
+    def hits(self, asked: Asked) -> dict[str, list[dict[str, Any]]]:
+        """Which engines would serve; see `find_hits`."""
+        return find_hits([entry.manifest for entry in self.provider.store.list()], asked)
+
+    # Building
+
+    def foresee(self, wanted: Wanted) -> Needs:
+        """What an order will take.
+
+        Raises:
+            BackendUnavailable: nothing here could build it.
+            ValueError: the model is not offered.
+        """
+        self._check_offered(wanted)
+        numbers = self.workshop.numbers_in(wanted.model, wanted.role)
+        return foresee(self.provider, self.workshop.device(), wanted, numbers)
+
+    def order(self, wanted: Wanted) -> Order:
+        """Have engines made.
+
+        Raises:
+            BackendUnavailable: nothing here could build them.
+            ValueError: the model is not offered.
+        """
+        self.foresee(wanted)  # says no before a model is loaded
+        return self.orders.submit(wanted)
+
+    def progress(self) -> list[dict[str, Any]]:
+        """Orders, and builds that nodes or others of this process asked for; see `describe_orders`."""
+        return describe_orders(self.orders, self.provider.queue)
+
+    def cancel(self) -> str:
+        """Stop what is under way, or comes next; its name, or an empty text where there is nothing to stop."""
+        for order in self.orders.pending():
+            if not order.token.cancelled:
+                self.orders.cancel(order.id)
+                return str(order.wanted)
+        for ticket in self.provider.queue.pending():
+            ticket.cancel()
+            return str(ticket.plan)
+        return ""
+
+    def cancel_all(self) -> int:
+        """Stop all orders and builds of this process; how many there were."""
+        orders, tickets = self.orders.pending(), self.provider.queue.pending()
+        for order in orders:
+            self.orders.cancel(order.id)
+        for ticket in tickets:
+            ticket.cancel()
+        return max(len(orders), len(tickets))
+
+    # Around it
+
+    def log(self) -> dict[str, Any]:
+        """Slipstream's last lines; see `RecentLog.after`."""
+        return self._log.after(0)
+
+    def machine(self) -> dict[str, Any]:
+        return describe_machine(self.workshop.device(), self.provider.backends, self.provider.history)
+
+    def _entry(self, prefix: str) -> Entry:
+        found = self.provider.store.find(prefix) if prefix else []
+        if len(found) != 1:
+            raise ValueError(f"There is no engine {prefix} any more; press Refresh")
+        return found[0]
+
+    def _digests(self, prefixes: Iterable[str]) -> list[str]:
+        return [self._entry(prefix).digest for prefix in prefixes]
+
+    def _check_offered(self, wanted: Wanted) -> None:
+        if wanted.model not in self.workshop.models():
+            raise ValueError("Choose a model from the list; Refresh looks for new files")
+        if wanted.role not in self.workshop.roles:
+            raise ValueError(f"Engines for a {wanted.role.value} are built when a workflow first uses it")
+
+    def _hear(self, ticket: Ticket) -> None:
+        if ticket.state is TicketState.DONE:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed = next(self._changes)

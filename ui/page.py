@@ -1,0 +1,80 @@
+"""The whole page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import charts, wording
+from .compat import follow, gradio, listen
+from .manager import Manager
+from .tab_build import BuildTab
+from .tab_check import CheckTab
+from .tab_engines import EnginesTab
+
+TITLE = "Slipstream engines"
+
+
+def blocks(manager: Manager) -> Any:
+    """The page as `gradio.Blocks`, to launch, to mount, or to hand a WebUI as a tab.
+
+    Raises:
+        BackendUnavailable: Gradio is not installed.
+    """
+    gr = gradio()
+    with gr.Blocks(title=TITLE, analytics_enabled=False) as page:
+        _Page(manager, page)
+    return page
+
+
+class _Page:
+    """Puts the tabs together and keeps them up to date."""
+
+    def __init__(self, manager: Manager, page: Any) -> None:
+        gr = gradio()
+        self._manager = manager
+        self._machine = manager.machine()
+        self._head = gr.Markdown()
+        with gr.Tabs():
+            with gr.Tab("Engines"):
+                self._engines = EnginesTab(manager)
+            with gr.Tab("Build"):
+                self._build = BuildTab(manager)
+            with gr.Tab("Would it hit?"):
+                CheckTab(manager)
+            with gr.Tab("Charts"):
+                self._speed = gr.HTML(elem_id="slipstream_speed")
+                gr.HTML(charts.measured())
+            with gr.Tab("Log"):
+                self._log = gr.Textbox(lines=20, max_lines=20, interactive=False, label="Slipstream's last lines")
+        seen = gr.State(None)
+        refresh = self._engines.refresh.click
+        listen(page.load, self._look, [], [*self._outputs(), seen])
+        listen(refresh, self._look, [], [*self._outputs(), seen])
+        follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.ordered])
+
+    def _outputs(self) -> list[Any]:
+        engines = [self._head, self._engines.table, self._engines.chosen, self._speed]
+        return [*engines, self._build.progress, self._log]
+
+    def _look(self) -> list[Any]:
+        return self._tick(None)
+
+    def _tick(self, seen: Any) -> list[Any]:
+        """New values of `_outputs` where they changed, and what is seen now."""
+        bars, log = wording.bars(self._manager.progress()), self._manager.log()
+        now = (self._manager.version(), bars, log["next"])
+        same, before = gradio().update(), seen or (None, None, None)
+        return [
+            *(self._of_engines() if now[0] != before[0] else [same] * 4),
+            bars if bars != before[1] else same,
+            wording.log_text(log["lines"]) if log["next"] != before[2] else same,
+            now,
+        ]
+
+    def _of_engines(self) -> list[Any]:
+        overview = self._manager.overview()
+        head = wording.head(overview, self._machine)
+        return [head, *self._engines.shown(overview), charts.speedups(overview["engines"])]
+
+    def _is_idle(self) -> bool:
+        return all(row["state"] in wording.ENDED for row in self._manager.progress())

@@ -1,0 +1,84 @@
+"""The page on a port of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..core.errors import BackendUnavailable
+from .compat import gradio, launch_options, queued
+from .guard import LOOPBACK, Guard
+from .manager import Manager
+from .page import blocks
+
+USER = "slipstream"
+PASSWORD_VARIABLE = "SLIPSTREAM_UI_PASSWORD"
+
+
+class Server:
+    """The page while it is given out, on a thread of its own."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self._page = page
+        self.url = url
+
+    def close(self) -> None:
+        self._page.close(verbose=False)
+
+
+def start(
+    manager: Manager,
+    address: str = "127.0.0.1",
+    port: int | None = None,
+    password: str | None = None,
+    in_browser: bool = False,
+) -> Server:
+    """Give the page out.
+
+    Args:
+        address: to listen at. Whoever can reach it can delete engines and have others built.
+        port: None for the first free one from 7860 on.
+        password: asked for, with the user `USER`; without one only this machine is listened to.
+
+    Raises:
+        BackendUnavailable: Gradio is not installed, or the address cannot be had.
+        ValueError: another address than this machine's own, and no password.
+    """
+    gradio()  # says first what is missing
+    check_address(address, password)
+    page = queued(blocks(manager))
+    try:
+        _, url, _ = page.launch(
+            server_name=address,
+            server_port=port,
+            auth=(USER, password) if password else None,
+            inbrowser=in_browser,
+            share=False,
+            quiet=True,
+            show_error=True,
+            prevent_thread_lock=True,
+            blocked_paths=[os.getcwd()],  # older Gradios give its files to whoever asks
+            app_kwargs={"middleware": [_guard(address)]},
+            **launch_options(),
+        )
+    except OSError as error:
+        raise BackendUnavailable(f"The page cannot be given out at {address}: {error}. Choose another port") from error
+    return Server(page, str(url))
+
+
+def check_address(address: str, password: str | None) -> None:
+    """
+    Raises:
+        ValueError: others could reach it, and no password keeps them out.
+    """
+    if address not in LOOPBACK and not password:
+        raise ValueError(
+            f"Refused to listen at {address} without a password: whoever reaches the page can delete engines and have "
+            f"others built. Set {PASSWORD_VARIABLE} (the user is {USER}), or leave --listen away"
+        )
+
+
+def _guard(address: str) -> Any:
+    from starlette.middleware import Middleware
+
+    return Middleware(Guard, hosts=LOOPBACK if address in LOOPBACK else None)

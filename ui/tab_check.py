@@ -1,0 +1,32 @@
+"""The third tab: would an engine serve pictures of this size?"""
+
+from __future__ import annotations
+
+from ..runtime.hits import Asked
+from ..runtime.settings import TOKENS, parse_resolutions
+from . import wording
+from .compat import gradio, listen
+from .manager import Manager
+
+_LARGEST_BATCH = 64
+_LONGEST_TEXT = 16 * TOKENS
+
+
+class CheckTab:
+    def __init__(self, manager: Manager) -> None:
+        gr = gradio()
+        self._manager = manager
+        with gr.Row():
+            size = gr.Textbox("512x512", label="Resolution of the picture", elem_id="slipstream_hit_size")
+            batch = gr.Slider(1, _LARGEST_BATCH, value=2, step=1, label="Batch: 2 for one picture with CFG")
+            tokens = gr.Slider(TOKENS, _LONGEST_TEXT, value=TOKENS, step=TOKENS, label="Length of the text, in tokens")
+        ask = gr.Button("Would it hit?", variant="primary")
+        verdict = gr.Markdown(elem_id="slipstream_verdict")
+        listen(ask.click, self._hits, [size, batch, tokens], [verdict])
+
+    def _hits(self, size: str, batch: float, tokens: float) -> str:
+        found = parse_resolutions(size or "")
+        if len(found) != 1:
+            raise ValueError("Write one resolution, such as 512x768")
+        (resolution,) = found
+        return wording.hits(self._manager.hits(Asked(resolution.width, resolution.height, int(batch), int(tokens))))
