@@ -39,7 +39,7 @@ def _python() -> Iterator[str]:
     if sys.version_info < OLDEST_PYTHON:
         yield (
             f"Python {_dotted(sys.version_info[:2])} is too old: Slipstream needs {_dotted(OLDEST_PYTHON)} "
-            "or newer and will not load. Update ComfyUI's Python."
+            "or newer and will not load. Update the Python of ComfyUI, or of the WebUI."
         )
 
 
@@ -47,13 +47,13 @@ def _torch() -> Iterator[str]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield "PyTorch is not installed, so nothing will run. Install it the way ComfyUI's own manual says."
+        yield "PyTorch is not installed, so nothing will run. Install it as the manual of ComfyUI or the WebUI says."
         return
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         yield (
             f"PyTorch {version} is too old for engines: models will run as plain PyTorch. "
-            f"Update ComfyUI's PyTorch to {_dotted(OLDEST_TORCH)} or newer."
+            f"Update the PyTorch of ComfyUI, or of the WebUI, to {_dotted(OLDEST_TORCH)} or newer."
         )
 
 

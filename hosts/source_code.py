@@ -60,7 +60,15 @@ def why_replaced(model: torch.nn.Module) -> str | None:
 
 def _layer_classes(model: torch.nn.Module) -> frozenset[type]:
     kinds = {type(part) for part in model.modules()}
-    return frozenset(base for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
+    bases = ((base, kind) for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
+    return frozenset(base for base, kind in bases if not _is_mixin(base, kind))
+
+
+def _is_mixin(base: type, kind: type) -> bool:
+    """Whether a base is an installed package's and no layer, as diffusers' for configs is in Forge: it computes
+    nothing."""
+    package = _top(base.__module__)
+    return not issubclass(base, torch.nn.Module) and package != _top(kind.__module__) and _is_installed(package)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,19 +6,12 @@ The model's own modules stay where they are: LoRA, offloading and saving keep wo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..stand_in import Compute, stand_in
 from .model_classes import ModelClass
-
-Plain = Callable[..., torch.Tensor]
-Compute = Callable[[Any, Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
-"""Given the module that is called, a way to call it as it is, and the call's arguments."""
-
-_NAME = "diffusion_model"
 
 
 def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, compute: Compute) -> None:
@@ -53,44 +46,6 @@ def _around_the_module(compute: Compute, executor: Any, *args: Any, **kwargs: An
 
 
 def _around_the_model(compute: Compute, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    with _stand_in(executor.class_obj, compute):
+    with stand_in(executor.class_obj, compute):
         result: torch.Tensor = executor(*args, **kwargs)
         return result
-
-
-@contextmanager
-def _stand_in(model: torch.nn.Module, compute: Compute) -> Iterator[None]:
-    """Let `model.diffusion_model` be a stand-in: an attribute of the instance, which hides the submodule.
-
-    While the stand-in is called, the submodule is back: whoever looks meanwhile, at its weights say, finds it.
-    """
-    module: Any = model.diffusion_model
-    attributes = vars(model)
-
-    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-        del attributes[_NAME]
-        try:
-            return compute(module, module, args, kwargs)
-        finally:
-            attributes[_NAME] = stand_in
-
-    stand_in = _StandIn(module, call)
-    attributes[_NAME] = stand_in
-    try:
-        yield
-    finally:
-        del attributes[_NAME]
-
-
-class _StandIn:
-    """A module whose calls are led elsewhere; in all else it is the module."""
-
-    def __init__(self, module: Any, call: Plain) -> None:
-        self._module = module
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

@@ -16,7 +16,7 @@ from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.verify import LIMITS, relative_error
-from .hook import Plain
+from ..stand_in import Plain
 from .model_classes import ModelClass
 from .residuals import residuals_of
 from .source import ComfyUNetSource

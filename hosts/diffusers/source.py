@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from ...core.protocols import Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import cast_inputs
+from ..widened import widen_while_computing
 from .unet import PREFIX, DiffusersUNet, call
 from .vetoes import why_not_these_layers
 
@@ -91,19 +93,9 @@ def _widened(architecture: DiffusersUNet, unet: UNet2DConditionModel) -> torch.n
     for name, layer in wide.named_modules():
         live = unet.get_submodule(name)
         if live._parameters:
-            _widen_while_computing(layer, live)
+            widen_while_computing(layer, functools.partial(_own_weights, live))
     return wide
 
 
-def _widen_while_computing(layer: torch.nn.Module, live: torch.nn.Module) -> None:
-    hollow = {**layer._parameters}
-
-    def fill(*_: Any) -> None:
-        for name, tensor in live.named_parameters(recurse=False):
-            layer._parameters[name] = torch.nn.Parameter(tensor.detach().float(), requires_grad=False)
-
-    def drain(*_: Any) -> None:
-        layer._parameters.update(hollow)
-
-    layer.register_forward_pre_hook(fill)
-    layer.register_forward_hook(drain)
+def _own_weights(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(layer.named_parameters(recurse=False))

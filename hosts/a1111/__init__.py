@@ -1,0 +1,1 @@
+"""AUTOMATIC1111 (experimental): an option of its "SD Unet" setting."""

@@ -1,0 +1,99 @@
+"""A live UNet of the Forge family in the words of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...core.dtypes import dtype_of, precision_of
+from ...core.errors import UnsupportedModel
+from ...core.protocols import Tensors
+from ...core.spec import Precision
+from ...engine_cache import digest_tensors
+from ..architecture import Remembered, cast_inputs
+from ..widened import widen_while_computing
+from .families import family_of
+from .unet import PREFIX, ForgeUNet, call
+from .weights import Weights, current_weights
+
+_digests: Remembered[str] = Remembered()
+
+
+class ForgeUNetSource:
+    """The UNet of a `UnetPatcher` during one sampling run.
+
+    Copies of weights that an engine needs live as long as this: between runs the host has all of its memory.
+
+    Args:
+        patcher: `forge_objects.unet`, loaded on its device for the length of the run.
+
+    Raises:
+        UnsupportedModel: engines cannot stand for this model.
+    """
+
+    def __init__(self, patcher: Any) -> None:
+        family = family_of(patcher)
+        if family is None:
+            raise UnsupportedModel(f"{type(patcher).__name__} is of no WebUI that Slipstream knows")
+        self.patcher = patcher
+        self.family = family
+        self.unet: torch.nn.Module = patcher.model.diffusion_model
+        self.architecture = ForgeUNet.of(family, patcher.model)
+        self._applied = family.applied(patcher)
+        self._copies: dict[torch.dtype, Weights] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.patcher.load_device)
+
+    @property
+    def precision(self) -> Precision:
+        return precision_of(self.family.dtype(self.patcher.model))
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether a LoRA changes its weights."""
+        return bool(self.family.loras(self.patcher))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the loaded weights are still those that this run began with."""
+        return self._applied == self.family.applied(self.patcher)
+
+    def weights_digest(self) -> str:
+        return _digests.get(self.unet, None, self._digest)
+
+    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+        return {PREFIX + name: tensor for name, tensor in self._current(dtype_of(precision)).items()}
+
+    def eager(self, inputs: Tensors) -> Tensors:
+        return {"out": call(self.unet, cast_inputs(inputs, dtype_of(self.precision)))}
+
+    def reference(self, inputs: Tensors) -> Tensors:
+        """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
+        wide = self.architecture.hollow()
+        weights = self._current(dtype_of(self.precision))
+        for name, layer in wide.named_modules():
+            own = {own: weights[f"{name}.{own}" if name else own] for own in layer._parameters if _has(layer, own)}
+            if own:
+                widen_while_computing(layer, lambda own=own: own)  # type: ignore[misc]
+        return {"out": call(wide, cast_inputs(inputs, torch.float32))}
+
+    def _digest(self) -> str:
+        """Of the weights without LoRA."""
+        prefix = "diffusion_model."
+        before = self.family.originals(self.patcher)
+        named = [*self.unet.named_parameters(), *self.unet.named_buffers()]
+        return digest_tensors({name: before.get(prefix + name, tensor).detach() for name, tensor in named})
+
+    def _current(self, dtype: torch.dtype) -> Weights:
+        if dtype not in self._copies:
+            names = self.architecture.weight_names
+            self._copies[dtype] = current_weights(self.family, self.unet, names, dtype, self.device)
+        return self._copies[dtype]
+
+
+def _has(layer: torch.nn.Module, name: str) -> bool:
+    return layer._parameters[name] is not None

@@ -1,0 +1,124 @@
+"""The Forge family's UNet as an `Architecture`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...core.dtypes import dtype_of
+from ...core.errors import UnsupportedModel
+from ...core.protocols import Tensors
+from ...core.shapes import Shape
+from ...core.skeleton import hollow
+from ...core.spec import ModelFingerprint, Precision, Role
+from ..architecture import Remembered, architecture_digest, fingerprint_of, random_inputs, version_of
+from ..comfy.residuals import control_of
+from .families import FAMILIES, Family, enter_for_layers
+
+PREFIX = "model."
+"""Of every weight's name in the exported program."""
+
+
+def call(unet: torch.nn.Module, inputs: Tensors) -> torch.Tensor:
+    """Call a UNet with the runtime's names."""
+    control, given = control_of(inputs)
+    rest = {name: tensor for name, tensor in given.items() if name not in ("x", "timesteps")}
+    result: torch.Tensor = unet(given["x"], given["timesteps"], **rest, control=control, transformer_options={})
+    return result
+
+
+class UNetGraph(torch.nn.Module):
+    """The UNet as exported: plain inputs, one attention operator that compilers know, no patches."""
+
+    def __init__(self, family: Family, unet: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = unet
+        self._family = family
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
+        """
+        Args:
+            inputs: x [N, C, H, W], timesteps [N], context [N, tokens, dim], y [N, dim] where the class takes it, and
+                the residuals of ControlNets.
+
+        Raises:
+            UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
+        """
+        versions = {name: version_of(tensor) for name, tensor in inputs.items()}
+        with self._family.plain_attention():
+            out = call(self.model, inputs)
+        if written := [name for name, tensor in inputs.items() if version_of(tensor) != versions[name]]:
+            raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
+        return (out,)
+
+
+class ForgeUNet:
+    """What a UNet computes, apart from the model that was loaded."""
+
+    role: Role = Role.UNET
+    outputs: tuple[str, ...] = ("out",)
+
+    def __init__(self, family: Family, config: dict[str, Any], name: str) -> None:
+        self.family = family
+        self.config = config
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_another_process, (self.family.name, self.family.checkout(), self.config, self.name)
+
+    @classmethod
+    def of(cls, family: Family, model: Any) -> ForgeUNet:
+        """The architecture of what a `UnetPatcher` holds.
+
+        Raises:
+            UnsupportedModel: engines cannot stand for its class.
+        """
+        live = getattr(model, "diffusion_model", None)
+        if not isinstance(live, torch.nn.Module) or not family.is_unet(live):
+            raise UnsupportedModel(f"{type(live).__name__} models have no engines in this WebUI; the plain one is used")
+        return _remembered.get(live, None, lambda: cls._read(family, model))
+
+    @classmethod
+    def _read(cls, family: Family, model: Any) -> ForgeUNet:
+        config = family.arguments(copy.deepcopy(dict(family.config(model))))
+        described = getattr(model, "config", None) or getattr(model, "model_config", None)
+        return cls(family, config, type(described).__name__)
+
+    @functools.cached_property
+    def fingerprint(self) -> ModelFingerprint:
+        return fingerprint_of(architecture_digest(self._without_numbers, self.config), self.name, self._without_numbers)
+
+    @functools.cached_property
+    def weight_names(self) -> frozenset[str]:
+        """Without `PREFIX`."""
+        return frozenset(self._without_numbers.state_dict())
+
+    @functools.cached_property
+    def _without_numbers(self) -> torch.nn.Module:
+        return self.hollow()
+
+    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return hollow(lambda: UNetGraph(self.family, self.hollow()), dtype_of(precision), device)
+
+    def random_inputs(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
+    ) -> Tensors:
+        return random_inputs(shapes, dtypes, device, seed)
+
+    def hollow(self) -> torch.nn.Module:
+        """A new UNet without numbers."""
+        with torch.device("meta"):
+            return self.family.build(copy.deepcopy(self.config)).requires_grad_(False).eval()
+
+
+_remembered: Remembered[ForgeUNet] = Remembered()
+
+
+def _in_another_process(family: str, checkout: str, config: dict[str, Any], name: str) -> ForgeUNet:
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"no WebUI is built on {family}")
+    return ForgeUNet(enter_for_layers(family, checkout), config, name)

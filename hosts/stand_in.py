@@ -1,0 +1,56 @@
+"""A network whose calls are led elsewhere while its host goes on seeing it where it was.
+
+The network's own modules stay where they are: LoRA, offloading and saving keep working, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Plain = Callable[..., torch.Tensor]
+Compute = Callable[[Any, Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
+"""Given the module that is called, a way to call it as it is, and the call's arguments."""
+
+_NAME = "diffusion_model"
+
+
+@contextmanager
+def stand_in(model: torch.nn.Module, compute: Compute) -> Iterator[None]:
+    """Let `model.diffusion_model` be a stand-in: an attribute of the instance, which hides the submodule.
+
+    While the stand-in is called, the submodule is back: whoever looks meanwhile, at its weights say, finds it.
+    """
+    module: Any = model.diffusion_model
+    attributes = vars(model)
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        del attributes[_NAME]
+        try:
+            return compute(module, module, args, kwargs)
+        finally:
+            attributes[_NAME] = standing
+
+    standing = _StandIn(module, call)
+    attributes[_NAME] = standing
+    try:
+        yield
+    finally:
+        del attributes[_NAME]
+
+
+class _StandIn:
+    """A module whose calls are led elsewhere; in all else it is the module."""
+
+    def __init__(self, module: Any, call: Plain) -> None:
+        self._module = module
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

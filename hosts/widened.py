@@ -1,0 +1,27 @@
+"""A network in fp32 whose layers hold weights only while they compute, so that no fp32 copy of it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def widen_while_computing(layer: torch.nn.Module, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    """
+    Args:
+        layer: without numbers; its own parameters are filled, not those of layers within.
+        weights: the parameters by their names in the layer, of any floating dtype.
+    """
+    hollow = {**layer._parameters}
+
+    def fill(*_: Any) -> None:
+        for name, tensor in weights().items():
+            layer._parameters[name] = torch.nn.Parameter(tensor.detach().float(), requires_grad=False)
+
+    def drain(*_: Any) -> None:
+        layer._parameters.update(hollow)
+
+    layer.register_forward_pre_hook(fill)
+    layer.register_forward_hook(drain)
