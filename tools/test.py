@@ -1,6 +1,10 @@
 """Lint, types and tests: the one command before a change is handed in.
 
-    python tools/test.py [arguments of pytest]
+    python tools/test.py [--every-version] [arguments of pytest]
+
+Of several ComfyUIs, Gradios and WebUIs the newest runs all of its tests, and an older ComfyUI those that are most about
+its version; with `--every-version` each runs what it can, which takes more than twice as long: before a release, and
+whenever a host's seam changes. The closing lines say what was left out.
 
 Sets up `.venv`, one environment per ComfyUI found, and one per Gradio on its first run. Arguments go to every pytest;
 a test file or folder among them limits the run to it. The last line reads `N passed, N failed, N skipped`.
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from bootstrap import (
     GRADIOS,
+    NEWEST_GRADIO,
     ROOT,
     WINDOWS,
     SetupError,
@@ -38,8 +43,15 @@ COMFYUI_TESTS = ROOT / "tests" / "comfyui"
 UI_TESTS = ROOT / "tests" / "ui"
 WEBUI_TESTS = ROOT / "tests" / "webui"
 PYTEST_FOUND_NOTHING = 5
+EVERY_VERSION = "--every-version"
 ONCE = ("test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py")
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
+SEAMS = (
+    "test_harness.py", "test_main_job.py", "test_node_texts.py", "test_one_step.py", "test_route_guard.py",
+    "test_routes.py", "test_step_skip.py", "test_unet_engines.py", "test_whole_workflow.py",
+)  # fmt: skip
+"""Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
+NEWEST_WEBUI = "webui-neo"
 GET_COMFYUI = (
     "no ComfyUI found, so nothing was tried in the program that Slipstream is made for. Get one with "
     "`git clone https://github.com/comfyanonymous/ComfyUI ~/.cache/slipstream/ComfyUI`, or name one by "
@@ -67,18 +79,20 @@ class Result:
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit status."""
+    whole = EVERY_VERSION in arguments
+    arguments = [argument for argument in arguments if argument != EVERY_VERSION]
     try:
         python = project_python()
         hosts = [(checkout, comfyui_python(checkout)) for checkout in find_comfyui()]
-        pages = _pages(python, arguments)
+        pages = _pages(python, arguments, whole)
     except SetupError as why:
         print(why, file=sys.stderr)
         print("0 passed, 1 failed, 0 skipped")
         return 1
     shutil.rmtree(RESULTS, ignore_errors=True)
     checks = _checks(python)
-    tiers = _tiers(python, hosts, arguments, pages)
-    _report(checks, tiers)
+    tiers = _tiers(python, hosts, arguments, pages, whole)
+    _report(checks, tiers, _left_out(hosts, arguments, whole))
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
     if not passed and not failed:
@@ -142,19 +156,24 @@ Page = tuple[str, "Path | str"]
 """The name of a Gradio, and the Python that has it, or why there is none."""
 
 
-def _pages(python: Path, arguments: Sequence[str]) -> list[Page]:
+def _pages(python: Path, arguments: Sequence[str], whole: bool = False) -> list[Page]:
     """Set up the Gradios that the tests to be run ask for."""
     chosen = _chosen(arguments)
     if chosen and not any(_is_below(UI_TESTS, path) for path in chosen):
         return []
-    return [(name, why_no_gradio(name, python) or gradio_python(name, python)) for name in GRADIOS]
+    wanted = GRADIOS if whole or chosen else [NEWEST_GRADIO]
+    return [(name, why_no_gradio(name, python) or gradio_python(name, python)) for name in wanted]
 
 
 def _tiers(
-    python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page] = ()
+    python: Path,
+    hosts: Sequence[tuple[Path, Path]],
+    arguments: Sequence[str],
+    pages: Sequence[Page] = (),
+    whole: bool = False,
 ) -> list[Result]:
-    """Run the tests without a host in `.venv`, and those in each ComfyUI and Gradio with its own Python."""
-    tiers = _planned(python, hosts, arguments, pages)
+    """Run the tests without a host in `.venv`, and those in each ComfyUI, WebUI and Gradio with its own Python."""
+    tiers = _planned(python, hosts, arguments, pages, whole)
     # The longest first; as many at once as there are cores, since each computes on one thread.
     longest_first = sorted(tiers, key=lambda tier: tier.checkout is None)
     print(f"\n== tests: {', '.join(tier.title for tier in tiers)}, up to {os.cpu_count() or 1} at once", flush=True)
@@ -170,7 +189,11 @@ def _tiers(
 
 
 def _planned(
-    python: Path, hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page] = ()
+    python: Path,
+    hosts: Sequence[tuple[Path, Path]],
+    arguments: Sequence[str],
+    pages: Sequence[Page] = (),
+    whole: bool = False,
 ) -> list[Tier]:
     chosen = _chosen(arguments)
     options = [argument for argument in arguments if argument not in chosen]
@@ -183,18 +206,26 @@ def _planned(
     if outside:
         tiers.append(Tier("chosen", python, [*outside, *options]))
     if inside or not chosen:
-        paths = inside or [str(COMFYUI_TESTS)]
         for found, its_python in hosts:
-            left_out = [] if inside or found == hosts[-1][0] else [f"--ignore={COMFYUI_TESTS / name}" for name in ONCE]
-            tiers.append(Tier(f"comfyui {found.name}", its_python, [*paths, *options, *left_out], found))
+            paths = inside or _comfyui_tests(found == hosts[-1][0], whole)
+            tiers.append(Tier(f"comfyui {found.name}", its_python, [*paths, *options], found))
     if of_webui or not chosen:
         for webui, its_python in find_webuis():
             name = webui.parent.name if webui.name == "webui" else webui.name
-            tiers.append(Tier(name, its_python, [*(of_webui or [str(WEBUI_TESTS)]), *options], webui=webui))
+            if of_webui or whole or name == NEWEST_WEBUI:
+                tiers.append(Tier(name, its_python, [*(of_webui or [str(WEBUI_TESTS)]), *options], webui=webui))
     for name, gradio in pages:
         if not isinstance(gradio, str):
             tiers.append(Tier(f"ui gradio-{name}", gradio, [*(of_page or [str(UI_TESTS)]), *options]))
     return tiers
+
+
+def _comfyui_tests(is_newest: bool, whole: bool) -> list[str]:
+    if is_newest:
+        return [str(COMFYUI_TESTS)]
+    if whole:
+        return [str(COMFYUI_TESTS), *(f"--ignore={COMFYUI_TESTS / name}" for name in ONCE)]
+    return [str(COMFYUI_TESTS / name) for name in SEAMS]
 
 
 def _chosen(arguments: Sequence[str]) -> list[str]:
@@ -248,7 +279,7 @@ def _read(title: str, report: Path) -> Result:
 # --------------------------------------------------------------------------------------------------- report
 
 
-def _report(checks: Sequence[Result], tiers: Sequence[Result]) -> None:
+def _report(checks: Sequence[Result], tiers: Sequence[Result], left_out: Sequence[str]) -> None:
     print("\n== summary")
     for check in checks:
         print(f"{check.title:<28} {'FAILED' if check.failed else 'ok':<6} {check.seconds:>31.0f} s")
@@ -257,16 +288,27 @@ def _report(checks: Sequence[Result], tiers: Sequence[Result]) -> None:
         counts = f"{tier.passed:>8} {tier.failed:>8} {tier.skipped:>8} {tier.seconds:>10.0f} s"
         print(f"{tier.title:<28} {counts} {tier.note}".rstrip())
     print("\nnot run here:")
-    for line in (*_absent(), *_skips(tiers)):
+    for line in (*_absent(), *_skips(tiers), *left_out):
         print(f"- {line}")
 
 
 def _skips(tiers: Sequence[Result]) -> list[str]:
     lines = [f"{tier.title}: {count} x {why}" for tier in tiers for why, count in sorted(tier.skips.items())]
-    hosts = [tier.title for tier in tiers if tier.title.startswith("comfyui ")]
-    if len(hosts) > 1:
-        lines.append(f"of several ComfyUIs, only {hosts[-1]} runs what is not about its version: {', '.join(ONCE)}")
     return lines or ["no test was skipped"]
+
+
+def _left_out(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> list[str]:
+    """Say what the versions of a host leave to each other."""
+    if _chosen(arguments):
+        return []
+    older, lines = [checkout.name for checkout, _ in hosts[:-1]], []
+    if older:
+        only = f"all but {', '.join(ONCE)}" if whole else ", ".join(SEAMS)
+        lines.append(f"of tests/comfyui, {', '.join(older)} ran {only}")
+    if not whole:
+        others = [name for name in GRADIOS if name != NEWEST_GRADIO]
+        lines.append(f"Gradio {', '.join(others)}, and WebUIs other than {NEWEST_WEBUI}: {EVERY_VERSION} runs them")
+    return lines
 
 
 def _absent() -> list[str]:

@@ -177,12 +177,16 @@ def test_the_tools_need_nothing_but_the_standard_library(root: Path) -> None:
 
 def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tmp_path: Path) -> None:
     older, newer = hosts = [(tmp_path / name, Path(sys.executable)) for name in ("older", "newer")]
-    left_out = {
-        tier.checkout: [word for word in tier.arguments if word.startswith("--ignore")]
-        for tier in command._planned(Path(sys.executable), hosts, [])
-        if tier.checkout
-    }
-    assert len(left_out[older[0]]) == len(command.ONCE) and left_out[newer[0]] == []
-    assert all((command.COMFYUI_TESTS / name).is_file() for name in command.ONCE)
+
+    def planned(whole: bool) -> dict[Path, list[str]]:
+        tiers = command._planned(Path(sys.executable), hosts, [], whole=whole)
+        return {tier.checkout: list(tier.arguments) for tier in tiers if tier.checkout}
+
+    assert planned(False)[newer[0]] == planned(True)[newer[0]] == [str(command.COMFYUI_TESTS)]
+    assert planned(False)[older[0]] == [str(command.COMFYUI_TESTS / name) for name in command.SEAMS]
+    assert len(planned(True)[older[0]]) == 1 + len(command.ONCE)
+    assert all((command.COMFYUI_TESTS / name).is_file() for name in (*command.ONCE, *command.SEAMS))
+    assert "older ran test_harness.py" in command._left_out(hosts, [], False)[0]
+    assert "older ran all but test_benchmarks.py" in command._left_out(hosts, [], True)[0]
     chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "test_cli.py")])
     assert all(not word.startswith("--ignore") for tier in chosen for word in tier.arguments)
