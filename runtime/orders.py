@@ -194,7 +194,7 @@ class Orders:
             order.reason, state = str(error), TicketState.CANCELLED
         except SlipstreamError as error:
             order.reason = str(error)
-        except Exception as error:  # of a host's loader: nothing may end the thread and leave everybody waiting
+        except BaseException as error:  # a host's loader may even exit: nothing may leave everybody waiting
             log.exception("Slipstream: making %s broke", order.wanted)
             order.reason = f"Slipstream broke ({first_line(error)}); please report this with the log"
         if order.reason:

@@ -12,7 +12,7 @@ from ..engine_cache.files import replace_text, store_errors
 from .presets import CUSTOM, PRESETS
 from .saved_preset import SavedPreset, from_record
 
-__all__ = ["SavedPreset", "check_name", "delete", "load", "save", "saved_presets"]
+__all__ = ["SavedPreset", "check_name", "delete", "load", "presets_folder", "save", "saved_presets"]
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +20,11 @@ _LONGEST_NAME = 120  # bytes: with what is written beside it, a file's name may 
 _NAME = re.compile(r"\w(?:[\w .()+-]*[\w)+-])?")
 _WINDOWS_KEEPS = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _warned: set[tuple[object, ...]] = set()
+
+
+def presets_folder(home: Path) -> Path:
+    """Where they lie in the folder of all that Slipstream keeps."""
+    return home / "step_skipping"
 
 
 def check_name(name: str) -> None:

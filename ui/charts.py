@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.words import say_speedup
+from ..sampling.saved_preset import SavedPreset
 from .wording import bar
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -32,6 +33,24 @@ def _timed(engine: Mapping[str, Any], longest: float) -> str:
     title = f"{engine['label']}, {engine['precision']} {engine['backend']}: {say_speedup(engine['speedup'])} ({times})"
     return (
         f'<div class="slipstream-speed" style="margin:.6em 0">{escape(title)}{bar(engine["speedup"] / longest)}</div>'
+    )
+
+
+def calibrated(presets: Iterable[SavedPreset]) -> str:
+    """HTML: what Skip Calibrate found here, the closest first; a bar is the share of the steps that are computed."""
+    found = sorted(presets, key=lambda each: -each.held_out_db)
+    if not found:
+        return (
+            "<p>Nothing was calibrated here yet. The node Skip Calibrate measures step skipping on your own model.</p>"
+        )
+    return "".join(map(_calibrated, found))
+
+
+def _calibrated(preset: SavedPreset) -> str:
+    title = f"{preset.name}: {preset.preset().note}"
+    return (
+        f'<div class="slipstream-preset" style="margin:.6em 0">{escape(title)}'
+        f"{bar(len(preset.computed) / preset.steps)}</div>"
     )
 
 

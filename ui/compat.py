@@ -95,6 +95,11 @@ def follow(tick: Tick, is_idle: Callable[[], bool], state: Any, outputs: Sequenc
         start(watch, [], list(outputs), show_progress="hidden", **_private())
 
 
+def column_widths(percent: Sequence[float]) -> dict[str, Any]:
+    """Of `Dataframe`; Gradio 3 goes by what stands in the cells."""
+    return {"column_widths": [f"{each}%" for each in percent]} if version() >= (4,) else {}
+
+
 def queued(page: Any) -> Any:
     """The page, with handlers that do not wait for one another."""
     return page.queue(concurrency_count=16) if version() < (4,) else page.queue(default_concurrency_limit=16)

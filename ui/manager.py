@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from ..core.errors import EngineInUse, StoreError
@@ -19,6 +20,7 @@ from ..runtime.provider import EngineProvider
 from ..runtime.pruning import prune
 from ..runtime.queue import Ticket, TicketState
 from ..runtime.recent_log import recent_log
+from ..sampling.saved import SavedPreset, presets_folder, saved_presets
 
 
 class Manager:
@@ -27,10 +29,12 @@ class Manager:
     Args:
         provider: the host's own, so that its builds show here too.
         workshop: what the host does for orders.
+        home: where calibrated presets lie beside engines; default: the store's folder.
     """
 
-    def __init__(self, provider: EngineProvider, workshop: Workshop) -> None:
+    def __init__(self, provider: EngineProvider, workshop: Workshop, home: Path | None = None) -> None:
         self.provider = provider
+        self._home = home or provider.store.root
         self.workshop = workshop
         self.orders = Orders(workshop, lambda order: self._note_change())
         self._changes = itertools.count(1)
@@ -43,6 +47,10 @@ class Manager:
     def overview(self) -> dict[str, Any]:
         """The store and its engines, as `slipstream list` tells."""
         return overview(self.provider.store)
+
+    def calibrated(self) -> list[SavedPreset]:
+        """The presets of step skipping that were calibrated here."""
+        return list(saved_presets(presets_folder(self._home)).values())
 
     def version(self) -> tuple[int, int]:
         """Another one once engines came, went or were changed here, or by another process."""

@@ -43,6 +43,8 @@ class _Page:
                 CheckTab(manager)
             with gr.Tab("Charts"):
                 self._speed = gr.HTML(elem_id="slipstream_speed")
+                gr.Markdown("### Step skipping, calibrated on this machine")
+                self._calibrated = gr.HTML(elem_id="slipstream_calibrated")
                 gr.HTML(charts.measured())
             with gr.Tab("Log"):
                 self._log = gr.Textbox(lines=20, max_lines=20, interactive=False, label="Slipstream's last lines")
@@ -53,7 +55,7 @@ class _Page:
         follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.ordered])
 
     def _outputs(self) -> list[Any]:
-        engines = [self._head, self._engines.table, self._engines.chosen, self._speed]
+        engines = [self._head, self._engines.table, self._engines.chosen, self._speed, self._calibrated]
         return [*engines, self._build.progress, self._log]
 
     def _look(self) -> list[Any]:
@@ -65,7 +67,7 @@ class _Page:
         now = (self._manager.version(), bars, log["next"])
         same, before = gradio().update(), seen or (None, None, None)
         return [
-            *(self._of_engines() if now[0] != before[0] else [same] * 4),
+            *(self._of_engines() if now[0] != before[0] else [same] * 5),
             bars if bars != before[1] else same,
             wording.log_text(log["lines"]) if log["next"] != before[2] else same,
             now,
@@ -74,7 +76,10 @@ class _Page:
     def _of_engines(self) -> list[Any]:
         overview = self._manager.overview()
         head = wording.head(overview, self._machine)
-        return [head, *self._engines.shown(overview), charts.speedups(overview["engines"])]
+        return [head, *self._engines.shown(overview), *self._of_machine(overview)]
+
+    def _of_machine(self, overview: dict[str, Any]) -> list[str]:
+        return [charts.speedups(overview["engines"]), charts.calibrated(self._manager.calibrated())]
 
     def _is_idle(self) -> bool:
         return all(row["state"] in wording.ENDED for row in self._manager.progress())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..core.errors import BackendUnavailable
+from ..core.errors import BackendUnavailable, first_line
 from .compat import gradio, launch_options, queued
 from .guard import LOOPBACK, Guard
 from .manager import Manager
@@ -48,21 +50,26 @@ def start(
     check_address(address, password)
     page = queued(blocks(manager))
     try:
-        _, url, _ = page.launch(
-            server_name=address,
-            server_port=port,
-            auth=(USER, password) if password else None,
-            inbrowser=in_browser,
-            share=False,
-            quiet=True,
-            show_error=True,
-            prevent_thread_lock=True,
-            blocked_paths=[os.getcwd()],  # older Gradios give its files to whoever asks
-            app_kwargs={"middleware": [_guard(address)]},
-            **launch_options(),
-        )
-    except OSError as error:
-        raise BackendUnavailable(f"The page cannot be given out at {address}: {error}. Choose another port") from error
+        with _without_proxy(address):
+            _, url, _ = page.launch(
+                server_name=f"[{address.strip('[]')}]" if ":" in address else address,
+                server_port=port,
+                auth=(USER, password) if password else None,
+                inbrowser=in_browser,
+                share=False,
+                quiet=True,
+                show_error=True,
+                prevent_thread_lock=True,
+                blocked_paths=[os.getcwd()],  # older Gradios give its files to whoever asks
+                app_kwargs={"middleware": [_guard(address)]},
+                **launch_options(),
+            )
+    except Exception as error:  # of Gradio and of the clients that it asks itself by, after the port was opened
+        with suppress(Exception):
+            page.close(verbose=False)
+        raise BackendUnavailable(
+            f"The page cannot be given out at {address}: {first_line(error)}. Choose another port"
+        ) from error
     return Server(page, str(url))
 
 
@@ -76,6 +83,23 @@ def check_address(address: str, password: str | None) -> None:
             f"Refused to listen at {address} without a password: whoever reaches the page can delete engines and have "
             f"others built. Set {PASSWORD_VARIABLE} (the user is {USER}), or leave --listen away"
         )
+
+
+@contextmanager
+def _without_proxy(address: str) -> Iterator[None]:
+    """Meanwhile no proxy stands before this machine: Gradio begins by asking its own page for an answer."""
+    names = ("no_proxy", "NO_PROXY")
+    before = {name: os.environ.get(name) for name in names}
+    kept = next(filter(None, before.values()), "")
+    for name in names:
+        os.environ[name] = ",".join(filter(None, [kept, *sorted(LOOPBACK), address]))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _guard(address: str) -> Any:

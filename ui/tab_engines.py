@@ -8,7 +8,7 @@ from typing import Any
 
 from ..runtime.words import say_bytes
 from . import wording
-from .compat import gradio, listen
+from .compat import column_widths, gradio, listen
 from .manager import Manager
 
 _GB = 2**30
@@ -32,6 +32,7 @@ class EnginesTab:
             interactive=False,
             wrap=True,
             label="Engines",
+            **column_widths(wording.WIDTHS),
         )
         self.chosen = gr.Dropdown(
             choices=[], value=[], multiselect=True, label="Chosen engines", elem_id="slipstream_chosen"
@@ -40,6 +41,7 @@ class EnginesTab:
             self.refresh = gr.Button("Refresh")
             details, verify, verify_all = (gr.Button(text) for text in ("Details", "Verify chosen", "Verify all"))
             delete = gr.Button("Delete chosen…", variant="stop")
+        asked = gr.State([])  # what the question names: the list may be changed before it is answered
         with gr.Group(visible=False) as asking:
             question = gr.Markdown()
             with gr.Row():
@@ -50,9 +52,9 @@ class EnginesTab:
         listen(details.click, self._details, [self.chosen], [self.message])
         listen(verify.click, self._verify, [self.chosen], changed, waits=True)
         listen(verify_all.click, self._verify_all, [], changed, waits=True)
-        listen(delete.click, self._ask, [self.chosen], [asking, question])
+        listen(delete.click, self._ask, [self.chosen], [asking, question, asked])
         listen(no.click, lambda: gr.update(visible=False), [], [asking])
-        listen(yes.click, self._delete, [self.chosen], [asking, *changed])
+        listen(yes.click, self._delete, [asked], [asking, *changed])
 
     @staticmethod
     def shown(overview: Mapping[str, Any]) -> list[Any]:
@@ -89,10 +91,10 @@ class EnginesTab:
     def _ask(self, chosen: Sequence[str]) -> list[Any]:
         wording.ids(chosen)
         named = "\n".join(f"- {wording.code(each)}" for each in chosen)
-        return [gradio().update(visible=True), f"**Delete for good?**\n\n{named}"]
+        return [gradio().update(visible=True), f"**Delete for good?**\n\n{named}", list(chosen)]
 
-    def _delete(self, chosen: Sequence[str]) -> list[Any]:
-        deleted, reasons = self._manager.delete(wording.ids(chosen))
+    def _delete(self, asked: Sequence[str]) -> list[Any]:
+        deleted, reasons = self._manager.delete(wording.ids(asked))
         message = "\n\n".join([f"{len(deleted)} deleted.", *reasons])
         return [gradio().update(visible=False), *self._after(), message]
 

@@ -13,6 +13,8 @@ from ..runtime.words import SHOWN, say_bytes, say_error, say_speedup, say_state,
 COLUMNS = (
     "id", "model", "role", "profile", "precision", "backend", "GPU", "MiB", "error", "speed-up", "last used", "state",
 )  # fmt: skip
+WIDTHS = (10.1, 8.3, 8.6, 9.0, 9.7, 9.5, 6.6, 5.6, 7.0, 7.7, 9.2, 8.7)
+"""Of the columns, in percent: no word of a usual row is broken on a page 1280 wide."""
 ENDED = ("done", "failed", "cancelled")
 _LINES = 200
 _COLOURS = {"done": "#2e9e5b", "failed": "#d05050", "cancelled": "#999999"}

@@ -53,7 +53,7 @@ class LdmUNetSource:
         return any(getattr(layer, "network_current_names", ()) for layer in self.unet.modules())
 
     def weights_digest(self) -> str:
-        return _digests.get(self.unet, None, self._digest)
+        return _digests.get(self.unet, _checkpoint(), self._digest)
 
     def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
         dtype = dtype_of(precision)
@@ -87,6 +87,13 @@ class LdmUNetSource:
             if isinstance(kept, torch.Tensor):
                 found[f"{name}.weight"] = kept
         return digest_tensors(found)
+
+
+def _checkpoint() -> str:
+    """That the weights are of: the WebUI loads the next one into the same layers."""
+    from modules import shared
+
+    return str(getattr(shared.sd_model, "sd_model_checkpoint", ""))
 
 
 @contextmanager

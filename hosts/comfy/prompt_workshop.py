@@ -10,7 +10,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,14 @@ class PromptWorkshop:
         """
         Raises:
             BuildFailed: ComfyUI refused the prompt, or it ended without an engine.
+            BuildCancelled: somebody took it out of ComfyUI's queue, or stopped it there.
             whatever `hooks.check_interrupted` raises; the prompt is taken back then.
         """
         prompt = _post(prompt_of(wanted))
         try:
             while (done := _history(prompt)) is None:
                 hooks.check_interrupted()
-                where = "building in ComfyUI's queue" if _is_running(prompt) else "waiting in ComfyUI's queue"
-                hooks.progress(Progress("queued", None, where))
+                hooks.progress(Progress("queued", None, _where(prompt)))
                 time.sleep(_POLL_SECONDS)
         except BaseException:
             _take_back(prompt)
@@ -124,9 +124,10 @@ def _post(prompt: dict[str, Any]) -> str:
             f"{scheme}://{place}:{server.port}/prompt", body, {"Content-Type": "application/json"}
         )
         # It is this very process that answers, under whatever name its certificate is for.
-        context = ssl._create_unverified_context() if scheme == "https" else None
+        secure = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+        direct = urllib.request.ProxyHandler({})  # and a proxy would look for it on another machine
         try:
-            with urllib.request.urlopen(asked, timeout=_POST_SECONDS, context=context) as answer:
+            with urllib.request.build_opener(direct, secure).open(asked, timeout=_POST_SECONDS) as answer:
                 return str(json.load(answer)["prompt_id"])
         except urllib.error.HTTPError as error:
             raise BuildFailed(f"ComfyUI refused to queue the build: {_refusal(error)}") from None
@@ -150,16 +151,35 @@ def _history(prompt: str) -> dict[str, Any] | None:
     return found.get(prompt)
 
 
+def _where(prompt: str) -> str:
+    """What a prompt without a history does, in words.
+
+    Raises:
+        BuildCancelled: it is nowhere any more.
+    """
+    running, waiting = server_of_process().prompt_queue.get_current_queue()
+    if _is_among(running, prompt):
+        return "building in ComfyUI's queue"
+    # One that ended since it was looked for has a history by now: it leaves the queue and enters that at once.
+    if not _is_among(waiting, prompt) and _history(prompt) is None:
+        raise BuildCancelled("The build was taken out of ComfyUI's queue. Nothing was kept")
+    return "waiting in ComfyUI's queue"
+
+
 def _is_running(prompt: str) -> bool:
     running, _ = server_of_process().prompt_queue.get_current_queue()
-    return any(item[1] == prompt for item in running)
+    return _is_among(running, prompt)
+
+
+def _is_among(items: Iterable[Any], prompt: str) -> bool:
+    return any(item[1] == prompt for item in items)
 
 
 def _take_back(prompt: str) -> None:
-    import nodes
-
     server_of_process().prompt_queue.delete_queue_item(lambda item: item[1] == prompt)
     if _is_running(prompt):
+        import nodes
+
         nodes.interrupt_processing()
 
 

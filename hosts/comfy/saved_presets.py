@@ -11,7 +11,7 @@ from .host import home
 
 
 def folder() -> Path:
-    return home() / "step_skipping"
+    return saved.presets_folder(home())
 
 
 def saved_presets() -> dict[str, Preset]:

@@ -30,12 +30,12 @@ class Choices:
     @classmethod
     def of_text(
         cls,
-        backend: str = BackendChoice.AUTO.value,
+        backend: str = BackendChoice.OFF.value,
         build: str = BuildPolicy.BACKGROUND.value,
         preset: str = NO_PRESET,
         resolutions: str = "auto",
     ) -> Choices:
-        """In the words of the page.
+        """In the words of the page; without any, as the page begins: other extensions make pictures of their own.
 
         Raises:
             ValueError: a word that is not offered, or a resolution that cannot be read.

@@ -111,6 +111,10 @@ class Family(ABC):
         """The function that gives a step's denoised latent: (model, x, timestep, uncond, cond, cond_scale,
         model_options, seed)."""
 
+    def why_no_skipping(self) -> str | None:
+        """Why this WebUI's steps are not skipped as it is set; None where they may be."""
+        return None
+
     @abstractmethod
     def use_cpu(self) -> None:
         """In the build process, before more of the WebUI is imported: leave the GPU alone."""
@@ -250,6 +254,13 @@ class _Patched(Family):
     def predict(self) -> Callable[..., torch.Tensor]:
         found: Callable[..., torch.Tensor] = importlib.import_module("ldm_patched.modules.samplers").sampling_function
         return found
+
+    def why_no_skipping(self) -> str | None:
+        options = getattr(importlib.import_module("modules.shared"), "opts", None)
+        # reForge decides on that where nothing outside of it sees it.
+        if any(getattr(options, name, None) for name in ("s_min_uncond", "skip_early_cond")):
+            return "the WebUI's settings leave the negative prompt out of some steps"
+        return None
 
     def use_cpu(self) -> None:
         args = importlib.import_module("ldm_patched.modules.args_parser").args

@@ -19,7 +19,7 @@ from ...runtime.settings import BackendChoice
 from ...sampling.presets import Preset
 from .calls import UNetCalls, calls_led
 from .choices import Choices
-from .families import family_of
+from .families import Family, family_of
 from .host import module_of, waiting_hooks
 from .skipping import skipping
 from .source import ForgeUNetSource
@@ -158,8 +158,9 @@ def _skips_steps(p: Any, sampler: Any, preset: Preset) -> Iterator[None]:
         task = task_of(p, sampler, kwargs)
         patcher = p.sd_model.forge_objects.unet
         family = family_of(patcher)
-        if isinstance(task, str) or family is None:
-            _note(p, STEPS, f"every step computed: {task}")
+        reason = task if isinstance(task, str) else _why_no_skipping(family, patcher)
+        if isinstance(task, str) or family is None or reason:
+            _note(p, STEPS, f"every step computed: {reason}")
             return function(denoiser, *args, **kwargs)
         with skipping(family, patcher, denoiser, preset, task, lambda told: _tell(p, told)):
             return function(denoiser, *args, **kwargs)
@@ -169,6 +170,12 @@ def _skips_steps(p: Any, sampler: Any, preset: Preset) -> Iterator[None]:
         yield
     finally:
         sampler.func = function
+
+
+def _why_no_skipping(family: Family | None, patcher: Any) -> str | None:
+    if family is None:
+        return f"{type(patcher).__name__} is of no WebUI that Slipstream knows"
+    return family.why_no_skipping()
 
 
 def _tell(p: Any, told: Any) -> None:

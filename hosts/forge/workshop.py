@@ -55,6 +55,7 @@ class ForgeWorkshop:
 
         settings = self._provider.with_preferences(wanted.settings)
         with queue_lock, torch.inference_mode():  # no picture meanwhile
+            hooks.check_interrupted()  # it may have waited for long
             patcher = _unet_of(wanted.model)
             source = ForgeUNetSource(patcher)
             source.family.manager().load_models_gpu([patcher])
@@ -87,10 +88,10 @@ def unet_call(source: ForgeUNetSource, resolution: Resolution, batch: int, token
 
 
 def _loaded() -> Any:
-    """The WebUI's model; None before one is loaded."""
-    from modules import shared
+    """The WebUI's model; None before one is loaded: most WebUIs load one as soon as `shared.sd_model` is read."""
+    from modules import sd_models
 
-    model = getattr(shared, "sd_model", None)
+    model = sd_models.model_data.sd_model
     return model if getattr(model, "forge_objects", None) is not None else None
 
 

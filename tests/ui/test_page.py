@@ -121,10 +121,21 @@ def test_delete_asks_first(page: UiPage, put: Put, store: EngineStore) -> None:
     assert store.has(gone.digest)
     page.press("Delete chosen…")
     page.until_text("Delete for good?")
+    page.choose("slipstream_chosen", kept.digest[:12])  # which the question does not name
     page.press("Yes, delete them")
     page.until_text("1 deleted.", "slipstream_message")
     page.until(lambda: not page.row(gone.digest[:12]), "the row to go")
     assert page.row(kept.digest[:12]) and not store.has(gone.digest) and store.has(kept.digest)
+
+
+def test_the_page_is_given_out_where_a_proxy_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with serving(tmp_path / "engines") as url, direct.open(url) as answer:
+        assert answer.status == 200
 
 
 def test_details_and_verify(page: UiPage, put: Put) -> None:
@@ -181,6 +192,7 @@ def test_charts(page: UiPage, put: Put) -> None:
     page.press("Refresh")
     page.tab("Charts")
     page.until_text("SD15 512×640 batch 2, fp32 aotinductor: 2.50× (2.0 ms, the plain model 5.0 ms)")
+    page.until_text("Nothing was calibrated here yet")
     assert page.page.locator("img[alt^='Step skipping']").evaluate("picture => picture.naturalWidth") > 0
 
 

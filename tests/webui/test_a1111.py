@@ -14,7 +14,8 @@ from ldm.modules.diffusionmodules import openaimodel
 from modules import script_callbacks, sd_unet, shared
 
 from slipstream.hosts.a1111.pictures import ENGINES, begin_picture, end_picture
-from slipstream.hosts.a1111.unet_option import add_options, module_in_use
+from slipstream.hosts.a1111.source import LdmUNetSource
+from slipstream.hosts.a1111.unet_option import add_options, config_of, module_in_use
 from slipstream.hosts.detect import Host, running_host
 
 CONFIG = """
@@ -135,6 +136,16 @@ def test_a_lora_is_written_into_the_weights_that_the_engine_reads(model: Any, mo
     assert module.status.engine_calls == calls + 1
     sd_unet.apply_unet("None")
     assert distance(found, model(*inputs())) < TOLERANCE < distance(found, before)
+
+
+def test_the_next_checkpoint_in_the_same_layers_has_a_digest_of_its_own(model: Any) -> None:
+    def digest(checkpoint: str) -> str:
+        shared.sd_model.sd_model_checkpoint = checkpoint
+        return LdmUNetSource(model, config_of(shared.sd_model), torch.device("cpu")).weights_digest()
+
+    first = digest("a.safetensors")
+    model.out[2].weight += 0.5
+    assert digest("b.safetensors") != first
 
 
 def test_another_extensions_forward_runs_plain(model: Any) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from modules import scripts, shared
+from modules import scripts, sd_models, shared
 
+from slipstream.core.errors import BuildCancelled
 from slipstream.core.spec import Role
 from slipstream.hosts.forge.host import provider
 from slipstream.hosts.forge.workshop import ForgeWorkshop
@@ -264,6 +265,29 @@ def test_interrupt_ends_the_wait_for_a_build(model: Any) -> None:
     assert not str(shared.state.textinfo or "").startswith("Slipstream")
     kmodel = model.forge_objects_original.unet.model
     assert "apply_model" not in vars(kmodel) and "diffusion_model" not in vars(kmodel)
+
+
+def test_an_order_that_was_cancelled_while_pictures_were_made_ends_at_once() -> None:
+    from modules.call_queue import queue_lock
+
+    def check() -> None:
+        assert not queue_lock.acquire(False)  # from here on pictures wait for it
+        raise BuildCancelled("enough")
+
+    settings = Settings(policy=BuildPolicy.FIRST_USE, resolutions=parse_resolutions("64x64"))
+    wanted = Wanted("exchanged meanwhile", Role.UNET, settings, 2, 77)
+    hooks = HostHooks(check_interrupted=check, interruptions=(BuildCancelled,))
+    with pytest.raises(BuildCancelled, match="enough"):
+        list(ForgeWorkshop(provider()).make(wanted, hooks))
+
+
+def test_the_page_loads_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        pytest.fail("it was loaded")
+
+    monkeypatch.setattr(sd_models.model_data, "sd_model", None)
+    monkeypatch.setattr(sd_models.model_data, "get_sd_model", load)
+    assert ForgeWorkshop(provider()).models() == []
 
 
 def test_the_page_orders_engines_for_the_loaded_checkpoint(model: Any) -> None:

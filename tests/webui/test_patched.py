@@ -152,3 +152,16 @@ def test_a_preset_computes_the_steps_that_it_says(patcher: Any) -> None:
     assert seen == pytest.approx([every[step] for step in computed])
     assert said[STEPS].startswith(f"balanced: {len(computed)} of 20 steps computed (euler, ")
     assert 0 < distance(made, full) < 0.5
+
+
+@pytest.mark.parametrize("option", ["s_min_uncond", "skip_early_cond"])
+def test_steps_that_leave_the_negative_prompt_out_are_not_skipped(
+    patcher: Any, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    from modules import shared
+
+    monkeypatch.setattr(shared, "opts", SimpleNamespace(**{option: 0.5}), raising=False)
+    full, _ = picture(patcher, OFF, steps=20)
+    made, said = picture(patcher, ("off", "first use", "balanced"), steps=20)
+    assert said[STEPS] == "every step computed: the WebUI's settings leave the negative prompt out of some steps"
+    assert torch.equal(made, full)

@@ -24,6 +24,7 @@ def test_choices_are_the_nodes_own_words() -> None:
     assert chosen.settings.policy is BuildPolicy.FIRST_USE
     assert chosen.preset is not None and chosen.preset.name == "balanced"
     assert Choices.of_text("off", preset=NO_PRESET).is_idle
+    assert Choices.of_text().is_idle  # a picture that another extension makes, which knows of no choices
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,19 @@ def test_the_last_call_of_a_script_counts_and_each_leads_one_run() -> None:
         sampler.launch_sampling(4, lambda: runs.append(2))
         assert "launch_sampling" not in vars(sampler)
     assert runs == [2, 2]
+
+
+def test_steps_of_an_unknown_webui_are_not_skipped_and_that_is_said() -> None:
+    sampler = Sampler()
+    unet = SimpleNamespace()
+    p = processing(sampler=sampler, sd_model=SimpleNamespace(forge_objects=SimpleNamespace(unet=unet)))
+    sampler.__dict__.update(funcname="sample_euler", eta=0.0, model_wrap_cfg=SimpleNamespace(mask=None))
+    sampler.__dict__.update(func=lambda *_, **__: "plain")
+    lead_next_sampling(p, Choices.of_text("off", preset="balanced"))
+    sigmas = torch.tensor([1.0, 0.5, 0.0])
+    assert sampler.launch_sampling(2, lambda: sampler.func(None, sigmas=sigmas)) == "plain"  # type: ignore[attr-defined]
+    said = "every step computed: SimpleNamespace is of no WebUI that Slipstream knows"
+    assert p.extra_generation_params == {"Slipstream steps": said}
 
 
 def test_what_another_extension_put_there_stays() -> None:

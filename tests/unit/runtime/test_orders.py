@@ -28,7 +28,7 @@ class Workshop:
         self.provider = provider
         self.gate = threading.Event()
         self.gate.set()
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.rests = 0
 
     def device(self) -> torch.device:
@@ -116,10 +116,14 @@ def test_a_cancel_in_the_queue_ends_the_order(orders: Orders, worker: FakeWorker
 
 @pytest.mark.parametrize(
     ("error", "told"),
-    [(UnsupportedModel("no engines for it"), "no engines for it"), (OSError("on fire"), "Slipstream broke (OSError")],
+    [
+        (UnsupportedModel("no engines for it"), "no engines for it"),
+        (OSError("on fire"), "Slipstream broke (OSError"),
+        (SystemExit(2), "Slipstream broke (SystemExit"),
+    ],
 )
 def test_a_failure_is_told_and_the_next_order_goes_on(
-    orders: Orders, workshop: Workshop, error: Exception, told: str
+    orders: Orders, workshop: Workshop, error: BaseException, told: str
 ) -> None:
     workshop.error = error
     order = orders.submit(wanted())

@@ -15,6 +15,7 @@ from slipstream.runtime.hits import Asked
 from slipstream.runtime.orders import Wanted
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings import Settings
+from slipstream.sampling.saved import SavedPreset, save
 from slipstream.tests.fakes import CPU, FakeSource, FakeWorker, NullBackend, run_once
 from slipstream.ui.manager import Manager
 
@@ -65,6 +66,14 @@ def test_what_is_not_offered_is_not_ordered(manager: Manager, order: Wanted, tol
     with pytest.raises(ValueError, match=told):
         manager.order(order)
     assert not manager.orders.all()
+
+
+def test_what_was_calibrated_lies_beside_engines(manager: Manager, tmp_path: Path) -> None:
+    assert manager.calibrated() == []
+    mine = SavedPreset("Mine", 20, (0, 5, 19), "SD15", "euler", "normal", 4.0, 33.3, "2025-11-30")
+    save(mine, tmp_path / "engines" / "step_skipping")
+    assert manager.calibrated() == [mine]
+    assert Manager(manager.provider, Workshop(), tmp_path / "elsewhere").calibrated() == []
 
 
 def test_an_engine_comes_and_goes(manager: Manager) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.sampling.saved_preset import SavedPreset
 from slipstream.ui import charts, wording
 
 ENGINE: dict[str, Any] = {
@@ -45,6 +47,11 @@ def test_headers_are_there_without_rows() -> None:
     assert wording.table([]) == {"headers": list(wording.COLUMNS), "data": []}
 
 
+def test_each_column_has_a_width() -> None:
+    assert len(wording.WIDTHS) == len(wording.COLUMNS)
+    assert sum(wording.WIDTHS) == pytest.approx(100)
+
+
 def test_choices_lead_back_to_ids() -> None:
     assert wording.ids(wording.choices([ENGINE])) == ["abababababab"]
     assert wording.ids("abababababab | x") == ["abababababab"]
@@ -80,6 +87,14 @@ def test_charts(tmp_path: Path) -> None:
     assert "width:50.0%" in html and "No engine" in charts.speedups([])
     (tmp_path / "step-skipping.svg").write_text("<svg/>")
     assert charts.measured(tmp_path).count("<img") == 1 and not charts.measured(tmp_path / "none")
+
+
+def test_what_was_calibrated_here() -> None:
+    near = SavedPreset("Mine <1>", 20, (0, 1, 2, 5, 19), "SD15", "euler", "normal", 4.0, 33.3, "2025-11-30")
+    html = charts.calibrated([near, replace(near, name="closer", computed=tuple(range(20)), held_out_db=60.0)])
+    assert html.index("closer") < html.index("Mine &lt;1&gt;: calibrated 2025-11-30: 5 of 20 steps, SD15")
+    assert "width:25.0%" in html and "width:100.0%" in html
+    assert "Nothing was calibrated here yet" in charts.calibrated([])
 
 
 def test_the_charts_of_the_checkout_are_there() -> None:
