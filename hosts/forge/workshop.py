@@ -51,6 +51,8 @@ class ForgeWorkshop:
         Raises:
             SlipstreamError: another checkpoint is loaded by now, or an engine could not be had.
         """
+        if wanted.settings.bake:
+            raise UnsupportedModel("pictures of a WebUI take engines without weights in them; build without baking")
         from modules.call_queue import queue_lock
 
         settings = self._provider.with_preferences(wanted.settings)

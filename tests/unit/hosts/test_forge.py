@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.core.errors import UnsupportedModel
+from slipstream.core.spec import Role
 from slipstream.hosts.forge.calls import calls_led
 from slipstream.hosts.forge.choices import NO_PRESET, Choices, preset_names
 from slipstream.hosts.forge.families import family_of, scaled_dot_product_attention
@@ -15,7 +17,10 @@ from slipstream.hosts.forge.sampling import lead_next_sampling
 from slipstream.hosts.forge.task import task_of
 from slipstream.hosts.forge.vetoes import why_not_this_call, why_not_this_run
 from slipstream.hosts.forge.words import of_engines
-from slipstream.runtime.settings import BackendChoice, BuildPolicy
+from slipstream.hosts.forge.workshop import ForgeWorkshop
+from slipstream.runtime.orders import Wanted
+from slipstream.runtime.provider import HostHooks
+from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings
 
 
 def test_choices_are_the_nodes_own_words() -> None:
@@ -206,3 +211,9 @@ def test_attention_is_the_usual_one() -> None:
     weights = torch.softmax(parts[0] @ parts[1].transpose(-1, -2) / 2, dim=-1)
     wanted = (weights @ parts[2]).transpose(1, 2).reshape(2, 6, 8)
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v, 2), wanted)
+
+
+def test_an_engine_that_no_picture_would_ask_for_is_not_built() -> None:
+    wanted = Wanted("loaded", Role.UNET, Settings.of_text(resolutions="64x64", bake=True), 1, 77)
+    with pytest.raises(UnsupportedModel, match="build without baking"):
+        list(ForgeWorkshop(provider=None).make(wanted, HostHooks()))  # type: ignore[arg-type]
