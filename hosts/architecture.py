@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -47,6 +50,46 @@ class Remembered(Generic[_Known]):
             known[what] = find()
             self._known[module] = type(module), known
         return known[what]
+
+
+class NetworkArchitecture(ABC):
+    """What the architectures of all hosts' networks find out from the network without numbers."""
+
+    @abstractmethod
+    def hollow(self) -> torch.nn.Module:
+        """A new network without numbers, of the host's own code."""
+
+    @property
+    def draws(self) -> Mapping[str, Draw]:
+        """See `random_inputs`."""
+        return {}
+
+    @functools.cached_property
+    def without_numbers(self) -> torch.nn.Module:
+        """To be looked at, not changed."""
+        return self.hollow()
+
+    @functools.cached_property
+    def weight_names(self) -> frozenset[str]:
+        """As the host names them, without the prefix of the exported program."""
+        return frozenset(self.without_numbers.state_dict())
+
+    def random_inputs(
+        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
+    ) -> Tensors:
+        return random_inputs(shapes, dtypes, device, seed, self.draws)
+
+
+@contextmanager
+def inputs_unwritten(inputs: Tensors) -> Iterator[None]:
+    """
+    Raises:
+        UnsupportedModel: the model wrote into its inputs, which the host's own calls would see.
+    """
+    versions = {name: version_of(tensor) for name, tensor in inputs.items()}
+    yield
+    if written := [name for name, tensor in inputs.items() if version_of(tensor) != versions[name]]:
+        raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
 
 
 def fingerprint_of(digest: str, name: str, module: torch.nn.Module) -> ModelFingerprint:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+
+def widen_all(wide: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Let every layer of a network without numbers hold its own of `weights` while it computes."""
+    for name, layer in wide.named_modules():
+        names = [own for own, tensor in layer._parameters.items() if tensor is not None]
+        if names:
+            own = {each: weights[f"{name}.{each}" if name else each] for each in names}
+            widen_while_computing(layer, functools.partial(dict, own))
 
 
 def widen_while_computing(layer: torch.nn.Module, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:

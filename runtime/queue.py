@@ -168,6 +168,13 @@ class BuildQueue:
         for ticket in self.pending():
             ticket.cancel(reason)
 
+    def end_all(self, reason: str, seconds: float) -> None:
+        """Cancel all builds, and wait for each no longer than that until nothing of it is left."""
+        tickets = self.pending()
+        self.cancel_all(reason)
+        for ticket in tickets:
+            ticket.wait(seconds)
+
     def _drop(self, ticket: Ticket) -> None:
         """End a cancelled build that has not begun; a running one sees it by its token."""
         with self._changed:

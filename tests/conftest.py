@@ -54,9 +54,16 @@ def _missing(need: str) -> str | None:
     return None
 
 
+_OF_A_HOST = ("comfyui", "webui")
+"""Folders whose tests all get the marker of that name, so that `-m comfyui` finds them."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, each with its reason."""
+    """Mark tests by their folder; skip what this machine cannot run, each with its reason."""
     for item in items:
+        for name in _OF_A_HOST:
+            if ROOT / "tests" / name in item.path.parents:
+                item.add_marker(name)
         for marker in list(item.iter_markers()):
             reason = _missing(marker.name)
             if reason is not None:

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     shutil.rmtree(RESULTS, ignore_errors=True)
     checks = _checks(python)
-    tiers = _tiers(python, hosts, arguments, pages, whole)
+    tiers = _tiers(_planned(python, hosts, arguments, pages, whole), hosts, arguments, pages)
     _report(checks, tiers, _left_out(hosts, arguments, whole))
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
@@ -166,14 +166,9 @@ def _pages(python: Path, arguments: Sequence[str], whole: bool = False) -> list[
 
 
 def _tiers(
-    python: Path,
-    hosts: Sequence[tuple[Path, Path]],
-    arguments: Sequence[str],
-    pages: Sequence[Page] = (),
-    whole: bool = False,
+    tiers: Sequence[Tier], hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page]
 ) -> list[Result]:
-    """Run the tests without a host in `.venv`, and those in each ComfyUI, WebUI and Gradio with its own Python."""
-    tiers = _planned(python, hosts, arguments, pages, whole)
+    """Run what is planned, and name the hosts that are not there."""
     # The longest first; as many at once as there are cores, since each computes on one thread.
     longest_first = sorted(tiers, key=lambda tier: tier.checkout is None)
     print(f"\n== tests: {', '.join(tier.title for tier in tiers)}, up to {os.cpu_count() or 1} at once", flush=True)

@@ -55,8 +55,10 @@ class _Page:
         follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.ordered])
 
     def _outputs(self) -> list[Any]:
-        engines = [self._head, self._engines.table, self._engines.chosen, self._speed, self._calibrated]
-        return [*engines, self._build.progress, self._log]
+        return [*self._about_engines(), self._build.progress, self._log]
+
+    def _about_engines(self) -> list[Any]:
+        return [self._head, self._engines.table, self._engines.chosen, self._speed, self._calibrated]
 
     def _look(self) -> list[Any]:
         return self._tick(None)
@@ -67,7 +69,7 @@ class _Page:
         now = (self._manager.version(), bars, log["next"])
         same, before = gradio().update(), seen or (None, None, None)
         return [
-            *(self._of_engines() if now[0] != before[0] else [same] * 5),
+            *(self._of_engines() if now[0] != before[0] else [same] * len(self._about_engines())),
             bars if bars != before[1] else same,
             wording.log_text(log["lines"]) if log["next"] != before[2] else same,
             now,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ..runtime import queue
 from ..runtime.estimate import say_roughly
 from ..runtime.words import SHOWN, say_bytes, say_error, say_speedup, say_state, say_when
 
@@ -15,7 +16,7 @@ COLUMNS = (
 )  # fmt: skip
 WIDTHS = (10.1, 8.3, 8.6, 9.0, 9.7, 9.5, 6.6, 5.6, 7.0, 7.7, 9.2, 8.7)
 """Of the columns, in percent: no word of a usual row is broken on a page 1280 wide."""
-ENDED = ("done", "failed", "cancelled")
+ENDED = tuple(state.value for state in queue.ENDED)
 _LINES = 200
 _COLOURS = {"done": "#2e9e5b", "failed": "#d05050", "cancelled": "#999999"}
 _COLOUR = "#3b7dd8"

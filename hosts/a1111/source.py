@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...core.protocols import Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
-from ..widened import widen_while_computing
+from ..widened import widen_all
 from .unet import PREFIX, LdmUNet, call
 
 _digests: Remembered[str] = Remembered()
@@ -32,7 +32,7 @@ class LdmUNetSource:
         UnsupportedModel: engines cannot stand for this model, or its weights are elsewhere.
     """
 
-    def __init__(self, unet: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, unet: torch.nn.Module, config: Callable[[], Mapping[str, Any]], device: torch.device) -> None:
         self.unet = unet
         self.device = device
         self.architecture = LdmUNet.of(unet, config)
@@ -71,11 +71,7 @@ class LdmUNetSource:
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
         wide = self.architecture.hollow()
-        for name, layer in wide.named_modules():
-            names = [own for own, tensor in layer._parameters.items() if tensor is not None]
-            if names:
-                own = {own: self._weights[f"{name}.{own}" if name else own] for own in names}
-                widen_while_computing(layer, lambda own=own: own)  # type: ignore[misc]
+        widen_all(wide, self._weights)
         with plain_calls():
             return {"out": call(wide, cast_inputs(inputs, torch.float32))}
 

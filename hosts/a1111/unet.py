@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
-from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import Remembered, architecture_digest, fingerprint_of, random_inputs
+from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of
 
 PREFIX = "model."
 """Of every weight's name in the exported program."""
@@ -52,7 +51,7 @@ class UNetGraph(torch.nn.Module):
         return (call(self.model, inputs),)
 
 
-class LdmUNet:
+class LdmUNet(NetworkArchitecture):
     """What a UNet computes, apart from the model that was loaded.
 
     Args:
@@ -70,10 +69,10 @@ class LdmUNet:
         return _in_another_process, (self.package, _folder(self.package), self.config)
 
     @classmethod
-    def of(cls, unet: torch.nn.Module, config: Mapping[str, Any]) -> LdmUNet:
+    def of(cls, unet: torch.nn.Module, config: Callable[[], Mapping[str, Any]]) -> LdmUNet:
         """
         Args:
-            config: of the file that the host made the UNet from.
+            config: reads that of the file that the host made the UNet from; asked once for each UNet.
 
         Raises:
             UnsupportedModel: engines cannot stand for its class.
@@ -81,29 +80,15 @@ class LdmUNet:
         package = type(unet).__module__.partition(".")[0]
         if package not in _PACKAGES or f"{type(unet).__module__}.{type(unet).__qualname__}" != _full_name(package):
             raise UnsupportedModel(f"{type(unet).__name__} models have no engines in this WebUI; the plain one is used")
-        return _remembered.get(unet, None, lambda: cls(package, _arguments(package, config)))
+        return _remembered.get(unet, None, lambda: cls(package, _arguments(package, config())))
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self._without_numbers, self.config)
-        return fingerprint_of(digest, f"{self.package} {_CLASS}", self._without_numbers)
-
-    @functools.cached_property
-    def weight_names(self) -> frozenset[str]:
-        """Without `PREFIX`."""
-        return frozenset(self._without_numbers.state_dict())
-
-    @functools.cached_property
-    def _without_numbers(self) -> torch.nn.Module:
-        return self.hollow()
+        digest = architecture_digest(self.without_numbers, self.config)
+        return fingerprint_of(digest, f"{self.package} {_CLASS}", self.without_numbers)
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: UNetGraph(self.hollow()), dtype_of(precision), device)
-
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed)
 
     def hollow(self) -> torch.nn.Module:
         """A new UNet without numbers."""

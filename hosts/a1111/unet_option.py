@@ -94,7 +94,7 @@ def _compute(
             return {"out": live(x, timesteps, context, *rest, **more)}
 
     try:
-        source = LdmUNetSource(live, config_of(shared.sd_model), torch.device(devices.device))
+        source = LdmUNetSource(live, lambda: config_of(shared.sd_model), torch.device(devices.device))
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
         if module.status.count_eager(str(error)):

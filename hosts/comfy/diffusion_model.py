@@ -14,10 +14,16 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
-from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import Remembered, architecture_digest, fingerprint_of, random_inputs
+from ..architecture import (
+    Draw,
+    NetworkArchitecture,
+    Remembered,
+    architecture_digest,
+    fingerprint_of,
+    inputs_unwritten,
+)
 from .checkout import use_checkout
 from .layers import layers_with_weights, plain_layers
 from .model_classes import ModelClass, class_named, class_of
@@ -53,14 +59,10 @@ class DiffusionModelGraph(torch.nn.Module):
         Raises:
             UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
         """
-        versions = {name: tensor._version for name, tensor in inputs.items()}
         args, kwargs = split_inputs(inputs)
         options = {"optimized_attention_override": scaled_dot_product_attention}
-        with plain_operators():
-            out = self.model(*args, **kwargs, transformer_options=options)
-        if written := [name for name, tensor in inputs.items() if tensor._version != versions[name]]:
-            raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
-        return (out,)
+        with inputs_unwritten(inputs), plain_operators():
+            return (self.model(*args, **kwargs, transformer_options=options),)
 
 
 def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -83,7 +85,7 @@ def plain_operators() -> Iterator[None]:
         management.in_training = before
 
 
-class ComfyDiffusionModel:
+class ComfyDiffusionModel(NetworkArchitecture):
     """What a ComfyUI diffusion model computes, apart from the model that was loaded.
 
     Args:
@@ -133,23 +135,14 @@ class ComfyDiffusionModel:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        whole = self._whole() if self.projected else self._without_numbers  # of ComfyUI's code alone
+        whole = self._whole() if self.projected else self.without_numbers  # of ComfyUI's code alone
         digest = architecture_digest(whole, {**self.config, **self._variant})
-        return fingerprint_of(digest, self.name, self._without_numbers)
+        return fingerprint_of(digest, self.name, self.without_numbers)
 
     @property
     def _variant(self) -> dict[str, Any]:
         """What else tells it from other architectures of the same config."""
         return {"text": "projected"} if self.projected else {}
-
-    @functools.cached_property
-    def weight_names(self) -> frozenset[str]:
-        """Without `PREFIX`."""
-        return frozenset(self._without_numbers.state_dict())
-
-    @functools.cached_property
-    def _without_numbers(self) -> torch.nn.Module:
-        return self._build()
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
@@ -164,10 +157,12 @@ class ComfyDiffusionModel:
 
         return self._build(comfy.ops.manual_cast)
 
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed, {"timesteps": self.kind.timesteps})
+    @property
+    def draws(self) -> Mapping[str, Draw]:
+        return {"timesteps": self.kind.timesteps}
+
+    def hollow(self) -> torch.nn.Module:
+        return self._build()
 
     def _build(self, operations: Any = None) -> torch.nn.Module:
         module = self._whole(operations)

@@ -37,21 +37,15 @@ def _provider() -> EngineProvider:
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)
     made.on_timed = lambda: send(ENGINES, {})
-    atexit.register(_end_builds, made)
+    atexit.register(
+        made.queue.end_all, "ComfyUI is closing", _CLOSING_SECONDS
+    )  # no half-built engine stays in the store
     return made
 
 
 def _tell_page(ticket: Ticket) -> None:
     if ticket.state is TicketState.DONE:
         send(ENGINES, {})
-
-
-def _end_builds(of: EngineProvider) -> None:
-    """Leave no half-built engine in the store when ComfyUI ends."""
-    tickets = of.queue.pending()
-    of.queue.cancel_all("ComfyUI is closing")
-    for ticket in tickets:
-        ticket.wait(_CLOSING_SECONDS)
 
 
 @functools.lru_cache(maxsize=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ...runtime.plan import CallShape
 from ...runtime.settings import Resolution
-from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ..architecture import Draw, NetworkArchitecture, Remembered, architecture_digest, cast_inputs, fingerprint_of
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .checkpoint import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
@@ -52,7 +51,7 @@ class VaeGraph(torch.nn.Module):
         return (getattr(self.model, self._half.method)(inputs[self._half.input]),)
 
 
-class ComfyVaeHalf:
+class ComfyVaeHalf(NetworkArchitecture):
     """What a VAE's decoder or encoder computes, apart from the model that was loaded."""
 
     outputs: tuple[str, ...] = ("out",)
@@ -83,20 +82,15 @@ class ComfyVaeHalf:
             found = _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
         except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
             raise UnsupportedModel(f"The VAE's layers cannot be read ({error}); the plain model is used") from error
-        if layer := why_other_layers(model, found._without_numbers):
+        if layer := why_other_layers(model, found.without_numbers):
             raise UnsupportedModel(f"The VAE's {layer} is not as ComfyUI makes it; the plain model is used")
         return found
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         config = {**self.config, "kind": self.kind.name, "half": self.half.part}
-        digest = architecture_digest(self._without_numbers, config)
-        return fingerprint_of(digest, f"{self.kind.name} {self.half.part}", self._without_numbers)
-
-    @functools.cached_property
-    def weight_names(self) -> frozenset[str]:
-        """Without `PREFIX`."""
-        return frozenset(self._without_numbers.state_dict())
+        digest = architecture_digest(self.without_numbers, config)
+        return fingerprint_of(digest, f"{self.kind.name} {self.half.part}", self.without_numbers)
 
     @property
     def pixels_per_latent(self) -> int:
@@ -108,19 +102,14 @@ class ComfyVaeHalf:
         """Of its input."""
         return self.kind.latent_channels(self.config) if self.half is DECODER else 3
 
-    @functools.cached_property
-    def _without_numbers(self) -> torch.nn.Module:
-        return self.build()
-
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: VaeGraph(self.build(), self.half), dtype_of(precision), device)
+        return hollow(lambda: VaeGraph(self.hollow(), self.half), dtype_of(precision), device)
 
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed, MappingProxyType({"pixels": _picture}))
+    @property
+    def draws(self) -> Mapping[str, Draw]:
+        return {"pixels": _picture}
 
-    def build(self) -> torch.nn.Module:
+    def hollow(self) -> torch.nn.Module:
         """The half without numbers."""
         return build_half(self.kind, self.config, self.half)
 
@@ -185,7 +174,7 @@ class ComfyVaeSource:
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32, with a copy of the weights: autoencoders are small."""
-        graph = VaeGraph(self.architecture.build(), self.architecture.half)
+        graph = VaeGraph(self.architecture.hollow(), self.architecture.half)
         weights = {PREFIX + name: tensor for name, tensor in self._weights(torch.float32, None).items()}
         return {"out": torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32))[0]}
 

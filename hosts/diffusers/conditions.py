@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..alike import is_alike
+
 _LATENTS = ("sample", "hidden_states")
 
 
@@ -32,7 +34,7 @@ class Conditions:
         key = (name, sum(called == name for called, _ in self._called))
         given = [guidance, *_conditions(args, kwargs)]
         begins_otherwise = not self._called and self._called_before[:1] not in ([], [key])
-        if begins_otherwise or (key in self._given and not _same(self._given[key], given)):
+        if begins_otherwise or (key in self._given and not is_alike(self._given[key], given)):
             self.changes += 1
         self._given[key] = given
         self._called.append(key)
@@ -61,18 +63,3 @@ def _condition(name: str, value: Any) -> Any:
         return None
     # A ControlNet's results are new in each step; what it was given itself is looked at instead.
     return value is not None if "residual" in name or ("controlnet" in name and name != "controlnet_cond") else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return alike and bool((one == other).all())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, (bool, int, float, str)) and one == other

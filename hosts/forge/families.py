@@ -26,12 +26,14 @@ class Family(ABC):
         unet: module and name of the UNet's class (SD1.x, SD2, SDXL and their kin).
         attention: module and name of the function that the UNet calls for attention; hosts pick one by machine.
         memory: module that manages it.
+        options: module of the command line's, as `args`.
     """
 
     name: str
     unet: tuple[str, str]
     attention: tuple[str, str]
     memory: str
+    options: str
 
     def unet_class(self) -> type:
         """The class itself."""
@@ -115,9 +117,12 @@ class Family(ABC):
         """Why this WebUI's steps are not skipped as it is set; None where they may be."""
         return None
 
-    @abstractmethod
     def use_cpu(self) -> None:
         """In the build process, before more of the WebUI is imported: leave the GPU alone."""
+        args = importlib.import_module(self.options).args
+        for name in ("always_cpu", "cpu"):  # Neo has the shorter one
+            if hasattr(args, name):
+                setattr(args, name, True)
 
 
 def scaled_dot_product_attention(
@@ -133,11 +138,21 @@ def scaled_dot_product_attention(
     return out.transpose(1, 2).reshape(batch, -1, width)
 
 
+def _cloned(weight: Weight) -> Weight:
+    """The host may use the same staging buffer again for the next layer."""
+    return None if weight is None else weight.clone()
+
+
+def _quantised(layer: torch.nn.Module) -> str:
+    return f"its weights are quantised ({type(layer).__qualname__}), which engines here do not read"
+
+
 class _Backend(Family):
     name = "backend"
     unet = ("backend.nn.unet", "IntegratedUNet2DConditionModel")
     attention = ("backend.nn.unet", "attention_function")
     memory = "backend.memory_management"
+    options = "backend.args"
     _depth = 1
 
     def config(self, model: Any) -> Mapping[str, Any]:
@@ -179,16 +194,12 @@ class _Backend(Family):
             return plain
         weight, bias, signal = operations.weights_manual_cast(layer, like)
         with operations.main_stream_worker(weight, bias, signal):
-            # The host may use the same staging buffer again for the next layer.
-            return tuple(None if part is None else part.clone() for part in (weight, bias))  # type: ignore[return-value]
+            return _cloned(weight), _cloned(bias)
 
     def why_unreadable(self, layer: torch.nn.Module) -> str | None:
-        kind = type(layer)
-        if kind.__module__ == "backend.operations" and not kind.__qualname__.startswith("ForgeOperations."):
-            return f"its weights are quantised ({kind.__qualname__}), which engines here do not read"
-        if kind.__module__.startswith("backend.operations_"):
-            return f"its weights are quantised ({kind.__qualname__}), which engines here do not read"
-        return None
+        home, name = type(layer).__module__, type(layer).__qualname__
+        is_other = home == "backend.operations" and not name.startswith("ForgeOperations.")
+        return _quantised(layer) if is_other or home.startswith("backend.operations_") else None
 
     def predict(self) -> Callable[..., torch.Tensor]:
         found: Callable[..., torch.Tensor] = importlib.import_module(
@@ -196,18 +207,13 @@ class _Backend(Family):
         ).sampling_function_inner
         return found
 
-    def use_cpu(self) -> None:
-        args = importlib.import_module("backend.args").args
-        for name in ("always_cpu", "cpu"):  # Forge's, Neo's
-            if hasattr(args, name):
-                setattr(args, name, True)
-
 
 class _Patched(Family):
     name = "ldm_patched"
     unet = ("ldm_patched.ldm.modules.diffusionmodules.openaimodel", "UNetModel")
     attention = ("ldm_patched.ldm.modules.attention", "optimized_attention")
     memory = "ldm_patched.modules.model_management"
+    options = "ldm_patched.modules.args_parser"
     _depth = 2
 
     def config(self, model: Any) -> Mapping[str, Any]:
@@ -243,13 +249,11 @@ class _Patched(Family):
             return layer.weight, layer.bias
         weight, bias, *signal = operations.cast_bias_weight(layer, like)
         with operations.main_stream_worker(weight, bias, signal[0] if signal else None):
-            return tuple(None if part is None else part.clone() for part in (weight, bias))  # type: ignore[return-value]
+            return _cloned(weight), _cloned(bias)
 
     def why_unreadable(self, layer: torch.nn.Module) -> str | None:
-        kind = type(layer)
-        if "bnb" in kind.__module__ or "gguf" in kind.__module__.lower():
-            return f"its weights are quantised ({kind.__qualname__}), which engines here do not read"
-        return None
+        home = type(layer).__module__
+        return _quantised(layer) if "bnb" in home or "gguf" in home.lower() else None
 
     def predict(self) -> Callable[..., torch.Tensor]:
         found: Callable[..., torch.Tensor] = importlib.import_module("ldm_patched.modules.samplers").sampling_function
@@ -261,12 +265,6 @@ class _Patched(Family):
         if any(getattr(options, name, None) for name in ("s_min_uncond", "skip_early_cond")):
             return "the WebUI's settings leave the negative prompt out of some steps"
         return None
-
-    def use_cpu(self) -> None:
-        args = importlib.import_module("ldm_patched.modules.args_parser").args
-        for name in ("always_cpu", "cpu"):
-            if hasattr(args, name):
-                setattr(args, name, True)
 
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (_Backend(), _Patched())}

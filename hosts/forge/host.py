@@ -36,16 +36,10 @@ def _provider() -> EngineProvider:
     chosen = preferences()
     store = open_store(chosen.read(), models_folder())
     made = EngineProvider(store, is_idle=is_idle, preferences=chosen.read)
-    atexit.register(_end_builds, made)
+    atexit.register(
+        made.queue.end_all, "the WebUI is closing", _CLOSING_SECONDS
+    )  # no half-built engine stays in the store
     return made
-
-
-def _end_builds(of: EngineProvider) -> None:
-    """Leave no half-built engine in the store when the WebUI ends."""
-    tickets = of.queue.pending()
-    of.queue.cancel_all("the WebUI is closing")
-    for ticket in tickets:
-        ticket.wait(_CLOSING_SECONDS)
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ import torch
 from ...sampling.presets import Preset
 from ...sampling.run import Skipped, SkippingRun
 from ...sampling.task import Task
+from ..alike import is_alike
 from ..comfy.situation import Situation
 from .families import Family
 
@@ -108,22 +109,5 @@ class _Prompts:
     def look(self, cond: Conds, uncond: Conds, cfg: float) -> None:
         self.cfg = float(cfg)
         now = {"positive": cond, "negative": uncond}
-        if not _same(self.conds, now):
+        if not is_alike(self.conds, now, holder="cond"):
             self.conds = now
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return alike and bool((one == other).all())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if hasattr(one, "cond"):  # a host's condition
-        return _same(one.cond, other.cond)
-    return isinstance(one, (bool, int, float, str)) and one == other

@@ -13,7 +13,7 @@ from ...core.protocols import Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
-from ..widened import widen_while_computing
+from ..widened import widen_all
 from .families import family_of
 from .unet import PREFIX, ForgeUNet, call
 from .weights import Weights, current_weights
@@ -74,11 +74,7 @@ class ForgeUNetSource:
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
         wide = self.architecture.hollow()
-        weights = self._current(dtype_of(self.precision))
-        for name, layer in wide.named_modules():
-            own = {own: weights[f"{name}.{own}" if name else own] for own in layer._parameters if _has(layer, own)}
-            if own:
-                widen_while_computing(layer, lambda own=own: own)  # type: ignore[misc]
+        widen_all(wide, self._current(dtype_of(self.precision)))
         return {"out": call(wide, cast_inputs(inputs, torch.float32))}
 
     def _digest(self) -> str:
@@ -93,7 +89,3 @@ class ForgeUNetSource:
             names = self.architecture.weight_names
             self._copies[dtype] = current_weights(self.family, self.unet, names, dtype, self.device)
         return self._copies[dtype]
-
-
-def _has(layer: torch.nn.Module, name: str) -> bool:
-    return layer._parameters[name] is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +11,9 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
-from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import Remembered, architecture_digest, fingerprint_of, random_inputs, version_of
+from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of, inputs_unwritten
 from ..comfy.residuals import control_of
 from .families import FAMILIES, Family, enter_for_layers
 
@@ -48,15 +46,11 @@ class UNetGraph(torch.nn.Module):
         Raises:
             UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
         """
-        versions = {name: version_of(tensor) for name, tensor in inputs.items()}
-        with self._family.plain_attention():
-            out = call(self.model, inputs)
-        if written := [name for name, tensor in inputs.items() if version_of(tensor) != versions[name]]:
-            raise UnsupportedModel(f"the model writes into its input {written[0]!r}")
-        return (out,)
+        with inputs_unwritten(inputs), self._family.plain_attention():
+            return (call(self.model, inputs),)
 
 
-class ForgeUNet:
+class ForgeUNet(NetworkArchitecture):
     """What a UNet computes, apart from the model that was loaded."""
 
     role: Role = Role.UNET
@@ -90,24 +84,10 @@ class ForgeUNet:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        return fingerprint_of(architecture_digest(self._without_numbers, self.config), self.name, self._without_numbers)
-
-    @functools.cached_property
-    def weight_names(self) -> frozenset[str]:
-        """Without `PREFIX`."""
-        return frozenset(self._without_numbers.state_dict())
-
-    @functools.cached_property
-    def _without_numbers(self) -> torch.nn.Module:
-        return self.hollow()
+        return fingerprint_of(architecture_digest(self.without_numbers, self.config), self.name, self.without_numbers)
 
     def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return hollow(lambda: UNetGraph(self.family, self.hollow()), dtype_of(precision), device)
-
-    def random_inputs(
-        self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
-    ) -> Tensors:
-        return random_inputs(shapes, dtypes, device, seed)
 
     def hollow(self) -> torch.nn.Module:
         """A new UNet without numbers."""

@@ -42,14 +42,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"tests/comfyui/test_page.py left out: {why}", red=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder, so that `-m comfyui` finds them."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.comfyui)
-
-
 @pytest.fixture(scope="session")
 def comfyui_dir() -> Path:
     """The ComfyUI checkout under test."""

@@ -62,14 +62,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"tests/webui left out: {LEFT_OUT}", red=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder, so that `-m webui` finds them."""
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.webui)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _clean_up() -> Iterator[None]:
     yield

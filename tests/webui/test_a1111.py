@@ -141,7 +141,7 @@ def test_a_lora_is_written_into_the_weights_that_the_engine_reads(model: Any, mo
 def test_the_next_checkpoint_in_the_same_layers_has_a_digest_of_its_own(model: Any) -> None:
     def digest(checkpoint: str) -> str:
         shared.sd_model.sd_model_checkpoint = checkpoint
-        return LdmUNetSource(model, config_of(shared.sd_model), torch.device("cpu")).weights_digest()
+        return LdmUNetSource(model, lambda: config_of(shared.sd_model), torch.device("cpu")).weights_digest()
 
     first = digest("a.safetensors")
     model.out[2].weight += 0.5
