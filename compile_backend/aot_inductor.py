@@ -17,8 +17,9 @@ from .attention import fastest_attention
 from .cpp_runtime import shared_cpp_runtime
 from .engine import CompiledEngine
 from .headers import headers_with_the_cache
-from .options import package_options
+from .options import of_compiler, package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
+from .reductions import whole_rows
 from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
 
 PACKAGE = "package.pt2"
@@ -56,12 +57,17 @@ class AOTInductorBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with shared_cpp_runtime(job.directory), headers_with_the_cache(), fastest_attention(job.device):
+        with (
+            shared_cpp_runtime(job.directory),
+            headers_with_the_cache(),
+            fastest_attention(job.device),
+            whole_rows(job.spec),
+        ):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
-                program, package_path=str(job.directory / PACKAGE), inductor_configs=dict(job.spec.backend.options)
+                program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
             )
         _check_names(job.directory, job.device)
-        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), {"nodes": signature.nodes})
+        return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), signature.details)
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         signature = ProgramSignature.read(artifact.directory)

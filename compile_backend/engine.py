@@ -9,6 +9,7 @@ import torch
 from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
 from ..core.protocols import Tensors
 from ..core.shapes import ShapeProfile
+from .derived import DerivedWeight
 from .layouts import LaidOutWeights, TensorLayout, laid_out
 from .program import ProgramSignature
 
@@ -82,7 +83,7 @@ class CompiledEngine:
         if self._supply is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         self.release_weights()  # what fails below leaves neither old weights nor addresses that nobody keeps alive
-        fitted = {name: self._fitted(name, weights.get(name)) for name in self._signature.weights}
+        fitted = {name: self._fitted(name, weights) for name in self._signature.weights}
         self._supply({**self._constants, **fitted})
         self._weights = fitted
         addresses = tuple(tensor.data_ptr() for tensor in fitted.values())
@@ -100,16 +101,31 @@ class CompiledEngine:
         self._run = self._supply = None
         self._drop = lambda: None
 
-    def _fitted(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+    def _fitted(self, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         wanted = self._signature.weights[name]
-        if tensor is None:
-            raise IncompatibleEngine(f"The model has no weight {name!r} that the engine needs; build the engine again")
+        if (derived := self._signature.derived.get(name)) is not None:
+            sources = [self._on_device(source, weights.get(source)) for source in derived.sources]
+            return self._made(name, derived, sources, wanted)
+        tensor = self._on_device(name, weights.get(name))
         if tuple(tensor.shape) != wanted.shape or tensor.dtype != wanted.dtype:
             found = TensorLayout.of(tensor)
             raise IncompatibleEngine(f"Weight {name!r} is {found}, the engine needs {wanted}; build the engine again")
+        return self._laid_out.of(name, tensor, wanted)
+
+    def _made(
+        self, name: str, derived: DerivedWeight, sources: Sequence[torch.Tensor], wanted: TensorLayout
+    ) -> torch.Tensor:
+        try:
+            return self._laid_out.made(name, derived, sources, wanted, self._device)
+        except ValueError as error:
+            raise IncompatibleEngine(f"Weight {error}; build the engine again") from error
+
+    def _on_device(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise IncompatibleEngine(f"The model has no weight {name!r} that the engine needs; build the engine again")
         if tensor.device != self._device:
             raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
-        return self._laid_out.of(name, tensor.detach(), wanted)
+        return tensor.detach()
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):

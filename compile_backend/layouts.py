@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.dtypes import dtype_name, dtype_named
+from .derived import DerivedWeight
 
 _MANY_CHANNELS = 32
 
@@ -63,11 +64,11 @@ def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
     """`tensor` in the strides that compiled code takes for granted, copied only where that moves a number."""
     if (view := _as_it_lies(tensor, wanted)) is not None:
         return view
-    return _empty(tensor, wanted).copy_(tensor)
+    return _empty(tensor.device, wanted).copy_(tensor)
 
 
 class LaidOutWeights:
-    """Copies of weights in another layout than the host's.
+    """Copies of weights in another layout than the host's, and what is made of several.
 
     They are kept between runs, so that they stay where they are; engines of several resolutions share one copy of a
     weight.
@@ -90,18 +91,40 @@ class LaidOutWeights:
         if (view := _as_it_lies(tensor, wanted)) is not None:
             self._let_go(name)
             return view
-        storage = StorageWeakRef(tensor.untyped_storage())  # no other storage equals it, even at the same address
-        place = (storage, tensor.storage_offset(), tensor.dtype, wanted.shape, wanted.stride)
+        copy = self._copy(name, (tensor,), wanted, tensor.device)
+        return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
+
+    def made(
+        self,
+        name: str,
+        weight: DerivedWeight,
+        sources: Sequence[torch.Tensor],
+        wanted: TensorLayout,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """What `weight` is made of its sources as they are now."""
+        return weight.write(self._copy(name, sources, wanted, device, (weight.form, weight.eight_bits)), sources)
+
+    def _copy(
+        self,
+        name: str,
+        sources: Sequence[torch.Tensor],
+        wanted: TensorLayout,
+        device: torch.device,
+        what: Hashable = None,
+    ) -> torch.Tensor:
+        """Where a copy is to be written: the same place each time, for as long as the sources lie where they do."""
+        place = (what, wanted, device, *map(_place_of, sources))
         copy = self._shared.get(place)
         if self._copies.get(name) is not copy:
             self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
-                copy = self._shared[place] = _empty(tensor, wanted)
+                copy = self._shared[place] = _empty(device, wanted)
         if name not in self._copies:
             self._copies[name] = copy
             self._holders[copy.data_ptr()] += 1
-        return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
+        return copy
 
     def clear(self) -> None:
         for name in list(self._copies):
@@ -124,5 +147,11 @@ def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | No
     return None
 
 
-def _empty(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
-    return torch.empty_strided(wanted.shape, wanted.stride, dtype=tensor.dtype, device=tensor.device)
+def _empty(device: torch.device, wanted: TensorLayout) -> torch.Tensor:
+    return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
+
+
+def _place_of(tensor: torch.Tensor) -> Hashable:
+    """Equal for a tensor of the same memory; no other storage equals it, even at the same address."""
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())

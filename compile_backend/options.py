@@ -6,7 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from ..core.spec import Optimize
+from ..core.spec import EngineSpec, Optimize
+
+OURS = "slipstream."
+"""How the names of those options begin that the compiler itself does not know."""
+
+REWRITES = f"{OURS}rewrites"
+"""Whether the graph is written anew for this kind of device, see `.rewrites`."""
+JOINED_PERCENT = f"{OURS}joined_percent"
+"""Copies of weights that joined layers may take, of all the model's weights."""
+ROWS_AT_ONCE = f"{OURS}rows_at_once"
+"""The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
+
+_ROW = 8192
 
 Options = Mapping[str, str | int | float | bool | None]
 
@@ -24,10 +36,21 @@ def fusion_options(device: torch.device, optimize: Optimize) -> Options:
         return {}
     if optimize is Optimize.FAST_BUILD:
         return {}
-    options: dict[str, str | int | float | bool | None] = {"conv_1x1_as_mm": True}
+    options: dict[str, str | int | float | bool | None] = {
+        "conv_1x1_as_mm": True,
+        REWRITES: True,
+        JOINED_PERCENT: 15,
+        ROWS_AT_ONCE: _ROW,
+    }
     if optimize is Optimize.MAX:
         options["coordinate_descent_tuning"] = True  # of the fused kernels; trying other matrix products gained nothing
+        options[JOINED_PERCENT] = 100
     return options
+
+
+def of_compiler(spec: EngineSpec) -> dict[str, str | int | float | bool | None]:
+    """The options of a build that the compiler itself takes."""
+    return {name: value for name, value in spec.backend.options.items() if not name.startswith(OURS)}
 
 
 def package_options(device: torch.device, optimize: Optimize) -> Options:

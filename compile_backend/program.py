@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +17,9 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
+from .derived import DerivedWeight
 from .layouts import TensorLayout, as_features, use_channels_last
+from .rewrites import Rewritten, rewrite
 
 PROGRAM = "program.pt2"
 SIGNATURE = "signature.json"
@@ -31,12 +35,21 @@ class ProgramSignature:
         weights: those that the program reads, by state-dict name.
         constants: tensors that the model's code made itself; they come with the artifact.
         nodes: size of the graph, for time estimates.
+        derived: how those of `weights` are made that the host does not have.
+        eight_bits: layers that compute in eight bits.
     """
 
     inputs: Mapping[str, TensorLayout]
     weights: Mapping[str, TensorLayout]
     constants: tuple[str, ...]
     nodes: int
+    derived: Mapping[str, DerivedWeight] = field(default_factory=dict)
+    eight_bits: int = 0
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """For the manifest."""
+        return {"nodes": self.nodes, **({"eight_bits": self.eight_bits} if self.eight_bits else {})}
 
     def save(self, directory: Path) -> None:
         data = {
@@ -44,6 +57,8 @@ class ProgramSignature:
             "weights": {name: layout.to_json() for name, layout in self.weights.items()},
             "constants": self.constants,
             "nodes": self.nodes,
+            "derived": {name: weight.to_json() for name, weight in self.derived.items()},
+            "eight_bits": self.eight_bits,
         }
         (directory / SIGNATURE).write_text(json.dumps(data), encoding="utf-8")
 
@@ -55,6 +70,8 @@ class ProgramSignature:
             {name: TensorLayout.from_json(layout) for name, layout in data["weights"].items()},
             tuple(data["constants"]),
             data["nodes"],
+            {name: DerivedWeight.from_json(weight) for name, weight in data["derived"].items()},
+            data["eight_bits"],
         )
 
 
@@ -73,8 +90,11 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
     if job.device.type == "cuda":
         use_channels_last(skeleton)
         example = {name: as_features(tensor) for name, tensor in example.items()}
-    program = _trace(spec, skeleton, example)
-    signature = _signature_of(program, example)
+    traced = _trace(spec, skeleton, example)
+    constants = {*traced.graph_signature.inputs_to_lifted_tensor_constants.values()}
+    rewritten = rewrite(traced, spec, example, job.device)
+    program = rewritten.program
+    signature = _signature_of(rewritten, example, constants)
     _name_constants(program)
     _save_constants(program, signature.constants, job.directory)
     signature.save(job.directory)
@@ -108,15 +128,21 @@ def _name_constants(program: torch.export.ExportedProgram) -> None:
             program.constants[spec.target] = program.constants[spec.target].clone(memory_format=torch.contiguous_format)
 
 
-def _signature_of(program: torch.export.ExportedProgram, example: Tensors) -> ProgramSignature:
+def _signature_of(rewritten: Rewritten, example: Tensors, constants: AbstractSet[str]) -> ProgramSignature:
+    program = rewritten.program
     graph = program.graph_signature
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    weights = {**graph.inputs_to_parameters, **graph.inputs_to_buffers}
+    lifted = graph.inputs_to_lifted_tensor_constants
+    named = {**graph.inputs_to_parameters, **graph.inputs_to_buffers}
+    own = {*lifted.values(), *(target for target in named.values() if target in constants)}
+    read = [target for name, target in {**named, **lifted}.items() if name in used]
     return ProgramSignature(
         inputs={name: TensorLayout.of(tensor) for name, tensor in example.items()},
-        weights={target: TensorLayout.of(_state(program, target)) for name, target in weights.items() if name in used},
-        constants=tuple(target for name, target in graph.inputs_to_lifted_tensor_constants.items() if name in used),
+        weights={target: TensorLayout.of(_state(program, target)) for target in read if target not in own},
+        constants=tuple(target for target in read if target in own),
         nodes=len(program.graph.nodes),
+        derived={name: weight for name, weight in rewritten.derived.items() if name in read},
+        eight_bits=rewritten.eight_bits,
     )
 
 

@@ -22,8 +22,9 @@ from ..core.spec import EngineSpec, Optimize, Precision
 from .attention import fastest_attention
 from .engine import CompiledEngine
 from .layouts import TensorLayout
-from .options import fusion_options
+from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
+from .reductions import whole_rows
 from .toolchain import why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
@@ -65,14 +66,14 @@ class TorchCompileBackend:
         save_program(program, job.directory)
         # Compiled from the file, as `load` will do it: what `load` looks for in the cache is then there.
         module = _load_module(job.directory)
-        compiled = _compiled(module, job.spec.backend.options)
-        with torch.no_grad(), fastest_attention(job.device):
+        compiled = _compiled(module, job.spec)
+        with torch.no_grad(), fastest_attention(job.device), whole_rows(job.spec):
             compiled(**_zeros_like(signature.inputs, job.device))
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
             raise BuildFailed("torch.compile left nothing in its cache; please report this with your torch version")
         (job.directory / CACHE).write_bytes(saved[0])
-        return Artifact(job.directory, (PROGRAM, SIGNATURE, CONSTANTS, CACHE), {"nodes": signature.nodes})
+        return Artifact(job.directory, (PROGRAM, SIGNATURE, CONSTANTS, CACHE), signature.details)
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         try:
@@ -80,7 +81,7 @@ class TorchCompileBackend:
             module = _load_module(artifact.directory)
         except Exception as error:  # torch raises many kinds for a file that is not what it expects
             raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
-        compiled = _compiled(module, spec.backend.options)
+        compiled = _compiled(module, spec)
         signature = ProgramSignature.read(artifact.directory)
         hollow = {name: _tensor_of(module, name) for name in signature.weights}
 
@@ -89,7 +90,10 @@ class TorchCompileBackend:
                 _assign(module, name, tensor)
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
-            with fastest_attention(device):  # as when it was built: what was compiled then is found in the cache
+            with (
+                fastest_attention(device),
+                whole_rows(spec),
+            ):  # as when it was built: what was compiled then is found in the cache
                 return tuple(compiled(**inputs))
 
         # Constants are part of the program itself here.
@@ -120,8 +124,9 @@ def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     setattr(target, leaf, torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def _compiled(module: torch.nn.Module, options: Mapping[str, Any]) -> Any:
-    return torch.compile(module, fullgraph=True, dynamic=False, options=dict(options))
+def _compiled(module: torch.nn.Module, spec: EngineSpec) -> Any:
+    options: dict[str, Any] = {**of_compiler(spec)}
+    return torch.compile(module, fullgraph=True, dynamic=False, options=options)
 
 
 def _zeros_like(layouts: Mapping[str, TensorLayout], device: torch.device) -> Tensors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,14 +40,23 @@ def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 def _fill(
     module: torch.nn.Module, group: list[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    step = max(1, _STEP_BYTES // dtype.itemsize)
-    largest = max(tensor.numel() for _, tensor in group)
-    buffer = torch.zeros(largest + step * len(group), dtype=dtype, device=device)
-    for index, (name, tensor) in enumerate(group):
+    views = views_of_one_buffer([tuple(tensor.shape) for _, tensor in group], dtype, device)
+    for (name, _), view in zip(group, views, strict=True):
         owner, _, leaf = name.rpartition(".")
-        strides = torch.empty(tensor.shape, device="meta").stride()
-        view = buffer.as_strided(tensor.shape, strides, index * step)
         _replace(module.get_submodule(owner), leaf, view)
+
+
+def views_of_one_buffer(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Contiguous tensors of zeros, at different addresses, in the memory of the largest."""
+    step = max(1, _STEP_BYTES // dtype.itemsize)
+    largest = max((math.prod(shape) for shape in shapes), default=0)
+    buffer = torch.zeros(largest + step * len(shapes), dtype=dtype, device=device)
+    return [
+        buffer.as_strided(shape, torch.empty(shape, device="meta").stride(), index * step)
+        for index, shape in enumerate(shapes)
+    ]
 
 
 def _replace(owner: torch.nn.Module, leaf: str, view: torch.Tensor) -> None:

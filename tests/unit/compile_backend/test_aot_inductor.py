@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.compile_backend import AOTInductorBackend, aot_inductor
+from slipstream.compile_backend.options import OURS, of_compiler
 from slipstream.compile_backend.program import CONSTANTS, SIGNATURE, ProgramSignature
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
 from slipstream.core.progress import Progress
 from slipstream.core.protocols import Artifact
-from slipstream.core.spec import Optimize, Precision
+from slipstream.core.spec import BackendConfig, Optimize, Precision
 from slipstream.tests.unit.compile_backend.support import (
     CPU,
     TOLERANCE,
@@ -24,6 +26,7 @@ from slipstream.tests.unit.compile_backend.support import (
     build_here,
     make_inputs,
     make_job,
+    make_spec,
     make_weights,
     used_names,
     with_options,
@@ -202,4 +205,7 @@ def test_options_are_known_to_this_torch(backend: AOTInductorBackend) -> None:
 
     known = config.get_config_copy()
     for optimize in Optimize:
-        assert set(backend.options(torch.device("cuda", 0), Precision.FP16, optimize)) <= set(known)
+        options = backend.options(torch.device("cuda", 0), Precision.FP16, optimize)
+        spec = replace(make_spec(backend), backend=BackendConfig(backend.name, options))
+        assert set(of_compiler(spec)) <= set(known)
+        assert all(name.startswith(OURS) for name in set(options) - set(of_compiler(spec)))

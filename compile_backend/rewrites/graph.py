@@ -1,0 +1,83 @@
+"""A traced model whose operations can be replaced by functions written in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ...core.skeleton import views_of_one_buffer
+from ..derived import DerivedWeight
+
+aten = torch.ops.aten
+
+_PREFIX = "derived_"
+
+
+class Graph:
+    """
+    Args:
+        module: as `torch.export` gives it; weights are attributes under their names in the state dict.
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        self.module = module
+        self.derived: dict[str, DerivedWeight] = {}
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def calls(self, *operators: Any) -> Iterator[Node]:
+        """Nodes that call one of `operators`; the graph may be changed meanwhile."""
+        for node in list(self.module.graph.nodes):
+            if node.op == "call_function" and node.target in operators:
+                yield node
+
+    def weight(self, node: Any) -> torch.Tensor | None:
+        """The tensor without numbers that a node stands for; None where it is no weight of the host's."""
+        if not isinstance(node, Node) or node.op != "get_attr" or node.target in self.derived:
+            return None
+        owner, _, leaf = str(node.target).rpartition(".")
+        found = getattr(self.module.get_submodule(owner), leaf, None)
+        return found if isinstance(found, torch.nn.Parameter) else None
+
+    def replace(self, node: Node, function: Callable[..., torch.Tensor], *args: Any) -> None:
+        """Let `function` of `args`, which may be nodes, stand in a node's place."""
+        with self.module.graph.inserting_before(node):
+            new = self.module.graph.call_function(function, args)
+        new.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(new)
+        self.module.graph.erase_node(node)
+
+    def derive(self, weight: DerivedWeight, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
+        """A node for a weight that is made of the host's; to be used in what is inserted where the graph stands."""
+        name = next((name for name, known in self.derived.items() if known == weight), None)
+        if name is None:
+            name = f"{_PREFIX}{len(self.derived)}"
+            self.derived[name] = weight
+            self._shapes[name] = shape, dtype
+            self.module.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+        node = self.module.graph.get_attr(name)
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        return node
+
+    def finish(self, device: torch.device) -> GraphModule:
+        """The module, with places for derived weights, which take next to no memory."""
+        for dtype in {dtype for _, dtype in self._shapes.values()}:
+            names = [name for name, described in self._shapes.items() if described[1] == dtype]
+            views = views_of_one_buffer([self._shapes[name][0] for name in names], dtype, device)
+            for name, view in zip(names, views, strict=True):
+                self.module.register_buffer(name, view)
+        self.module.graph.eliminate_dead_code()
+        self.module.graph.lint()
+        self.module.recompile()
+        return self.module
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def argument(node: Node, index: int, name: str, otherwise: Any = None) -> Any:
+    """An argument of a call, given by place or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, otherwise)

@@ -1,0 +1,83 @@
+"""All passes, in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from ...core.errors import UnsupportedModel
+from ...core.protocols import Tensors
+from ...core.spec import EngineSpec, Quantised
+from ..derived import FP8, DerivedWeight
+from ..options import JOINED_PERCENT, REWRITES
+from .eight_bits import quantise_linears, why_not_on
+from .graph import Graph
+from .group_norm import by_channel
+from .joined import join_linears
+from .layout import keep_channels_last
+from .wide_attention import by_products
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """
+    Attributes:
+        derived: the weights that the program reads and the host does not have, by name.
+        eight_bits: layers that compute in eight bits.
+    """
+
+    program: ExportedProgram
+    derived: Mapping[str, DerivedWeight]
+    eight_bits: int = 0
+
+
+_EIGHT_BITS = {Quantised.FP8: FP8, Quantised.INT8: torch.int8}
+
+
+def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
+    """
+    Args:
+        example: inputs to trace it with again.
+
+    Raises:
+        UnsupportedModel: no layer of the model is worth eight bits, which were asked for, or the chip has no such
+            arithmetic.
+    """
+    options = spec.backend.options
+    if not options.get(REWRITES) and spec.quantised is None:
+        return Rewritten(program, {})
+    if spec.quantised is not None and (reason := why_not_on(device, spec.quantised)):
+        raise UnsupportedModel(reason)
+    graph = Graph(_module_of(program))
+    if options.get(REWRITES):
+        keep_channels_last(graph)
+        by_channel(graph)
+        by_products(graph)
+    join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)
+    count = 0
+    if spec.quantised is not None:
+        count = quantise_linears(graph, _EIGHT_BITS[spec.quantised])
+        if not count:
+            raise UnsupportedModel(
+                f"{spec.fingerprint.architecture_name} has no linear layer that is faster in {spec.numbers} at this "
+                "size; choose precision auto"
+            )
+    module = graph.finish(device)
+    with torch.no_grad():
+        traced = torch.export.export(module, (), dict(example), strict=False)
+    return Rewritten(traced, graph.derived, count)
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _module_of(program: ExportedProgram) -> Any:
+    # Guards on inputs are checked by the engine itself; before torch 2.9 there were none.
+    unguarded = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    return program.module(**unguarded)

@@ -1,0 +1,133 @@
+"""Graphs of the host's own models, written anew as for a GPU, compute what the models do. Nothing is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.engine import CompiledEngine
+from slipstream.compile_backend.options import JOINED_PERCENT, REWRITES
+from slipstream.compile_backend.program import export_program, load_constants
+from slipstream.compile_backend.rewrites import eight_bits
+from slipstream.compile_backend.torch_compile import _assign
+from slipstream.core.progress import ignore_progress
+from slipstream.core.protocols import BuildJob, ModelSource
+from slipstream.core.spec import BackendConfig, Quantised
+from slipstream.hosts.comfy.autoencoders import HALVES
+from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
+from slipstream.hosts.comfy.source import ComfyUNetSource
+from slipstream.hosts.comfy.vae import open_vae
+from slipstream.runtime.plan import CallShape, plans
+from slipstream.runtime.settings import Settings
+from slipstream.runtime.verify import relative_error
+from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.test_dit import SHAPES as OF_TRANSFORMERS
+
+aten = torch.ops.aten
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def unet(family: str) -> tuple[ModelSource, Shapes]:
+    source = ComfyUNetSource(tiny.model(family))
+    config = source.architecture.config
+    pooled = {"y": (2, config["adm_in_channels"])} if config.get("adm_in_channels") else {}
+    return source, {"x": (2, 4, 32, 24), "timesteps": (2,), "context": (2, 77, config["context_dim"]), **pooled}
+
+
+def transformer(family: str) -> tuple[ModelSource, Shapes]:
+    return ComfyUNetSource(tiny.transformer(family)), OF_TRANSFORMERS[family]
+
+
+def vae(make: Callable[[], Any], part: str) -> tuple[ModelSource, Shapes]:
+    source = open_vae(make(), HALVES[part])
+    half = source.architecture.half
+    side = 32 if source.architecture.channels == 4 else 64
+    return source, {half.input: (1, source.architecture.channels, side, side)}
+
+
+def controlnet(family: str) -> tuple[ModelSource, Shapes]:
+    source = ComfyControlNetSource(tiny.controlnet(family))
+    config = source.architecture.config
+    pooled = {"y": (2, config["adm_in_channels"])} if config["num_classes"] else {}
+    text = {"context": (2, 77, config["context_dim"])}
+    hint = {name: tuple(value.shape) for name, value in source.embed(torch.zeros(2, 3, 256, 192), None).items()}
+    return source, {"x": (2, 4, 32, 24), "timesteps": (2,), **text, **pooled, **hint}
+
+
+MODELS: dict[str, Callable[[], tuple[ModelSource, Shapes]]] = {
+    **{family: lambda family=family: unet(family) for family in tiny.FAMILIES},
+    **{family: lambda family=family: transformer(family) for family in tiny.TRANSFORMERS},
+    **{f"vae {part}": lambda part=part: vae(tiny.vae, part) for part in HALVES},
+    **{f"taesd {part}": lambda part=part: vae(tiny.taesd, part) for part in HALVES},
+    **{f"controlnet {family}": lambda family=family: controlnet(family) for family in ("sd15", "sdxl")},
+}
+
+
+def job_of(source: ModelSource, shapes: Shapes, folder: Path, quantised: Quantised | None = None) -> BuildJob:
+    call = CallShape(tuple((name, shape, torch.float32) for name, shape in shapes.items()))
+    backend = AOTInductorBackend()
+    plan = plans(source.architecture, call, source.precision, source.device, Settings(), [backend])[0]
+    options = {**plan.spec.backend.options, REWRITES: True, JOINED_PERCENT: 100}
+    spec = replace(plan.spec, backend=BackendConfig(backend.name, options), quantised=quantised)
+    return BuildJob(folder, spec, source.architecture, source.device, plan.key.environment)
+
+
+def engine_of(job: BuildJob) -> tuple[CompiledEngine, Any]:
+    """As the backend makes it, but for the compiler."""
+    program, signature = export_program(job, ignore_progress)
+    module = program.module()
+
+    def supply(weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
+            _assign(module, name, tensor)
+
+    constants = load_constants(job.directory, job.device)
+    outputs = job.architecture.outputs
+    engine = CompiledEngine(
+        signature, job.spec.profile, outputs, job.device, lambda given: tuple(module(**given)), supply, constants
+    )
+    return engine, program
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_compiled_computes_what_the_model_does(name: str, tmp_path: Path) -> None:
+    source, shapes = MODELS[name]()
+    job = job_of(source, shapes, tmp_path)
+    engine, program = engine_of(job)
+    engine.update_weights(source.weights(source.precision))
+    for seed in (1, 2):
+        inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed)
+        with torch.no_grad():
+            assert relative_error(engine(**inputs), source.reference(inputs)) < 2e-5
+    of_pictures = [node for node in program.graph.nodes if node.target == aten.group_norm.default]
+    assert all(node.meta["val"].ndim != 4 for node in of_pictures)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantised"), [("sdxl", Quantised.FP8), ("sd3", Quantised.INT8), ("flux", Quantised.FP8)]
+)
+def test_eight_bits_follow_a_change_of_the_weights(
+    name: str, quantised: Quantised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eight_bits, "LEAST_COLUMNS", 32)
+    monkeypatch.setattr(eight_bits, "LEAST_PRODUCT", 1)
+    source, shapes = MODELS[name]()
+    engine, _ = engine_of(job_of(source, shapes, tmp_path, quantised))
+    inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, 1)
+    weights = dict(source.weights(source.precision))
+    quantised_ones = {name for weight in engine._signature.derived.values() for name in weight.sources}
+    with torch.no_grad():
+        engine.update_weights(weights)
+        wanted = source.reference(inputs)
+        assert 1e-4 < relative_error(engine(**inputs), wanted) < 5e-2
+        engine.update_weights({key: value * 1.5 if key in quantised_ones else value for key, value in weights.items()})
+        assert relative_error(engine(**inputs), wanted) > 0.02
+        engine.update_weights(weights)
+        assert relative_error(engine(**inputs), wanted) < 5e-2

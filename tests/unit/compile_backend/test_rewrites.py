@@ -1,0 +1,267 @@
+"""Graphs that were written anew compute what they computed, of what the compiler is quick at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.derived import DerivedWeight, Form
+from slipstream.compile_backend.options import JOINED_PERCENT, REWRITES
+from slipstream.compile_backend.rewrites import Rewritten, eight_bits, group_norm, rewrite, wide_attention
+from slipstream.core.errors import UnsupportedModel
+from slipstream.core.protocols import Tensors
+from slipstream.core.spec import BackendConfig, EngineSpec, Quantised
+from slipstream.tests.unit.compile_backend.support import CPU, SmallModel, make_inputs, make_spec
+
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    """What UNets and VAEs are made of, in the layouts and orders in which their code has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 32)
+        self.first = nn.Conv2d(32, 32, 3, padding=1)
+        self.second = nn.Conv2d(64, 32, 3, padding=1)
+        self.time = nn.ModuleList(nn.Linear(24, 32) for _ in range(3))
+        self.query, self.key, self.value = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        times = [layer(F.silu(embedding))[:, :, None, None] for layer in self.time]
+        h = self.first(F.silu(self.norm(x))) + times[0]
+        n, c, height, width = h.shape
+        tokens = h.flatten(2).transpose(1, 2)
+        q, k, v = (layer(tokens)[:, None] for layer in (self.query, self.key, self.value))
+        tokens = tokens + F.scaled_dot_product_attention(q, k, v)[:, 0]
+        tokens = tokens + self.narrow(F.gelu(self.wide(tokens)))
+        back = tokens.reshape(n, height, width, c).permute(0, 3, 1, 2).contiguous()
+        joined = torch.cat([back + times[1], x], 1)
+        return self.second(F.interpolate(joined, scale_factor=2, mode="nearest")) * times[2]
+
+
+def inputs_of(side: int = 16, dtype: torch.dtype = torch.float32) -> Tensors:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(2, 32, side, side, generator=generator).to(dtype),
+        "embedding": torch.randn(2, 24, generator=generator).to(dtype),
+    }
+
+
+def spec_of(percent: int = 0, rewrites: bool = True, quantised: Quantised | None = None) -> EngineSpec:
+    backend = AOTInductorBackend()
+    options = {REWRITES: rewrites, JOINED_PERCENT: percent}
+    return replace(make_spec(backend), backend=BackendConfig(backend.name, options), quantised=quantised)
+
+
+def rewritten(module: nn.Module, inputs: Tensors, spec: EngineSpec) -> Rewritten:
+    with torch.no_grad():
+        program = torch.export.export(module.eval(), (), dict(inputs), strict=False)
+    return rewrite(program, spec, inputs, CPU)
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def answer(found: Rewritten, module: nn.Module, inputs: Tensors) -> torch.Tensor:
+    """As an engine computes: derived weights are made of the model's."""
+    runnable = found.program.module()
+    named = dict(module.named_parameters())
+    for name, weight in found.derived.items():
+        place = torch.empty_like(runnable.get_buffer(name))  # those of the program lie one upon the other
+        setattr(runnable, name, weight.write(place, [named[source].detach() for source in weight.sources]))
+    with torch.no_grad():
+        result: torch.Tensor = runnable(**inputs)
+    return result
+
+
+def count(found: Rewritten, *operators: object) -> int:
+    return sum(node.target in operators for node in found.program.graph.nodes)
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_a_graph_that_nobody_asked_to_rewrite_stays() -> None:
+    module, inputs = Block(), inputs_of()
+    found = rewritten(module, inputs, spec_of(100, rewrites=False))
+    assert count(found, aten.group_norm.default) == 1 and not found.derived
+
+
+@pytest.mark.parametrize("side", [16, 32])
+@pytest.mark.parametrize("many", [1, group_norm._MANY])
+def test_all_passes_together_compute_the_same(side: int, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_norm, "_MANY", many)
+    module, inputs = Block(), inputs_of(side)
+    found = rewritten(module, inputs, spec_of(100))
+    assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+    assert not count(found, aten.group_norm.default, aten.upsample_nearest2d.vec, aten.contiguous.default)
+    assert count(found, aten.linear.default) == 4  # times, query with key and value, wide, narrow
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 8, 8), (2, 64, 20, 12), (1, 32, 64, 64), (3, 48, 33, 31)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_is_exact_far_from_zero(shape: tuple[int, ...], affine: bool) -> None:
+    """A difference of squares would lose everything here."""
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) + 3000).contiguous(
+        memory_format=torch.channels_last
+    )
+    weight, bias = (torch.linspace(-1, 2, shape[1]), torch.linspace(0, 1, shape[1])) if affine else (None, None)
+    wanted = F.group_norm(x.double(), 16, *((t.double() for t in (weight, bias)) if affine else ()), eps=1e-6)
+    found = group_norm.group_norm(x, 16, weight, bias, 1e-6)
+    usual = F.group_norm(x, 16, weight, bias, eps=1e-6)
+    assert off(found, wanted) < max(2 * off(usual, wanted), 1e-3)
+
+
+def test_group_norm_keeps_half_precision_and_layout() -> None:
+    x = torch.randn(1, 32, 16, 16).half().contiguous(memory_format=torch.channels_last)
+    found = group_norm.group_norm(x, 4, None, None, 1e-5)
+    assert found.dtype == torch.float16 and found.is_contiguous(memory_format=torch.channels_last)
+
+
+class WideAttention(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scores_bytes", [1 << 30, 4 * 40 * 7])
+def test_wide_heads_are_products(scale: float | None, scores_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_attention, "_SCORES_BYTES", scores_bytes)
+    generator = torch.Generator().manual_seed(3)
+    inputs = {name: torch.randn(1, 2, 40, 320, generator=generator) for name in "qkv"}
+    module = WideAttention(scale=scale)
+    found = rewritten(module, inputs, spec_of())
+    assert not count(found, aten.scaled_dot_product_attention.default)
+    assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "channels"), [({"is_causal": True}, 320), ({}, 128), ({"attn_mask": torch.zeros(40, 40)}, 320)]
+)
+def test_other_attention_stays(options: dict[str, object], channels: int) -> None:
+    inputs = {name: torch.randn(1, 2, 40, channels) for name in "qkv"}
+    found = rewritten(WideAttention(**options), inputs, spec_of())
+    assert count(found, aten.scaled_dot_product_attention.default) == 1
+
+
+def test_joined_layers_take_no_more_than_they_may() -> None:
+    module, inputs = Block(), inputs_of()
+    whole = sum(weight.nbytes for weight in module.parameters())
+    for percent in (0, 1, 3, 6, 100):
+        found = rewritten(module, inputs, spec_of(percent))
+        named = dict(module.named_parameters())
+        copies = sum(named[name].nbytes for weight in found.derived.values() for name in weight.sources)
+        biases = sum(named[name].nbytes for w in found.derived.values() for name in w.sources if "bias" in name)
+        assert copies - biases <= whole * percent / 100
+        assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+    assert {weight.sources for weight in found.derived.values()} == {
+        ("time.0.weight", "time.1.weight", "time.2.weight"),
+        ("time.0.bias", "time.1.bias", "time.2.bias"),
+        ("query.weight", "key.weight", "value.weight"),
+    }
+
+
+def test_constants_and_unsaved_buffers_survive() -> None:
+    module, inputs = SmallModel(), make_inputs()
+    found = rewritten(module, inputs, spec_of(100))
+    with torch.no_grad():
+        for given, wanted in zip(found.program.module()(**inputs), module(**inputs), strict=True):
+            assert off(given, wanted) < 1e-5
+
+
+@pytest.fixture
+def small_layers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bits, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(eight_bits, "LEAST_PRODUCT", 1)
+
+
+@pytest.mark.usefixtures("small_layers_gain")
+@pytest.mark.parametrize(("quantised", "limit"), [(Quantised.FP8, 3e-2), (Quantised.INT8, 1e-2)])
+@pytest.mark.parametrize("long", [2048, 32])
+def test_feed_forward_in_eight_bits(
+    quantised: Quantised, limit: float, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eight_bits, "_LONG", long)
+    monkeypatch.setattr(eight_bits, "_LEAST_PART", 8)
+    module, inputs = Block(), inputs_of()
+    found = rewritten(module, inputs, spec_of(100, quantised=quantised))
+    error = off(answer(found, module, inputs), module(**inputs))
+    assert found.eight_bits == 2 and count(found, aten.linear.default) == 2
+    assert 1e-5 < error < limit
+    scales = [weight for weight in found.derived.values() if weight.form is Form.SCALE]
+    assert {weight.sources for weight in scales} == {("wide.weight",), ("narrow.weight",)}
+
+
+def test_a_model_without_large_layers_says_so() -> None:
+    with pytest.raises(UnsupportedModel, match="no linear layer that is faster in int8"):
+        rewritten(Block(), inputs_of(), spec_of(100, quantised=Quantised.INT8))
+
+
+def test_a_chip_without_such_arithmetic_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert "Ada" in (eight_bits.why_not_on(torch.device("cuda"), Quantised.FP8) or "")
+    assert eight_bits.why_not_on(torch.device("cuda"), Quantised.INT8) is None
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_rows_are_near_and_finite(kind: torch.dtype) -> None:
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
+    rows[1] = 0
+    rows[2] *= 1e4
+    rows[3] *= 1e-7
+    source = rows.to(torch.float16) if kind == torch.int8 else rows
+    small = DerivedWeight(("a",), Form.QUANTISED, kind).write(torch.empty(5, 64, dtype=kind), [source])
+    scale = DerivedWeight(("a",), Form.SCALE, kind).write(torch.empty(5, 1), [source])
+    back = small.float() * scale
+    assert back.isfinite().all() and not back[1].any()
+    for row in (0, 2, 4):
+        assert off(back[row], source[row].float()) < 0.04
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [torch.zeros(2, 4), torch.zeros(3, 4)],
+        [torch.zeros(2, 4), torch.zeros(2, 1)],
+        [torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float16)],
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(sources: list[torch.Tensor]) -> None:
+    with pytest.raises(ValueError, match="a"):
+        DerivedWeight(("a", "b")).write(torch.empty(4, 4), sources)
+
+
+def test_what_is_said_of_derived_weights_is_read_again() -> None:
+    for weight in (
+        DerivedWeight(("a", "b")),
+        DerivedWeight(("a",), Form.SCALE, torch.int8),
+        DerivedWeight((), Form.ONE),
+    ):
+        assert DerivedWeight.from_json(weight.to_json()) == weight
+
+
+@pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w.add_(1)])
+def test_a_number_that_changes_where_it_lies_arrives(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module, inputs = Block(), inputs_of()
+    found = rewritten(module, inputs, spec_of(100))
+    before = answer(found, module, inputs)
+    with torch.no_grad():
+        change(module.key.weight)
+    after = answer(found, module, inputs)
+    assert off(after, module(**inputs)) < 1e-5 < off(after, before)
