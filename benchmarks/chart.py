@@ -1,4 +1,4 @@
-"""docs/benchmarks.svg: bars of milliseconds, with colours for dark pages and for light ones."""
+"""Charts of the page: bars of milliseconds, with colours for dark pages and for light ones."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..core.errors import SlipstreamError
-from ..core.spec import Optimize, Precision
+from ..core.spec import Optimize
 from ..runtime.measure import commit
 from .cases import CASES, Case, enter
 from .rows import RESULTS, Row, append, read, result_file
-from .variants import MAX, USUAL, Variant
+from .variants import LADDER_CASE, MAX, NUMBERS, USUAL, Variant, ladder_to_measure, of_tables
 from .workshop import Workshop
 
 _SCRIPT = Path(__file__).resolve().with_name("run.py")
@@ -52,19 +52,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     usual = ",".join(case.name for case in CASES.values() if case.usual)
-    add(
-        "--cases",
-        type=_list_of(_case_name),
-        default=usual,
-        metavar="A,B",
-        help=f"of {', '.join(CASES)}; default: {usual}",
-    )
+    add("--cases", type=_list_of(_case_name), metavar="A,B", help=f"of {', '.join(CASES)}; default: {usual}")
     add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help="default: %(default)s")
+    group = parser.add_mutually_exclusive_group()
+    tables = f"each case by the variants of its table, and the ladder of {LADDER_CASE}; --variants is not read then"
+    group.add_argument("--tables", action="store_true", help=f"{tables}; default of --cases: all that need a GPU")
+    ladder = f"{LADDER_CASE} alone, from the plain model in fp32 to 8 bits rung by rung"
+    group.add_argument("--ladder", action="store_true", help=f"{ladder}; --cases and --variants are not read then")
     add("--repeats", type=_count, default=30, metavar="N", help="timed calls or pictures; default: %(default)s")
     add("--warmup", type=_count, default=5, metavar="N", help="of them before; default: %(default)s")
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     add("--optimize", choices=["balanced", MAX], default="balanced", help="build time to spend on our engines")
-    add("--precision", choices=[each.value for each in Precision], help="of our engines; default: the model's own")
+    add("--precision", choices=[*NUMBERS], help="of our engines; default: the model's own")
     add("--store", type=Path, metavar="FOLDER", help="of engines; default: none, they are built anew")
     add("--limit", type=_count, metavar="SECONDS", help="for one case; what was measured by then is kept")
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
@@ -114,9 +113,10 @@ class Outcome:
 
 def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
-    for name in options.cases:
+    for name, variants in parts(options):
         _say(f"{name}: {CASES[name].title}")
-        outcome = measure_apart(name, options, words)
+        chosen = Namespace(**{**vars(options), "variants": variants})
+        outcome = measure_apart(name, chosen, [*words, "--variants", ",".join(each.name for each in variants)])
         for row in outcome.rows:
             _say(_line(row))
         if outcome.rows:
@@ -127,6 +127,28 @@ def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     for failure in failures:
         _say(f"FAILED {failure}")
     return FAILED if failures else OK
+
+
+def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
+    """Cases and the variants of each, as they are measured one after another."""
+    rungs = LADDER_CASE, _variants_of(ladder_to_measure())
+    if options.ladder:
+        return [rungs]
+    if not options.tables:
+        return [(name, options.variants) for name in cases_of(options)]
+    found = [(name, _variants_of(of_tables(CASES[name]))) for name in cases_of(options)]
+    return [*found, rungs] if LADDER_CASE in cases_of(options) else found
+
+
+def cases_of(options: Namespace) -> list[str]:
+    """Those that are named, or else the usual ones; of tables, all that need a GPU."""
+    if options.cases is not None:
+        return list(options.cases)
+    return [name for name, case in CASES.items() if (case.needs_gpu if options.tables else case.usual)]
+
+
+def _variants_of(names: Sequence[str]) -> tuple[Variant, ...]:
+    return tuple(map(Variant.of, names))
 
 
 def measure_apart(
@@ -207,9 +229,10 @@ def _profile_here(options: Namespace) -> int:
     """One process for all: compiled code and engines of one case do not slow another's GPU work down."""
     from .profiling import profile_case
 
-    for name in options.cases:
+    for name, variants in parts(options):
         with _opened(options, name) as (case, workshop):
-            for found in profile_case(case, wanted(options), workshop):
+            chosen = wanted(Namespace(**{**vars(options), "variants": variants}))
+            for found in profile_case(case, chosen, workshop):
                 print(*found.lines(), "", sep="\n", flush=True)
     return OK
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core.protocols import Tensors
-from ..core.spec import Precision
+from ..core.spec import Quantised
 from ..engine_cache import EngineStore
 from ..runtime.module import AcceleratedModule
 from ..runtime.settings import BuildPolicy
+from ..sampling.presets import PRESETS
+from ..sampling.run import Skipped
+from . import fast_options
 from .jobs import Applied, Job, Parts
 from .ours import provider_of, settings_of
-from .variants import CHANNELS_LAST, COMPILE, EAGER, MODES, OURS, Variant
+from .variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, NUMBERS, OURS, Variant
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
 
 _METHODS = {"AutoencoderKL": "decode"}
@@ -39,7 +43,37 @@ def _ready(job: Job, parts: Parts, **more: Any) -> Ready:
 
 
 def _eager(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
-    return _ready(job, job.parts)
+    if variant.mode == FAST:
+        return _ready(job, job.parts, compute=lambda applied: _fast(job, applied))
+    if variant.steps is None:
+        return _ready(job, job.parts)
+    parts, runs = _skipping(job.parts, variant.steps)
+    job.paint(parts, job.apply(parts, job.inputs(seed=0)))
+    return _ready(job, parts, facts={"computed": _computed(runs)}, skips=True)
+
+
+def _fast(job: Job, applied: Applied) -> Tensors:
+    with fast_options.switched_on():
+        return job.paint(job.parts, applied)
+
+
+def _skipping(parts: Parts, steps: str) -> tuple[Parts, list[Skipped]]:
+    """With a model that skips steps, and what happened in its runs."""
+    from ..hosts.comfy.step_skip import skip_steps
+
+    runs: list[Skipped] = []
+    return replace(parts, model=skip_steps(parts.model, PRESETS[steps], runs.append)), runs
+
+
+def _computed(runs: list[Skipped]) -> int:
+    """Calls of the model that the last run computed.
+
+    Raises:
+        RuntimeError: it skipped none.
+    """
+    if runs[-1].reason:
+        raise RuntimeError(f"no step was skipped: {runs[-1].reason}")
+    return runs[-1].computed
 
 
 def _compiled(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
@@ -110,17 +144,31 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
         None if plain.control is None else accelerate_controlnet(plain.control, modules[1]),
         accelerate_vae(plain.vae, modules[2]),
     )
+    runs: list[Skipped] = []
+    if variant.steps is not None:
+        parts, runs = _skipping(parts, variant.steps)
     workshop.tell(f"{variant.name}: building what is missing, and a first picture")
     job.paint(parts, job.apply(parts, job.inputs(seed=0)))
-    first = _engine_calls(modules)
+    first, computed = _engine_calls(modules), _computed(runs) if runs else None
     return _ready(
         job,
         parts,
-        precision=job.precision if (used := modules[0].status.last_engine) is None else Precision(used.precision),
-        facts=_facts(modules, workshop.store),
+        **_numbers(job, modules[0]),
+        facts={**_facts(modules, workshop.store), **({} if computed is None else {"computed": computed})},
+        skips=computed is not None,
+        wanted_calls=None if computed is None else job.engine_calls_of(computed),
         engine_calls=lambda: _engine_calls(modules) - first,
         reasons=lambda: "; ".join(reason for module in modules for reason in module.status.to_json()["reasons"]),
     )
+
+
+def _numbers(job: Job, module: AcceleratedModule) -> dict[str, Any]:
+    """What the model's engine computes in, which gives way to another where it overflows."""
+    used = module.status.last_engine
+    found = job.precision if used is None else NUMBERS[used.precision]
+    if isinstance(found, Quantised):
+        return {"precision": job.precision, "quantised": found}
+    return {"precision": found}
 
 
 def _engine_calls(modules: list[AcceleratedModule]) -> int:

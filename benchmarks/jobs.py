@@ -13,15 +13,17 @@ import torch
 from ..core.dtypes import precision_of
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from ..runtime.verify import relative_error
-from .models import SD15, SEED, VAE, half, make_patcher, make_vae
+from .models import SD15, SDXL, SEED, VAE, half, make_patcher, make_vae
 from .rows import Row
 from .subject import Example, Judge, synchronize
 from .weights import randomise_controlnet, randomise_unet
 
 CFG, SAMPLER, SCHEDULER = 7.0, "euler", "normal"
 TOKENS = 77
+POOLED = 1280
+"""Of SDXL's text as a whole."""
 
 _AREA = 16
 """Pixels of a hint's areas in each direction."""
@@ -56,6 +58,7 @@ class Wish:
 
     Attributes:
         hint: the ControlNet's picture; None where there is no ControlNet.
+        pooled: both texts as a whole, [2, POOLED]; None where the model takes no such thing.
     """
 
     seed: int
@@ -63,6 +66,7 @@ class Wish:
     positive: torch.Tensor
     negative: torch.Tensor
     hint: torch.Tensor | None
+    pooled: torch.Tensor | None = None
 
 
 Applied = tuple[Wish, list[Any], list[Any]]
@@ -74,11 +78,20 @@ class Job:
 
     Args:
         make: the parts in a dtype, with numbers by the same seed.
+        context: the width of the text.
+        pooled: whether the model takes the text as a whole, too.
     """
 
     sets, unseen = 2, 0
 
-    def __init__(self, make: Callable[[torch.dtype, torch.dtype], Parts], size: int, steps: int, context: int) -> None:
+    def __init__(
+        self,
+        make: Callable[[torch.dtype, torch.dtype], Parts],
+        size: int,
+        steps: int,
+        context: int,
+        pooled: bool = False,
+    ) -> None:
         import comfy.model_management as management
 
         self.device: torch.device = management.get_torch_device()
@@ -88,6 +101,8 @@ class Job:
         self.shapes: Mapping[str, Shape] = {"latent": (1, 4, size // 8, size // 8), "context": (1, TOKENS, context)}
         if self.parts.control is not None:
             self.shapes = {**self.shapes, "hint": (1, 3, size, size)}
+        if pooled:
+            self.shapes = {**self.shapes, "pooled": (1, POOLED)}
 
     @property
     def precision(self) -> Precision:
@@ -95,8 +110,11 @@ class Job:
 
     @property
     def engine_calls(self) -> int:
+        return self.engine_calls_of(self.steps)
+
+    def engine_calls_of(self, steps: int) -> int:
         """Model and ControlNet once a step, for both prompts at a time, and the decoder once."""
-        return self.steps * (1 if self.parts.control is None else 2) + 1
+        return steps * (1 if self.parts.control is None else 2) + 1
 
     def inputs(self, seed: int) -> Wish:
         import comfy.sample
@@ -104,15 +122,17 @@ class Job:
         generator = torch.Generator().manual_seed(seed)
         positive, negative = torch.randn(2, *self.shapes["context"], generator=generator)
         hint = _drawing(self.shapes["hint"], generator) if "hint" in self.shapes else None
-        return Wish(seed, comfy.sample.prepare_noise(self._empty(), seed), positive, negative, hint)
+        pooled = torch.randn(2, POOLED, generator=generator) if "pooled" in self.shapes else None
+        return Wish(seed, comfy.sample.prepare_noise(self._empty(), seed), positive, negative, hint, pooled)
 
     def apply(self, parts: Parts, wish: Wish) -> Applied:
         """As Apply ControlNet (Advanced) does; ComfyUI keeps what a node gave for the next picture."""
-        extra = {}
+        extra: dict[str, Any] = {}
         if parts.control is not None:
             control = parts.control.copy().set_cond_hint(wish.hint, 1.0, (0.0, 1.0))
             extra = {"control": control, "control_apply_to_uncond": False}
-        return wish, [[wish.positive, {**extra}]], [[wish.negative, {**extra}]]
+        wholes = [{}, {}] if wish.pooled is None else [{"pooled_output": each[None]} for each in wish.pooled]
+        return wish, [[wish.positive, {**extra, **wholes[0]}]], [[wish.negative, {**extra, **wholes[1]}]]
 
     def paint(self, parts: Parts, applied: Applied) -> Tensors:
         """The latent that sampling ends with, and the picture."""
@@ -158,7 +178,7 @@ class Job:
         one, other = examples[0].inputs, examples[1].inputs
         changed = {
             "seed": replace(one, seed=other.seed, noise=other.noise),
-            "prompt": replace(one, positive=other.positive, negative=other.negative),
+            "prompt": replace(one, positive=other.positive, negative=other.negative, pooled=other.pooled),
         }
         if one.hint is not None:
             changed["hint"] = replace(one, hint=other.hint)
@@ -183,8 +203,13 @@ class _Judge:
     def errors(self, given: Tensors, reference: Tensors) -> dict[str, float]:
         return errors_of(given, reference)
 
-    def limit(self, output: str, precision: Precision, is_ours: bool) -> float:
+    def limit(
+        self, output: str, precision: Precision, is_ours: bool, quantised: Quantised | None = None, skips: bool = False
+    ) -> float:
+        """A picture of which steps were skipped must be nearer than those that differ in an input."""
         nearest = min(found[output] for found in self.distances.values())
+        if skips:
+            return nearest
         least = min(_LEAST_LIMIT.get(precision, _LEAST_LIMIT_OF_HALVES), nearest / 2)
         return max(_TIMES_EAGER * self.eager[output], least)
 
@@ -213,7 +238,7 @@ def _worst(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
     return {name: max(one.get(name, 0.0), error) for name, error in other.items()}
 
 
-# SD1.5
+# Models
 
 
 def sd15_job(size: int, steps: int, control: bool, unet: Mapping[str, Any] = SD15, vae: Mapping[str, Any] = VAE) -> Job:
@@ -225,16 +250,33 @@ def sd15_job(size: int, steps: int, control: bool, unet: Mapping[str, Any] = SD1
 
     def make(dtype: torch.dtype, vae_dtype: torch.dtype) -> Parts:
         network = make_controlnet(unet, dtype) if control else None
-        return Parts(_model(unet, dtype), network, make_vae(vae, vae_dtype))
+        return Parts(_model("SD15", "BaseModel", unet, dtype), network, make_vae(vae, vae_dtype))
 
     return Job(make, size, steps, unet["context_dim"])
 
 
-def _model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def sdxl_job(size: int, steps: int, unet: Mapping[str, Any] = SDXL, vae: Mapping[str, Any] = VAE) -> Job:
+    """
+    Args:
+        unet, vae: the widths of others.
+    """
+
+    def make(dtype: torch.dtype, vae_dtype: torch.dtype) -> Parts:
+        return Parts(_model("SDXL", "SDXL", unet, dtype), None, make_vae(vae, vae_dtype))
+
+    return Job(make, size, steps, unet["context_dim"], pooled=True)
+
+
+def _model(family: str, kind: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """
+    Args:
+        family, kind: ComfyUI's classes of the config and of the model.
+    """
     import comfy.model_base
     import comfy.supported_models
 
-    patcher = make_patcher(comfy.supported_models.SD15(dict(config)), comfy.model_base.BaseModel, dtype)
+    made = getattr(comfy.supported_models, family)(dict(config))
+    patcher = make_patcher(made, getattr(comfy.model_base, kind), dtype)
     randomise_unet(patcher.model.diffusion_model, SEED)
     return patcher
 

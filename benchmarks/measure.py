@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..core.environment import Environment
+from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from ..runtime.measure import statistics_of, versions
 from ..runtime.memory import give_back_unused
@@ -107,20 +108,20 @@ class Contender:
     def row(self, samples: Sequence[float]) -> Row:
         """What was found out, with the reason why it may not be trusted, if there is one."""
         ready = self.ready
-        found = {"build_s": self.build_s, **ready.facts, "vram_mb": self.vram_mb, "precision": ready.precision.value}
+        found = {"build_s": self.build_s, **ready.facts, "vram_mb": self.vram_mb, "precision": ready.numbers}
         found |= {"engine_calls": ready.engine_calls() or 0, **self._challenge.judge.facts(self.errors)}
         return {**statistics_of(samples), "error": self.error, **found, "failed": self._failure()}
 
     def _failure(self) -> str | None:
         served, reasons = self.ready.engine_calls(), self.ready.reasons()
-        wanted = self.calls * self._challenge.engine_calls
+        wanted = self.calls * (self.ready.wanted_calls or self._challenge.engine_calls)
         if served is not None and (served != wanted or reasons):
             return f"the engine served {served} of {wanted} calls: {reasons or 'no reason was given'}"
-        precision = self.ready.precision
+        ready, judge = self.ready, self._challenge.judge
         for output, error in self.errors.items():
-            limit = self._challenge.judge.limit(output, precision, served is not None)
+            limit = judge.limit(output, ready.precision, served is not None, ready.quantised, ready.skips)
             if not error <= limit:
-                return f"differs from fp32 by {error:.1e}, allowed is {limit:.0e} in {precision.value}"
+                return f"differs from fp32 by {error:.1e}, allowed is {limit:.0e} in {ready.numbers}"
         return None
 
 
@@ -158,7 +159,7 @@ class Measurement:
         contenders = []
         for variant in variants:
             if reason := variant.why_left_out(self._case, self._subject):
-                self._write({"case": self._case.name, "variant": variant.name, "left_out": reason})
+                self._leave_out(variant, reason)
             elif contender := self._enter(variant):
                 contenders.append(contender)
         self._take_turns(contenders)
@@ -172,7 +173,10 @@ class Measurement:
             self._put(contender.name, contender.row(alone))
         except Exception as error:
             ending.close()
-            self._put_failure(variant.name, error)
+            if variant.is_quantised and isinstance(error, UnsupportedModel):
+                self._leave_out(variant, str(error))
+            else:
+                self._put_failure(variant.name, error)
             return None
         self._ending.push(ending)
         self._workshop.tell(f"{variant.name}: {statistics_of(alone)['ms']:.2f} ms alone, error {contender.error:.1e}")
@@ -184,7 +188,7 @@ class Measurement:
         contender = Contender(variant.name, set_up(variant, self._subject, self._workshop, ending), self._challenge)
         contender.call(0)
         synchronize(self._device)
-        if variant.name != EAGER:
+        if variant.kind != EAGER:
             contender.build_s = round(time.perf_counter() - started, 3)
         with self._peak(contender, others + contender.ready.copied_bytes):
             for number in range(self._schedule.warmup):
@@ -210,6 +214,9 @@ class Measurement:
                 self._put(contender.name, contender.row(samples[contender.name]))
             except Exception as error:
                 self._put_failure(contender.name, error)
+
+    def _leave_out(self, variant: Variant, reason: str) -> None:
+        self._write({"case": self._case.name, "variant": variant.name, "left_out": reason})
 
     def _put(self, name: str, row: Row) -> None:
         versions_of_all = {**self._common["versions"], **row.get("versions", {})}

@@ -9,15 +9,33 @@ from typing import Any
 
 import torch
 
+from ..core.dtypes import dtype_of
+from ..core.errors import UnsupportedModel
 from ..core.progress import Progress
 from ..core.protocols import Tensors
+from ..core.spec import Precision
+from ..hosts.architecture import cast_inputs
 from ..runtime.measure import load_seconds, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.provider import HostHooks
 from ..runtime.settings import BuildPolicy
+from . import fast_options
 from .models import Model
 from .ours import provider_of, settings_of
-from .variants import CHANNELS_LAST, COMPILE, EAGER, EAGER_GRAPH, MODES, NODE, OURS, Variant
+from .plain_source import PlainSource, called
+from .variants import (
+    BF16_MATH,
+    CHANNELS_LAST,
+    COMPILE,
+    EAGER,
+    EAGER_GRAPH,
+    FAST,
+    FP32,
+    MODES,
+    NODE,
+    OURS,
+    Variant,
+)
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
 
 
@@ -32,7 +50,45 @@ def set_up(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
 
 
 def _eager(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+    if variant.mode == FAST:
+        return Ready(_fast(model.source.eager), model.source.precision)
+    if FP32 in variant.levers:
+        return _in_other_numbers(model, Precision.FP32)
+    if BF16_MATH in variant.levers:
+        return _in_other_numbers(model, Precision.BF16, optimized_attention_override=_plain_products)
     return Ready(model.source.eager, model.source.precision)
+
+
+def _fast(eager: Callable[[Tensors], Tensors]) -> Callable[[Tensors], Tensors]:
+    def compute(inputs: Tensors) -> Tensors:
+        with fast_options.switched_on():
+            return eager(inputs)
+
+    return compute
+
+
+def _in_other_numbers(model: Model, precision: Precision, **options: Any) -> Ready:
+    """By a copy. The model itself is not needed then, which is what its memory is not counted for.
+
+    Args:
+        options: for ComfyUI's `transformer_options`.
+    """
+    dtype = dtype_of(precision)
+    module = copy.deepcopy(model.module).to(dtype)
+    return Ready(
+        lambda inputs: called(module, inputs, **options),
+        precision,
+        prepare=lambda inputs: cast_inputs(inputs, dtype),
+        copied_bytes=bytes_of(model.module),
+    )
+
+
+def _plain_products(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """ComfyUI's attention without kernels of its own: all scores at once, in the model's precision."""
+    from comfy.ldm.modules.attention import attention_basic
+
+    found: torch.Tensor = attention_basic(*args, **kwargs)
+    return found
 
 
 def _eager_graph(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
@@ -87,7 +143,10 @@ def _node(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack)
 
 def _sigma(sampling: Any, timesteps: torch.Tensor) -> torch.Tensor:
     """The inverse of the model's own `timestep`; of flow models `sigma` is not, as it also shifts."""
-    multiplier = getattr(sampling, "multiplier", None)
+    import comfy.model_sampling
+
+    is_flux = isinstance(sampling, comfy.model_sampling.ModelSamplingFlux)
+    multiplier = 1.0 if is_flux else getattr(sampling, "multiplier", None)
     sigma: torch.Tensor = sampling.sigma(timesteps) if multiplier is None else timesteps / multiplier
     return sigma.to(timesteps.device, torch.float32)
 
@@ -128,6 +187,8 @@ def _compiled(variant: Variant, model: Model, workshop: Workshop, ending: ExitSt
 
 def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
     source = model.source
+    if isinstance(source, PlainSource):
+        raise UnsupportedModel(source.why_no_engine)
     provider = provider_of(variant, workshop.store)
     settings = settings_of(variant, BuildPolicy.MANUAL)
     plan, entry = provider.prepare(source, model.call_shape, settings, HostHooks(_teller(workshop, variant)))
@@ -148,6 +209,7 @@ def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack)
     return Ready(
         compute,
         plan.spec.precision,
+        quantised=plan.spec.quantised,
         facts=facts,
         engine_calls=lambda: module.status.engine_calls,
         reasons=lambda: "; ".join(module.status.to_json()["reasons"]),

@@ -14,9 +14,10 @@ from ..runtime.provider import EngineProvider
 from ..runtime.settings import BackendChoice, BuildPolicy, Levers, Parallel, Settings
 from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
-from .variants import AS_EXPORTED, BAKE, ENGINES, GRAPH, HINT, MAX, PARALLEL, PRECISIONS, TEXT, Variant
+from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, GRAPH, HINT, MAX, NUMBERS, PARALLEL, TEXT, Variant
 
 _NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False)
+_OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}
 _ON: Mapping[str, Mapping[str, Any]] = {
     HINT: {"hint_once": True},
     TEXT: {"text_once": True},
@@ -32,8 +33,8 @@ def provider_of(variant: Variant, store: EngineStore) -> EngineProvider:
 def settings_of(variant: Variant, policy: BuildPolicy) -> Settings:
     return Settings(
         backend=BackendChoice(variant.mode),
-        precision=next((Precision(lever) for lever in variant.levers if lever in PRECISIONS), None),
-        optimize=Optimize.MAX if MAX in variant.levers else Optimize.BALANCED,
+        precision=next((NUMBERS[lever] for lever in variant.levers if lever in NUMBERS), None),
+        optimize=next((_OPTIMIZE[lever] for lever in variant.levers if lever in _OPTIMIZE), Optimize.BALANCED),
         policy=policy,
         bake=BAKE in variant.levers,
         levers=levers_of(variant),

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: what was measured, how, and how to do it oneself.
+"""docs/benchmarks.md and its charts: what was measured, how, and how to do it oneself.
 
 The same rows give the same bytes, so that a test can tell whether the page is up to date.
 """
@@ -12,23 +12,30 @@ from pathlib import Path
 from ..runtime.settings import BackendChoice
 from .cases import CASES
 from .chart import chart
-from .rows import RESULTS, Row, gpu_of, is_of_job, read
+from .ladder import FILE as LADDER_FILE
+from .ladder import Ladder, is_nothing_else, ladders, section
+from .ladder import picture as ladder_picture
+from .rows import RESULTS, Row, gpu_of, is_of_job, is_of_skipped, read
 from .tables import Group, tables
-from .variants import OURS, describe
+from .variants import LADDER_CASE, OURS, describe
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def main() -> int:
-    """Write page and chart; 1 where a row cannot be read."""
+    """Write page and charts; 1 where a row cannot be read."""
     try:
-        page, picture = report(newest(read_all(RESULTS)))
+        rows = read_all(RESULTS)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
+    climbed = ladders(rows)
+    page, picture = report(newest(rows), climbed)
     DOCS.mkdir(exist_ok=True)
     write(DOCS / "benchmarks.md", page)
     write(DOCS / "benchmarks.svg", picture)
+    if climbed:
+        write(DOCS / LADDER_FILE, ladder_picture(climbed, _title(LADDER_CASE)))
     return 0
 
 
@@ -52,11 +59,13 @@ def newest(rows: Iterable[Row]) -> list[Group]:
     """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered.
 
     A TensorRT may need a Python of its own, in which the other variants do not run: its runs stand beside the others.
+    Runs of the ladder alone have a table of their own, see `ladder`.
     """
     by_run: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         by_run.setdefault((gpu_of(row), row["case"], row["run"]), []).append(row)
-    last = {(gpu, case, _is_of_tensorrt(found)): found for (gpu, case, _), found in by_run.items()}
+    runs = {key: found for key, found in by_run.items() if not is_nothing_else(found)}
+    last = {(gpu, case, _is_of_tensorrt(found)): found for (gpu, case, _), found in runs.items()}
     order = {name: number for number, name in enumerate(CASES)}
     ordered = sorted(last, key=lambda key: (key[0], order.get(key[1], len(order)), *key[1:]))
     return [Group(gpu, case, tuple(last[gpu, case, ours])) for gpu, case, ours in ordered]
@@ -66,10 +75,13 @@ def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
     return any(row["variant"].startswith(f"{OURS}:{BackendChoice.TENSORRT.value}") for row in rows)
 
 
-def report(groups: Sequence[Group]) -> tuple[str, str]:
-    """The page in Markdown, and the chart in SVG."""
+def report(groups: Sequence[Group], climbed: Sequence[Ladder] = ()) -> tuple[str, str]:
+    """The page in Markdown, and the chart of `groups` in SVG."""
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
-    body = [_HEAD, *_measured(groups), *how, _variants(groups), _YOURSELF]
+    if any(is_of_skipped(row) for group in groups for row in group.rows):
+        how.append(_HOW_SKIPPED)
+    rungs = section(climbed, _title(LADDER_CASE), [_circumstances_of(ladder.rows[0]) for ladder in climbed])
+    body = [_HEAD, *_measured(groups), *([rungs] if rungs else []), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 
 
@@ -174,11 +186,18 @@ row may be three times as far off as the plain model in its own precision, and 5
 pictures are apart that differ in one input alone (noise, prompts or hint), the least of these.
 """
 
+_HOW_SKIPPED = """Where "steps" says that fewer were computed, Step Skip filled in the others. Such a row may be further
+off, but not as far as "nearest other". A model of random numbers says nothing of what a preset does to pictures:
+[benchmarks/step_skipping.md](../benchmarks/step_skipping.md) does.
+"""
+
 _YOURSELF = """## Measure it yourself
 
 ```
-python benchmarks/run.py                                          # the usual cases, all variants
+python benchmarks/run.py                                          # the usual cases, the usual variants
 python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compiled
+python benchmarks/run.py --tables                                 # every case by the variants of its table: hours
+python benchmarks/run.py --ladder                                 # SDXL rung by rung
 python benchmarks/report.py                                       # this page
 ```
 

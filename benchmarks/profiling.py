@@ -20,7 +20,7 @@ from .subject import Subject, synchronize
 from .variants import Variant
 from .workshop import Workshop
 
-TOP = 15
+TOP = 40
 _WARMUP, _TIMED = 3, 5
 _NO_KERNELS = ("Memcpy", "Memset")
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")

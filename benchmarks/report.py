@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and docs/benchmarks.svg from the rows in benchmarks/results."""
+"""Write docs/benchmarks.md, docs/benchmarks.svg and docs/ladder.svg from the rows in benchmarks/results."""
 
 from __future__ import annotations
 

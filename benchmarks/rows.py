@@ -24,12 +24,16 @@ FIELDS = (
 OF_JOBS = ("steps", "errors", "distances")
 """Of rows of whole pictures, too: `errors` by output, and how far pictures are apart that differ in one input."""
 
+OF_SKIPPED = ("computed",)
+"""Of rows of pictures of which steps were skipped, too: how many of the steps the model computed."""
+
 
 def complete(row: Row) -> Row:
     """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
-    unknown = set(row) - {*FIELDS, *OF_JOBS, "failed"}
+    of_some = (*OF_JOBS, *OF_SKIPPED)
+    unknown = set(row) - {*FIELDS, *of_some, "failed"}
     assert not unknown, unknown
-    known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in OF_JOBS if name in row))}
+    known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in of_some if name in row))}
     return known if row.get("failed") is None else {**known, "failed": row["failed"]}
 
 
@@ -76,6 +80,11 @@ def gpu_of(row: Row) -> str:
 def is_of_job(row: Row) -> bool:
     """Whether a whole picture was measured, not a single call."""
     return "steps" in row
+
+
+def is_of_skipped(row: Row) -> bool:
+    """Whether steps of the picture were skipped."""
+    return "computed" in row
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from .rows import Row
 
 
@@ -28,8 +28,15 @@ class Judge(Protocol):
     def errors(self, given: Tensors, reference: Tensors) -> dict[str, float]:
         """Relative to fp32, by output."""
 
-    def limit(self, output: str, precision: Precision, is_ours: bool) -> float:
-        """The largest error of a row that may be trusted."""
+    def limit(
+        self, output: str, precision: Precision, is_ours: bool, quantised: Quantised | None = None, skips: bool = False
+    ) -> float:
+        """The largest error of a row that may be trusted.
+
+        Args:
+            quantised: what large linear layers multiply in, where not in `precision`.
+            skips: steps, and so makes a picture that is a little different on purpose.
+        """
 
     def doubts(self, precision: Precision) -> str | None:
         """What a row may get wrong and still be trusted; None where nothing is known of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .rows import Row, is_of_job
+from .rows import Row, is_of_job, is_of_skipped
 from .variants import COMPILE, EAGER
 
 
@@ -42,13 +42,15 @@ _JOBS = (
     "case", "variant", "ms per picture", "over eager", "over torch.compile", "error of latent", "error of picture",
     "nearest other", "build s", "VRAM MB",
 )  # fmt: skip
+_JOBS_SKIPPED = (*_JOBS[:2], "steps", *_JOBS[2:])
 
 
 def tables(groups: Sequence[Group]) -> str:
     """Of single calls, then of whole pictures; what was not measured has no table."""
     calls = [group for group in groups if not group.is_job]
     jobs = [group for group in groups if group.is_job]
-    found = [_table(columns, part) for columns, part in ((_CALLS, calls), (_JOBS, jobs)) if part]
+    of_jobs = _JOBS if not any(is_of_skipped(row) for group in jobs for row in group.rows) else _JOBS_SKIPPED
+    found = [_table(columns, part) for columns, part in ((_CALLS, calls), (of_jobs, jobs)) if part]
     return "\n\n".join(found)
 
 
@@ -61,8 +63,10 @@ def _table(columns: Sequence[str], groups: Sequence[Group]) -> str:
 
 def _cells(columns: Sequence[str], group: Group, row: Row) -> list[str]:
     head = [row["case"], f"`{row['variant']}`"]
+    if "steps" in columns:
+        head.append(f"{row['computed']} of {row['steps']}" if is_of_skipped(row) else str(row["steps"]))
     if "failed" in row:
-        return [*head, "failed", *[""] * (len(columns) - 3)]
+        return [*head, "failed", *[""] * (len(columns) - len(head) - 1)]
     speed = [f"{row['ms']:.2f}", _ratio(group.eager_ms, row["ms"]), _ratio(group.best_compile_ms, row["ms"])]
     built, held = _rounded(row["build_s"], 0), _rounded(row["vram_mb"], 0)
     if is_of_job(row):

@@ -2,29 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from ..runtime.settings import BackendChoice
+from ..sampling.presets import why_too_short
+from . import fast_options
 from .cases import Case
 from .jobs import Job
 from .models import Model
+from .plain_source import PlainSource
 from .subject import Subject
 
 EAGER, EAGER_GRAPH, NODE, COMPILE, OURS = "eager", "eager+graph", "TorchCompileModel", "torch.compile", "slipstream"
-CHANNELS_LAST, MAX, BAKE, AS_EXPORTED = "channels_last", "max", "bake", "as-exported"
-ENGINES, HINT, TEXT, PARALLEL, GRAPH = OF_JOBS = "engines", "hint", "text", "parallel", "graph"
+FAST = "fast"
+EAGER_FAST = f"{EAGER}:{FAST}"
+CHANNELS_LAST, MAX, FAST_BUILD, BAKE, AS_EXPORTED = "channels_last", "max", "fast-build", "bake", "as-exported"
+FP32, BF16_MATH = OTHER_NUMBERS = Precision.FP32.value, "bf16-math"
+STEPS = ("quality", "balanced", "fast")
+ENGINES, HINT, TEXT, PARALLEL, GRAPH = _LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph"
+OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
-PRECISIONS = {each.value for each in Precision}
+NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
+"""What an engine computes in, by the lever that asks for it."""
+_PRECISIONS = {each.value for each in Precision}
+_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), set(OTHER_NUMBERS))
+"""Levers of which a name has one at most."""
 
 USUAL = (
     EAGER, EAGER_GRAPH, NODE, COMPILE, f"{COMPILE}:reduce-overhead", f"{COMPILE}:max-autotune",
     f"{COMPILE}:max-autotune+{CHANNELS_LAST}", f"{OURS}:compiled",
 )  # fmt: skip
 
+LADDER_CASE = "sdxl-1024-b2"
+LADDER = (
+    f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:max-autotune+{CHANNELS_LAST}", f"{OURS}:compiled",
+    f"{OURS}:compiled+{MAX}", f"{OURS}:compiled+{Quantised.INT8.value}", f"{OURS}:compiled+{Quantised.FP8.value}",
+)  # fmt: skip
+"""From the plain model in full precision to our fastest engine: what each means makes faster, rung by rung."""
+
+_FP8, _INT8 = f"{OURS}:compiled+{Quantised.FP8.value}", f"{OURS}:compiled+{Quantised.INT8.value}"
+_TABLE_OF_CALLS = EAGER, EAGER_FAST, EAGER_GRAPH, f"{OURS}:compiled", _FP8
+_MORE_OF_USUAL = f"{OURS}:compiled+{MAX}", _INT8
+_TABLE_OF_JOBS = (
+    EAGER, EAGER_FAST, *(f"{EAGER}+{steps}" for steps in STEPS), f"{OURS}:compiled",
+    *(f"{OURS}:compiled+{steps}" for steps in STEPS), f"{COMPILE}:reduce-overhead",
+)  # fmt: skip
+
+
+def of_tables(case: Case) -> tuple[str, ...]:
+    """The variants in a case's table. What torch compiles comes last: a time limit loses nothing else.
+
+    Usual cases are looked at more closely than those that differ from one of them in size alone.
+    """
+    if case.is_job:
+        return _TABLE_OF_JOBS
+    more = _MORE_OF_USUAL if case.usual else ()
+    layout = f"+{CHANNELS_LAST}" if case.convolutional else ""
+    return *_TABLE_OF_CALLS, *more, f"{COMPILE}:reduce-overhead{layout}"
+
+
+def ladder_to_measure() -> tuple[str, ...]:
+    """The rungs, those that torch compiles last: a time limit loses nothing else."""
+    return tuple(sorted(LADDER, key=lambda name: name.startswith(COMPILE)))
+
+
 _WORDS = {
     EAGER: "the model as ComfyUI runs it",
+    EAGER_FAST: "the same with ComfyUI's `--fast fp16_accumulation autotune`",
     EAGER_GRAPH: "the same, recorded once as a CUDA graph and replayed, so that the CPU never holds the GPU up",
     NODE: "ComfyUI's own node of this name, which compiles with torch's defaults; timed as sampling calls it",
     COMPILE: "`torch.compile` around the model, in its default mode",
@@ -36,6 +83,7 @@ _WORDS = {
 _LEVER_WORDS = {
     CHANNELS_LAST: "weights and pictures with their channels last in memory",
     MAX: "built with `optimize: max`",
+    FAST_BUILD: "built with `optimize: fast build`",
     BAKE: "the weights inside the engine, which cannot take others then",
     AS_EXPORTED: "without the graph surgery that TensorRT can do without",
     ENGINES: "of the levers below only those that are named",
@@ -43,7 +91,10 @@ _LEVER_WORDS = {
     TEXT: "keys and values of the attention over the text computed once a prompt",
     PARALLEL: "the ControlNet beside the half of the model that does not need it",
     GRAPH: "a whole step replayed as one CUDA graph",
-    **{each: f"computed in {each}" for each in PRECISIONS},
+    **{each: f"computed in {each}" for each in _PRECISIONS},
+    **{each.value: f"large linear layers multiplied in {each.value}" for each in Quantised},
+    BF16_MATH: "computed in bf16, attention by two plain products of matrices and a softmax between them",
+    **{each: f"steps skipped as the preset `{each}` of Step Skip has it" for each in STEPS},
 }
 
 
@@ -78,17 +129,30 @@ class Variant:
         if strange := [lever for lever in levers if lever not in offered]:
             known = ", ".join(sorted(offered)) or "nothing"
             raise ValueError(f"{name!r}: {strange[0]!r} is not offered behind {base}; there is {known}")
+        if rivals := next((found for each in _INSTEAD if len(found := sorted(each & set(levers))) > 1), None):
+            raise ValueError(f"{name!r}: choose one of {' and '.join(rivals)}")
         return cls(name, kind, mode, tuple(levers))
+
+    @property
+    def steps(self) -> str | None:
+        """The preset by which it skips steps."""
+        return next((lever for lever in self.levers if lever in STEPS), None)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it asks for 8 bits, in which not every model has anything to gain."""
+        return any(isinstance(NUMBERS.get(lever), Quantised) for lever in self.levers)
 
     @property
     def needs_graphs(self) -> bool:
         return self.kind == EAGER_GRAPH or (self.kind == COMPILE and bool(self.mode))
 
     def with_lever(self, lever: str | None) -> Variant:
-        """Of one of our engines; others stay as they are."""
-        if lever is None or self.kind != OURS or lever in self.levers:
+        """Of one of our engines; others stay as they are, and so do those that name another instead."""
+        if lever is None or self.kind != OURS:
             return self
-        return Variant.of(f"{self.name}+{lever}")
+        taken = next((each for each in _INSTEAD if lever in each), {lever})
+        return self if taken & set(self.levers) else Variant.of(f"{self.name}+{lever}")
 
     def why_left_out(self, case: Case, subject: Subject) -> str | None:
         """Why this variant means nothing here; None when it does."""
@@ -96,12 +160,34 @@ class Variant:
             return "CUDA graphs need a CUDA GPU"
         if CHANNELS_LAST in self.levers and not case.convolutional:
             return "the memory format of pictures means nothing to a transformer"
+        if self.mode == FAST and (reason := fast_options.why_not(subject.device)):
+            return reason
         if isinstance(subject, Job):
-            return _NOT_OF_JOBS.get(self.kind)
-        if self.kind == NODE and isinstance(subject, Model) and subject.patcher is None:
-            return "ComfyUI's node compiles diffusion models only"
+            return self._why_not_of_job(subject)
+        if isinstance(subject, Model):
+            return self._why_not_of_model(subject)
+        return None
+
+    def _why_not_of_job(self, job: Job) -> str | None:
+        if self.kind == EAGER and (found := [lever for lever in self.levers if lever in OTHER_NUMBERS]):
+            return f"{found[0]!r} is about single calls"
+        if self.steps is not None and (reason := why_too_short(job.steps)):
+            return reason
+        return _NOT_OF_JOBS.get(self.kind)
+
+    def _why_not_of_model(self, model: Model) -> str | None:
         if found := [lever for lever in self.levers if lever in OF_JOBS]:
             return f"{found[0]!r} is about whole pictures"
+        if self.kind == NODE and model.patcher is None:
+            return "ComfyUI's node compiles diffusion models only"
+        if self.kind == EAGER and BF16_MATH in self.levers and not model.is_unet:
+            return "only a UNet's attention can be told what to compute by"
+        if self.kind == EAGER and FP32 in self.levers and model.patcher is None:
+            return "a VAE's decoder is not compared with itself in fp32"
+        if self.is_quantised and model.patcher is None:
+            return "a VAE computes in its own precision: it has no large linear layers"
+        if self.kind == OURS and isinstance(model.source, PlainSource):
+            return model.source.why_no_engine
         return None
 
 
@@ -113,12 +199,14 @@ def describe(name: str) -> str:
 
 
 def _levers_of(kind: str, mode: str) -> set[str] | None:
-    if kind in (EAGER, NODE) and not mode:
+    if kind == EAGER and mode in ("", FAST):
+        return set() if mode else {*OTHER_NUMBERS, *STEPS}
+    if kind == NODE and not mode:
         return set()
     if kind == COMPILE and mode in MODES:
         return {CHANNELS_LAST}
     if kind == OURS and mode == BackendChoice.TENSORRT.value:
-        return {MAX, BAKE, AS_EXPORTED, *OF_JOBS, *PRECISIONS}
+        return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
-        return {MAX, *OF_JOBS, *PRECISIONS}
+        return {MAX, FAST_BUILD, *OF_JOBS, *NUMBERS}
     return None

@@ -22,7 +22,7 @@ def randomise(module: torch.nn.Module, seed: int) -> None:
         generator = generators.get(tensor.device)
         if generator is None:
             generator = generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
-        if not name.endswith("weight"):
+        if not name.endswith(("weight", "norm.scale")):
             tensor.normal_(0, 0.02 if tensor.ndim == 1 else 0.5, generator=generator)  # biases; tables of positions
         elif tensor.ndim == 1:
             tensor.normal_(1, 0.1, generator=generator)  # of a norm

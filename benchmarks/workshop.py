@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core.protocols import Tensors
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from ..engine_cache import EngineStore
 
 
@@ -29,6 +29,9 @@ class Ready:
         copied_bytes: of weights that it holds beside the host's, only because the host's serve the other variants.
         engine_calls: made so far; None where there is no engine.
         reasons: why calls went to the plain model; empty where none did.
+        quantised: what large linear layers multiply in, where not in `precision`.
+        wanted_calls: of engines in one call, where they are not the subject's own number.
+        skips: steps of a picture.
     """
 
     compute: Callable[[Any], Any]
@@ -39,6 +42,15 @@ class Ready:
     copied_bytes: int = 0
     engine_calls: Callable[[], int | None] = lambda: None
     reasons: Callable[[], str] = lambda: ""
+    quantised: Quantised | None = None
+    wanted_calls: int | None = None
+    skips: bool = False
+
+    @property
+    def numbers(self) -> str:
+        """By which the precision was chosen, e.g. "fp16" or "fp8"."""
+        found: str = (self.quantised or self.precision).value
+        return found
 
 
 @dataclass(frozen=True)

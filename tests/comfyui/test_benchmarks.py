@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import comfy.ldm.modules.attention
 import comfy.model_base
+import comfy.ops
 import comfy.supported_models
 import pytest
 import torch
 
 from slipstream.benchmarks import cases, job_variants, model_variants, models
-from slipstream.benchmarks.jobs import Job, errors_of
+from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
+from slipstream.benchmarks.profiling import TOP
 from slipstream.benchmarks.rows import FIELDS, OF_JOBS
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.workshop import Workshop
@@ -78,7 +84,7 @@ def test_a_whole_picture_is_measured_and_profiled(root: Path, comfyui_dir: Path,
     eager, ours = done.stdout.split("tiny-sd15-canny-64-3steps, ")[1:]
     assert eager.startswith("eager\nwall time") and ours.startswith("slipstream:compiled\nwall time")
     for part in (eager, ours):
-        assert "no GPU here" in part and 5 < part.count("\n") < 25
+        assert "no GPU here" in part and 5 < part.count("\n") < TOP + 10
     assert "aten::" in eager
 
 
@@ -151,6 +157,7 @@ def test_pictures_differ_by_each_input_and_are_the_size_of_real_ones(job: Job) -
     assert challenge.judge.doubts(job.precision) is None
 
 
+UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
 SMALL_SD3 = {
     **models.SD3_MEDIUM,
     "depth": 2,
@@ -175,11 +182,160 @@ def sd3() -> models.Model:
     return models.diffusion_model(comfy.supported_models.SD3(SMALL_SD3), comfy.model_base.SD3, shapes)
 
 
+def small_unet(config: dict[str, Any]) -> dict[str, Any]:
+    """Of the same blocks, each narrow."""
+    return {**config, "model_channels": 32, "transformer_depth_output": [min(1, n) for n in config[OUTPUT]]} | {
+        "transformer_depth": [min(1, n) for n in config["transformer_depth"]]
+    }
+
+
+OUTPUT = "transformer_depth_output"
+SMALL_PIXART = {**models.PIXART_ALPHA, "depth": 2, "hidden_size": 48, "num_heads": 2}
+SMALL_FLUX = {**models.FLUX_DEV, "hidden_size": 128, "num_heads": 1, "depth": 1, "depth_single_blocks": 2}
+
+
 def vae() -> models.Model:
     return models.vae(64)
 
 
-@pytest.mark.parametrize("make", [sdxl, sd3, vae])
+def ssd1b() -> models.Model:
+    return models.sdxl(64, 4, small_unet(models.SSD1B), "SSD1B")
+
+
+def vega() -> models.Model:
+    return models.sdxl(64, 2, small_unet(models.VEGA), "Segmind_Vega")
+
+
+def pixart() -> models.Model:
+    return models.pixart(512, 2, SMALL_PIXART)
+
+
+def flux() -> models.Model:
+    return models.flux(64, 1, SMALL_FLUX)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "family", "config", "billions"),
+    [
+        (UNET, "UNetModel", "SDXL", models.SDXL, 2.567),
+        (UNET, "UNetModel", "SSD1B", models.SSD1B, 1.331),
+        (UNET, "UNetModel", "Segmind_Vega", models.VEGA, 0.745),
+        ("comfy.ldm.pixart.pixartms", "PixArtMS", "PixArtAlpha", models.PIXART_ALPHA, 0.611),
+        ("comfy.ldm.flux.model", "Flux", "Flux", models.FLUX_DEV, 11.901),
+    ],
+)
+def test_models_have_their_published_size(module: str, name: str, family: str, config: Any, billions: float) -> None:
+    known = models.flux_config(config) if name == "Flux" else dict(config)
+    made = getattr(comfy.supported_models, family)(known)
+    network = getattr(importlib.import_module(module), name)(
+        **made.unet_config, dtype=torch.float16, device="meta", operations=comfy.ops.disable_weight_init
+    )
+    assert sum(parameter.numel() for parameter in network.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_a_class_without_engines_says_so() -> None:
+    variant, case = Variant.of("slipstream:compiled"), cases.CASES["pixart-1024-b2"]
+    subject = pixart()
+    assert "have no engines yet; the plain model is used" in str(variant.why_left_out(case, subject))
+    assert variant.why_left_out(cases.CASES["flux-1024-b1"], flux()) is None
+    inputs = subject.inputs(seed=1)
+    assert inputs["c_size"].tolist() == [[512, 512]] * 2 and inputs["c_ar"].tolist() == [[1]] * 2
+
+
+def test_samples_of_a_flow_model_differ_in_their_timesteps() -> None:
+    subject = flux()
+    steps = [float(subject.inputs(seed)["timesteps"]) for seed in range(3)]
+    assert len(set(steps)) == 3 and all(0 < step <= 1 for step in steps)
+
+
+@pytest.mark.parametrize("name", ["eager+fp32", "eager+bf16-math"])
+@pytest.mark.parametrize("make", [sdxl, pixart])
+def test_the_lower_rungs_compute_what_the_model_computes(make, name: str, tmp_path: Path, monkeypatch) -> None:
+    """By numbers of their own: the model that the other variants share stays as it is."""
+    products = []
+    attention = comfy.ldm.modules.attention.attention_basic
+    monkeypatch.setattr(
+        comfy.ldm.modules.attention,
+        "attention_basic",
+        lambda q, *args, **kwargs: products.append(q.dtype) or attention(q, *args, **kwargs),
+    )
+    subject = make()
+    variant, case = Variant.of(name), cases.CASES["sdxl-1024-b2"]
+    if reason := variant.why_left_out(case, subject):
+        assert make is pixart and "only a UNet's attention" in reason
+        return
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        ready = model_variants.set_up(variant, subject, workshop, ending)
+        inputs = subject.inputs(seed=0)
+        found = ready.result(None, ready.compute(ready.prepare(inputs)))
+        error = relative_error(found, subject.source.reference(inputs))
+    assert ready.precision.value == name[6:10] and ready.copied_bytes > 0
+    if name == "eager+fp32":
+        assert error < 1e-5 and found["out"].dtype == torch.float32 and not products
+    else:
+        assert 1e-4 < error < 3e-2 and set(products) == {torch.bfloat16}
+    assert {parameter.dtype for parameter in subject.module.parameters()} == {torch.float32}
+
+
+SMALL_SDXL_JOB = {**SMALL_SDXL, "num_res_blocks": [1, 1], "channel_mult": [1, 2], "transformer_depth": [0, 1]} | {
+    "transformer_depth_output": [0, 0, 1, 1]
+}
+
+
+def test_a_picture_of_sdxl_is_made_from_both_kinds_of_text() -> None:
+    made = sdxl_job(64, 3, SMALL_SDXL_JOB, models.TINY_VAE)
+    with torch.inference_mode():
+        challenge = Challenge.of(made)
+        wish = made.inputs(seed=0)
+        plain = made.paint(made.parts, made.apply(made.parts, wish))
+        other = made.paint(made.parts, made.apply(made.parts, replace(wish, pooled=-wish.pooled)))
+    for example in challenge.examples:
+        latent, picture = example.reference["latent"], example.reference["picture"]
+        assert latent.shape == (1, 4, 8, 8) and 2 < latent.std() < 20
+        assert picture.shape == (1, 64, 64, 3) and 0.1 < picture.std() < 0.4
+    assert set(challenge.judge.facts({})["distances"]) == {"seed", "prompt"}
+    assert challenge.judge.doubts(made.precision) is None
+    assert errors_of(other, plain)["latent"] > 1e-3, "the text as a whole must arrive"
+    assert made.engine_calls == 4 and made.shapes["pooled"] == (1, 1280)
+
+
+def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
+    """And leave it as it was for the other variants."""
+    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        wish = made.inputs(seed=0)
+        plain = made.paint(made.parts, made.apply(made.parts, wish))
+        calls: list[object] = []
+        made.parts.model.model.diffusion_model.register_forward_hook(lambda *each: calls.append(each))
+        counts = []
+        for name in ("quality", "balanced", "fast"):
+            ready = job_variants.set_up(Variant.of(f"eager+{name}"), made, workshop, ending)
+            calls.clear()
+            errors = errors_of(ready.compute(ready.prepare(wish)), plain)
+            assert len(calls) == ready.facts["computed"] < 12 and ready.skips
+            assert 1e-4 < errors["picture"] < 0.5
+            counts.append(len(calls))
+        assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
+        again = made.paint(made.parts, made.apply(made.parts, wish))
+    assert max(errors_of(again, plain).values()) < 1e-6
+
+
+@pytest.mark.slow
+def test_presets_skip_steps_over_engines(tmp_path: Path) -> None:
+    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, workshop, ending)
+        computed = ready.facts["computed"]
+        assert computed < 12 and ready.wanted_calls == computed + 1
+        for number in range(2):
+            ready.compute(ready.prepare(made.inputs(seed=number)))
+        assert ready.engine_calls() == 2 * ready.wanted_calls and not ready.reasons()
+
+
+@pytest.mark.parametrize("make", [sdxl, sd3, vae, ssd1b, vega, pixart, flux])
 @pytest.mark.parametrize("name", ["eager", "TorchCompileModel", "torch.compile+channels_last"])
 def test_each_variant_computes_what_the_model_computes(make, name: str, tmp_path: Path, monkeypatch) -> None:
     """Apart from the compiler, which would take minutes; the numbers are of the order of one."""

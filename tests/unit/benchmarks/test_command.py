@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.benchmarks import command
-from slipstream.benchmarks.command import main, make_parser, measure_apart, wanted
+from slipstream.benchmarks.cases import CASES
+from slipstream.benchmarks.command import main, make_parser, measure_apart, parts, wanted
+from slipstream.benchmarks.variants import LADDER
 from slipstream.tests.unit.benchmarks.support import row
 
 ROWS = [row("eager", 20.0), row("eager", 10.0), row("torch.compile", 5.0), row("torch.compile", failed="off")]
@@ -50,6 +52,7 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--repeats", "0"), "'0' is no whole number from 1"),
         (("--limit", "soon"), "'soon' is no whole number from 1"),
         (("--precision", "fp12"), "invalid choice: 'fp12'"),
+        (("--tables", "--ladder"), "not allowed with argument --tables"),
     ],
 )
 def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
@@ -68,6 +71,36 @@ def test_options_become_levers_of_our_engines() -> None:
         "slipstream:compiled+bf16",
         "slipstream:compiled+max+bf16",
     ]
+
+
+def plan(*words: str) -> list[tuple[str, list[str]]]:
+    return [(name, [each.name for each in variants]) for name, variants in parts(make_parser().parse_args(words))]
+
+
+def test_tables_are_each_case_by_its_own_variants_and_the_ladder() -> None:
+    found = plan("--tables")
+    assert [name for name, _ in found] == [*(n for n, case in CASES.items() if case.needs_gpu), "sdxl-1024-b2"]
+    assert sorted(found[-1][1]) == sorted(LADDER)
+    variants = dict(found[:-1])
+    assert "eager+balanced" in variants["sdxl-1024-30steps"] and "eager+balanced" not in variants["sdxl-1024-b8"]
+    assert "torch.compile:reduce-overhead" in variants["flux-1024-b1"]
+
+
+def test_tables_of_named_cases_have_the_ladder_where_its_case_is_one() -> None:
+    assert [name for name, _ in plan("--tables", "--cases", "sd15-512-b8,sd3-1024-b2")] == [
+        "sd15-512-b8",
+        "sd3-1024-b2",
+    ]
+    assert [name for name, _ in plan("--tables", "--cases", "sdxl-1024-b2")] == ["sdxl-1024-b2"] * 2
+    assert [name for name, _ in plan("--ladder")] == ["sdxl-1024-b2"]
+
+
+def test_a_cases_process_is_given_the_variants_of_its_case(tmp_path: Path, monkeypatch, capsys) -> None:
+    said = 'put(*[{**rows[0], "variant": name} for name in sys.argv[sys.argv.index("--variants") + 1].split(",")])'
+    monkeypatch.setattr(measure_apart, "__defaults__", (child(tmp_path, said),))
+    assert main(["--ladder", "--out", str(tmp_path / "out")]) == 0
+    (file,) = (tmp_path / "out").iterdir()
+    assert sorted(json.loads(line)["variant"] for line in file.read_text().splitlines()) == sorted(LADDER)
 
 
 def test_the_last_row_of_a_variant_counts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from slipstream.benchmarks.subject import Example
 from slipstream.benchmarks.variants import OF_JOBS, Variant, describe
 from slipstream.benchmarks.weights import randomise_controlnet, randomise_unet
 from slipstream.benchmarks.workshop import Ready
-from slipstream.core.spec import Optimize, Precision
+from slipstream.core.spec import Optimize, Precision, Quantised
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers
 from slipstream.tests.unit.benchmarks.support import row
 
@@ -28,7 +28,7 @@ NOTHING_ON = Levers(hint_once=False, text_once=False, parallel="off", one_graph=
 
 def job(device: str = "cuda") -> Job:
     made = object.__new__(Job)
-    made.device = torch.device(device)
+    made.device, made.steps = torch.device(device), 20
     return made
 
 
@@ -84,6 +84,9 @@ def test_every_lever_of_a_job_is_described_and_left_to_jobs() -> None:
         ("slipstream:compiled+engines", None),
         ("eager+graph", "no recording of a picture holds"),
         ("TorchCompileModel", "compiles the UNet alone"),
+        ("eager+balanced", None),
+        ("slipstream:compiled+fast", None),
+        ("eager+fp32", "'fp32' is about single calls"),
     ],
 )
 def test_what_means_nothing_for_a_picture(name: str, why: str | None) -> None:
@@ -91,6 +94,12 @@ def test_what_means_nothing_for_a_picture(name: str, why: str | None) -> None:
     assert found is None if why is None else why in (found or "")
     if why is None and ":reduce-overhead" in name:
         assert Variant.of(name).why_left_out(CANNY, job("cpu")) == "CUDA graphs need a CUDA GPU"
+
+
+def test_a_short_run_leaves_a_preset_nothing_to_skip() -> None:
+    short = job()
+    short.steps = 3
+    assert "a run of 3 steps is short" in str(Variant.of("eager+balanced").why_left_out(CANNY, short))
 
 
 # Judging
@@ -119,14 +128,19 @@ def test_inputs_that_cannot_be_told_apart_are_named() -> None:
     assert "another hint makes less of a difference" in str(judged(0.11).doubts(Precision.FP16))
 
 
-def contender(offset: float = 0.0, served: int = 7, reasons: str = "") -> Contender:
+def test_a_picture_of_skipped_steps_must_be_nearer_than_any_other() -> None:
+    found = judged(0.001).limit("picture", Precision.FP16, True, skips=True)
+    assert found == 0.3 > judged(0.001).limit("picture", Precision.FP16, True)
+
+
+def contender(offset: float = 0.0, served: int = 7, reasons: str = "", **more: Any) -> Contender:
     """One that has made a single picture with engines of 7 calls a picture."""
     reference = {"latent": torch.ones(1, 4, 2, 2), "picture": torch.ones(1, 2, 2, 3)}
 
     def compute(inputs: Any) -> Any:
         return {"latent": reference["latent"], "picture": reference["picture"] + offset}
 
-    ready = Ready(compute, Precision.FP16, engine_calls=lambda: served, reasons=lambda: reasons)
+    ready = Ready(compute, Precision.FP16, engine_calls=lambda: served, reasons=lambda: reasons, **more)
     made = Contender("slipstream:compiled", ready, Challenge([Example(None, reference)], judged(), 7))
     made.check([0])
     return made
@@ -154,6 +168,18 @@ def test_a_picture_that_may_not_be_trusted_fails_its_row(given: dict[str, Any], 
     assert why in contender(**given).row([5.0])["failed"]
 
 
+def test_a_picture_of_skipped_steps_takes_fewer_calls() -> None:
+    few = {"served": 4, "wanted_calls": 4, "skips": True}
+    assert contender(0.2, **few).row([5.0])["failed"] is None
+    assert "allowed is 3e-01" in contender(0.4, **few).row([5.0])["failed"]
+    assert "served 7 of 4 calls" in contender(0.2, **{**few, "served": 7}).row([5.0])["failed"]
+
+
+def test_a_row_says_what_large_linear_layers_multiply_in() -> None:
+    assert contender().row([5.0])["precision"] == "fp16"
+    assert contender(quantised=Quantised.INT8).row([5.0])["precision"] == "int8"
+
+
 # The page
 
 
@@ -172,6 +198,17 @@ def test_pictures_have_a_table_of_their_own() -> None:
     assert "median of 2 pictures after 1" in text and "median of 2 calls after 1" in text
     assert "nearest other" in text.split("## How it was measured")[1]
     assert "300.0 ms  slipstream:compiled" in picture
+
+
+def test_skipped_steps_are_counted_in_their_rows() -> None:
+    fields = {"case": CANNY.name, "steps": 20, "errors": {"latent": 2e-2, "picture": 3e-2}, "distances": DISTANCES}
+    rows = [row("eager", 900.0, **fields), row("eager+balanced", 600.0, computed=14, **fields)]
+    text, _ = report(newest([*rows, row("eager+fast", None, case=CANNY.name, steps=20, failed="no")]))
+    lines = [
+        [cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith(f"| {CANNY.name}")
+    ]
+    assert [line[3:5] for line in lines] == [["20", "900.00"], ["14 of 20", "600.00"], ["20", "failed"]]
+    assert len({len(line) for line in lines}) == 1 and "Step Skip filled in the others" in text
 
 
 def test_without_pictures_nothing_is_said_of_them() -> None:

@@ -21,7 +21,7 @@ from slipstream.benchmarks.rows import FIELDS, Row
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.weights import randomise
 from slipstream.benchmarks.workshop import Workshop
-from slipstream.core.errors import ShapeOutsideProfile
+from slipstream.core.errors import ShapeOutsideProfile, UnsupportedModel
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.trust import Trust
@@ -55,9 +55,9 @@ def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
     def call(module: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"out": module(**inputs)[0]}
 
-    def run(*names: str) -> list[Row]:
+    def run(*names: str, patcher: object = None) -> list[Row]:
         shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 3, 5)}
-        subject = Model(source, source.model, call, shapes)
+        subject = Model(source, source.model, call, shapes, patcher)
         case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
         rows: list[Row] = []
         schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"})
@@ -142,6 +142,16 @@ def test_calls_that_went_elsewhere_fail_the_row(run: Measure, backend: NullBacke
     assert row["engine_calls"] == 1 and row["error"] < 1e-6
     assert row["failed"].startswith(f"the engine served 1 of {CALLS} calls: the engine failed")
     assert "x is too large" in row["failed"]
+
+
+def test_8_bits_are_left_out_where_a_model_has_nothing_to_gain_by_them(run: Measure, monkeypatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedModel("no layer is large enough")
+
+    monkeypatch.setattr(model_variants, "_ours", refuse)
+    eight, plain = run("slipstream:compiled+fp8", "slipstream:compiled", patcher="a patcher")
+    assert eight == {"case": "fake", "variant": "slipstream:compiled+fp8", "left_out": "no layer is large enough"}
+    assert plain["failed"] == "UnsupportedModel: no layer is large enough"
 
 
 def test_a_variant_that_cannot_be_set_up_leaves_the_others_alone(run: Measure, monkeypatch) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.benchmarks import page
+from slipstream.benchmarks import ladder, page
+from slipstream.benchmarks.cases import CASES
+from slipstream.benchmarks.ladder import ladders
 from slipstream.benchmarks.page import DOCS, newest, read_all, report
 from slipstream.benchmarks.rows import RESULTS, append
+from slipstream.benchmarks.variants import LADDER_CASE
 from slipstream.tests.unit.benchmarks.support import row
 
 ROWS = [
@@ -29,10 +32,15 @@ def line_of(text: str, variant: str) -> list[str]:
 
 
 def test_the_page_is_what_the_rows_say() -> None:
-    text, picture = report(newest(read_all(RESULTS)))
+    rows = read_all(RESULTS)
+    climbed = ladders(rows)
+    text, picture = report(newest(rows), climbed)
     hint = "run `python benchmarks/report.py`"
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == text, hint
     assert (DOCS / "benchmarks.svg").read_text(encoding="utf-8") == picture, hint
+    if climbed:
+        title = CASES[LADDER_CASE].title
+        assert (DOCS / "ladder.svg").read_text(encoding="utf-8") == ladder.picture(climbed, title), hint
 
 
 def test_the_table() -> None:
@@ -82,6 +90,61 @@ def test_a_run_of_tensorrt_stands_beside_the_others() -> None:
         [ROWS[0]["run"]],
         ["later"],
     ]
+
+
+def rung(variant: str, ms: float | None, **fields: object) -> dict[str, object]:
+    return row(variant, ms, case=LADDER_CASE, **{"run": "climbed", **fields})
+
+
+RUNGS = [
+    rung("slipstream:compiled+fp8", 10.0, error=3e-2),
+    rung("eager", 40.0),
+    rung("eager+fp32", 200.0, vram_mb=12000.4),
+    rung("slipstream:compiled", 20.0),
+    rung("slipstream:compiled+int8", None, failed="too coarse"),
+]
+
+
+def test_the_ladder_goes_from_rung_to_rung() -> None:
+    text, _ = report(newest(RUNGS), ladders(RUNGS))
+    part = text.split("## Rung by rung")[1].split("## How")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if "× |" in line]
+    assert lines == [
+        ["`eager+fp32`", "200.00", "1.00×", "1.00×", "1.0e-03", "12000"],
+        ["`eager`", "40.00", "5.00×", "5.00×", "1.0e-03", ""],
+        ["`slipstream:compiled`", "20.00", "10.00×", "2.00×", "1.0e-03", ""],
+        ["`slipstream:compiled+fp8`", "10.00", "20.00×", "2.00×", "3.0e-02", ""],
+    ]
+    assert "- `slipstream:compiled+fp8`: " in part and "int8" not in part and "(ladder.svg)" in part
+    bars = [
+        each for each in ElementTree.fromstring(ladder.picture(ladders(RUNGS), "SDXL")).iter() if each.get("rx") == "3"
+    ]
+    assert [bar.get("class") for bar in bars] == ["other", "other", "ours", "ours"]
+
+
+def test_a_run_of_the_ladder_leaves_its_cases_table_alone() -> None:
+    before = [row("eager", 41.0, case=LADDER_CASE), row("slipstream:compiled", 21.0, case=LADDER_CASE)]
+    (group,) = newest([*before, *RUNGS])
+    assert [found["ms"] for found in group.rows] == [41.0, 21.0]
+    (found,) = ladders([*before, *RUNGS, *(({**each, "run": "later"}) for each in before)])
+    assert found.rows[0]["ms"] == 200.0, "a run without rungs of its own is no ladder"
+    both = [*RUNGS, rung("eager+graph", 30.0)]
+    assert len(newest(both)) == len(ladders(both)) == 1
+
+
+def test_no_ladder_no_section() -> None:
+    failed = [rung("eager+fp32", None, failed="no"), rung("slipstream:compiled", None, failed="no")]
+    assert ladders([*ROWS, *failed]) == [] and "Rung by rung" not in report(newest(ROWS), ladders(ROWS))[0]
+
+
+def test_the_command_writes_the_ladders_chart(tmp_path: Path, monkeypatch) -> None:
+    append(tmp_path / "results" / "a-2026-01-31.jsonl", [*ROWS, *RUNGS])
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
+    assert page.main() == 0
+    text = (tmp_path / "docs" / "ladder.svg").read_text(encoding="utf-8")
+    assert "200.0 ms  eager+fp32" in text
+    assert "eager+fp32" not in (tmp_path / "docs" / "benchmarks.svg").read_text(encoding="utf-8")
 
 
 def test_variants_of_other_times_do_not_stop_the_page() -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from slipstream.benchmarks.cases import CASES
-from slipstream.benchmarks.variants import USUAL, Variant, describe
+from slipstream.benchmarks.models import Model
+from slipstream.benchmarks.ours import settings_of
+from slipstream.benchmarks.plain_source import PlainSource
+from slipstream.benchmarks.variants import LADDER, USUAL, Variant, describe, ladder_to_measure, of_tables
+from slipstream.core.spec import Optimize, Precision, Quantised
+from slipstream.runtime.settings import BuildPolicy
 
 
 def test_every_usual_variant_can_be_named_and_described() -> None:
@@ -28,7 +34,13 @@ def test_a_name_is_taken_apart() -> None:
         ("slipstream", "is no variant"),
         ("slipstream:off", "is no variant"),
         ("eager:max-autotune", "is no variant"),
-        ("eager+max", "'max' is not offered behind eager; there is nothing"),
+        ("eager+max", "'max' is not offered behind eager; there is balanced, bf16-math, fast, fp32, quality"),
+        ("eager:fast+fp32", "'fp32' is not offered behind eager:fast; there is nothing"),
+        ("torch.compile+fp8", "'fp8' is not offered behind torch.compile"),
+        ("slipstream:tensorrt+fp8", "'fp8' is not offered behind slipstream:tensorrt"),
+        ("slipstream:compiled+fp8+bf16", "choose one of bf16 and fp8"),
+        ("slipstream:compiled+max+fast-build", "choose one of fast-build and max"),
+        ("eager+quality+fast", "choose one of fast and quality"),
         ("slipstream:compiled+channels_last", "'channels_last' is not offered behind slipstream:compiled"),
     ],
 )
@@ -44,6 +56,14 @@ def test_levers_go_behind_our_engines_only() -> None:
     assert Variant.of("eager").with_lever("max").name == "eager"
 
 
+def test_a_lever_that_is_named_is_not_put_beside_another_of_its_kind() -> None:
+    """Options are for all of our engines; what a variant's own name says wins."""
+    for name, lever in (("fast-build", "max"), ("fp8", "bf16"), ("int8", "fp8")):
+        ours = Variant.of(f"slipstream:compiled+{name}")
+        assert ours.with_lever(lever) is ours
+    assert Variant.of("slipstream:compiled+fp8").with_lever("max").name == "slipstream:compiled+fp8+max"
+
+
 def test_the_usual_cases() -> None:
     usual = [case.name for case in CASES.values() if case.usual]
     assert usual == ["sd15-512-b2", "sdxl-1024-b2", "vae-decode-1024", "sd3-1024-b2"]
@@ -51,3 +71,74 @@ def test_the_usual_cases() -> None:
         "tiny-sd15-64-b2",
         "tiny-sd15-canny-64-3steps",
     }
+
+
+@pytest.mark.parametrize(
+    ("levers", "precision", "optimize"),
+    [
+        ("+fp8", Quantised.FP8, Optimize.BALANCED),
+        ("+int8+max", Quantised.INT8, Optimize.MAX),
+        ("+fp16+fast-build", Precision.FP16, Optimize.FAST_BUILD),
+        ("", None, Optimize.BALANCED),
+    ],
+)
+def test_levers_are_what_an_engine_is_asked_for(levers: str, precision: object, optimize: Optimize) -> None:
+    settings = settings_of(Variant.of(f"slipstream:compiled{levers}"), BuildPolicy.MANUAL)
+    assert (settings.precision, settings.optimize) == (precision, optimize)
+
+
+def test_every_variant_of_a_table_means_something_in_its_case() -> None:
+    for case in CASES.values():
+        variants = [Variant.of(name) for name in of_tables(case)]
+        assert len(set(variants)) == len(variants) and variants[0].name == "eager"
+        assert all(bool(variant.steps) <= case.is_job for variant in variants)
+        assert case.convolutional or not any("channels_last" in variant.levers for variant in variants)
+        assert variants[-1].kind == "torch.compile", "what a time limit may lose comes last"
+    assert "slipstream:compiled+max" in of_tables(CASES["vae-decode-1024"])
+    assert set(of_tables(CASES["sdxl-1024-b8"])) < set(of_tables(CASES["sdxl-1024-b2"]))
+
+
+def test_the_rungs_are_described_each_in_its_own_words() -> None:
+    assert len({describe(name) for name in LADDER}) == len(LADDER)
+    assert LADDER[0] == "eager+fp32" and LADDER[-1] == "slipstream:compiled+fp8"
+    measured = ladder_to_measure()
+    assert sorted(measured) == sorted(LADDER) and measured[-1] == "torch.compile:max-autotune+channels_last"
+
+
+class _Source:
+    device = torch.device("cpu")
+
+
+class UNetModel(torch.nn.Module):
+    """By this name a UNet is known."""
+
+
+def model(source: object = None, network: torch.nn.Module | None = None, patcher: object = "a patcher") -> Model:
+    return Model(source or _Source(), network or UNetModel(), lambda module, inputs: inputs, {}, patcher)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "subject", "why"),
+    [
+        ("eager+fp32", model(), None),
+        ("eager+bf16-math", model(), None),
+        ("eager+bf16-math", model(network=torch.nn.Identity()), "only a UNet's attention"),
+        ("eager+fp32", model(patcher=None), "a VAE's decoder"),
+        ("slipstream:compiled+fp8", model(patcher=None), "a VAE computes in its own precision"),
+        ("slipstream:compiled+fp8", model(), None),
+        ("eager:fast", model(), "about CUDA GPUs"),
+        ("eager+balanced", model(), "'balanced' is about whole pictures"),
+        ("slipstream:compiled+fast", model(), "'fast' is about whole pictures"),
+    ],
+)
+def test_what_means_nothing_for_a_single_call(name: str, subject: Model, why: str | None) -> None:
+    found = Variant.of(name).why_left_out(CASES["sdxl-1024-b2"], subject)
+    assert found is None if why is None else why in (found or "")
+
+
+def test_engines_are_left_out_where_they_cannot_stand_for_a_model() -> None:
+    source = object.__new__(PlainSource)
+    source.device, source.why_no_engine = torch.device("cpu"), "no engines yet"
+    case = CASES["pixart-1024-b2"]
+    assert Variant.of("slipstream:compiled").why_left_out(case, model(source)) == "no engines yet"
+    assert Variant.of("eager").why_left_out(case, model(source)) is None
