@@ -15,8 +15,8 @@ from typing import TextIO
 
 from .. import __version__
 from ..core.errors import SlipstreamError
-from ..core.spec import Optimize, Precision
-from ..runtime.settings import MAX_BATCH, MAX_TOKENS, BackendChoice, ShapeChoice
+from ..core.spec import Optimize
+from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, BackendChoice, ShapeChoice
 from .errors import FAILED, INTERRUPTED, OK, USAGE
 from .output import Output, set_up_logging
 from .words import count, one_line, prefix, resolutions, size_in_bytes, span, text_length
@@ -227,16 +227,17 @@ def _add_model(parser: ArgumentParser) -> None:
     )
     add(
         "--precision",
-        default="auto",
-        choices=["auto", *(each.value for each in Precision)],
-        help="default: ComfyUI's own",
+        default=AUTO,
+        choices=PRECISIONS,
+        help="default: the model's own, as ComfyUI chose it; fp8 and int8: large linear layers in 8 bits, details of "
+        "pictures differ",
     )
     add(
         "--optimize",
         type=_with_spaces,
         default=Optimize.BALANCED.value,
         choices=[each.value for each in Optimize],
-        help="build time to spend",
+        help="build time to spend; max: several times as long, for a few per cent; default: %(default)s",
     )
     backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
     add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the first that works here")

@@ -34,6 +34,14 @@ class Precision(str, Enum):
     BF16 = "bf16"
 
 
+class Quantised(str, Enum):
+    """The 8-bit numbers that large linear layers multiply in, scaled anew in each call; the rest of the model computes
+    in a `Precision`."""
+
+    FP8 = "fp8"
+    INT8 = "int8"
+
+
 class Optimize(str, Enum):
     """How much build time to spend on speed."""
 
@@ -92,7 +100,9 @@ class EngineSpec(HoldsMappings):
     Attributes:
         dtypes: input name -> dtype name such as "float16".
         output_dtype: dtype name of every output.
+        precision: what the engine computes in; where `quantised`, all but its large linear layers.
         more_profiles: further shapes that the same engine takes, each with kernels of its own.
+        quantised: what its large linear layers multiply in; None where they compute as everything else does.
     """
 
     role: Role
@@ -104,6 +114,7 @@ class EngineSpec(HoldsMappings):
     optimize: Optimize
     backend: BackendConfig
     more_profiles: tuple[ShapeProfile, ...] = field(default=(), metadata=IN_KEY_IF_ANY)
+    quantised: Quantised | None = field(default=None, metadata=IN_KEY_IF_ANY)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", MappingProxyType(dict(sorted(self.dtypes.items()))))
@@ -117,7 +128,12 @@ class EngineSpec(HoldsMappings):
         """Whether it is for one exact shape."""
         return self.profile.is_static and not self.more_profiles
 
+    @property
+    def numbers(self) -> str:
+        """For people, the word by which they chose what it computes in, e.g. "fp16" or "fp8"."""
+        return str((self.quantised or self.precision).value)
+
     def describe(self) -> str:
         """One line for people: model, role, precision and shapes."""
         name = self.fingerprint.architecture_name or self.fingerprint.architecture[:8]
-        return f"{name} {self.role.value} {self.precision.value} ({' or '.join(map(str, self.profiles))})"
+        return f"{name} {self.role.value} {self.numbers} ({' or '.join(map(str, self.profiles))})"

@@ -94,12 +94,15 @@ class Manifest:
         digest: of the `EngineKey`; also the name of the entry's folder.
         factors: of the `EngineKey`, so that a later miss can be explained.
         label: one line for people.
+        precision: what it computes in, large linear layers of a quantised one aside.
         files: name -> size and sha256. Names are plain: they cannot point outside the entry's folder.
         details: the backend's own facts, plain JSON data.
         created: ISO 8601 in UTC.
         slipstream: version that built the engine.
         signature: none for now.
         verifications: weights digest -> comparison with the eager module on these weights.
+        quantised: what its large linear layers multiply in, e.g. "fp8"; None where they compute as the rest does, and
+            in manifests from before there were such engines.
     """
 
     digest: str
@@ -117,6 +120,7 @@ class Manifest:
     created: str = field(default_factory=lambda: utc_now())
     signature: str | None = None
     verifications: Mapping[str, Verification] = field(default_factory=dict)
+    quantised: str | None = None
 
     def __post_init__(self) -> None:
         if not is_digest(self.digest):
@@ -127,6 +131,11 @@ class Manifest:
     def bytes(self) -> int:
         """Size of the engine's files on disk."""
         return sum(record.bytes for record in self.files.values())
+
+    @property
+    def numbers(self) -> str:
+        """For people, the word by which they chose what it computes in, e.g. "fp16" or "fp8"."""
+        return self.quantised or self.precision
 
     @property
     def profiles(self) -> tuple[ShapeProfile, ...]:
@@ -196,6 +205,7 @@ class Manifest:
 
 _PLAIN_FIELDS = (
     *("digest", "label", "role", "precision", "optimize", "backend", "slipstream", "created", "signature"),
+    "quantised",
     *("factors", "details"),
 )
 _REBUILD = "The engine is rebuilt when it is next asked for."
@@ -263,6 +273,7 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         created=_take(data, "created", str),
         signature=_take_or_none(data, "signature", str),
         verifications={name: _verification(_take(verifications, name, dict)) for name in verifications},
+        quantised=_take_or_none(data, "quantised", str),
     )
 
 

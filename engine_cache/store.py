@@ -467,4 +467,5 @@ def _manifest(
         build=build,
         details=details,
         verifications=verifications,
+        quantised=spec.quantised.value if spec.quantised else None,
     )

@@ -16,6 +16,7 @@ _NAMES: dict[Path, str] = {
     ("spec", "fingerprint", "weights"): "weights",
     ("spec", "fingerprint", "lora"): "LoRA",
     ("spec", "precision"): "precision",
+    ("spec", "quantised"): "quantisation",
     ("spec", "optimize"): "optimize",
     ("spec", "backend", "name"): "backend",
     ("spec", "backend", "contains_weights"): "weights inside the engine",

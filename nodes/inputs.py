@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..core.spec import Optimize, Precision
-from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, TOKENS, BackendChoice, BuildPolicy, ShapeChoice
+from ..core.spec import Optimize
+from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, TOKENS, BackendChoice, BuildPolicy, ShapeChoice
 
 
 def backend_input(with_off: bool = True) -> io.Combo.Input:
@@ -23,9 +23,12 @@ def backend_input(with_off: bool = True) -> io.Combo.Input:
 def precision_input() -> io.Combo.Input:
     return io.Combo.Input(
         "precision",
-        options=[AUTO, *(precision.value for precision in Precision)],
+        options=list(PRECISIONS),
         default=AUTO,
-        tooltip="What the engine computes in. auto: what ComfyUI chose for this model.",
+        tooltip="What the engine computes in. auto: the model's own, as ComfyUI chose it. fp8: large linear layers in "
+        "8-bit floats, on Ada, Hopper and Blackwell GPUs; faster for models of the SDXL, SD3 and Flux classes, and "
+        "details of pictures differ visibly from fp16. int8: the same in 8-bit integers, for Ampere GPUs and newer; "
+        "slower than fp16 on Hopper. With both, all else is as with auto, and so is a whole VAE.",
     )
 
 
@@ -34,7 +37,10 @@ def optimize_input() -> io.Combo.Input:
         "optimize",
         options=[level.value for level in Optimize],
         default=Optimize.BALANCED.value,
-        tooltip="How much build time to spend. fast build: soonest ready. max: on a GPU, tunes each fused kernel.",
+        tooltip="How much build time to spend. fast build: the shortest build, with slower kernels. balanced: the "
+        "default. max: on a GPU, tries more variants of each fused kernel, which takes several times as long and gains "
+        "a few per cent, and joins layers that share an input even where that costs copies of their weights in GPU "
+        "memory.",
     )
 
 

@@ -40,7 +40,7 @@ def summary(entry: Entry) -> dict[str, Any]:
         "label": manifest.label,
         "role": manifest.role,
         "backend": manifest.backend,
-        "precision": manifest.precision,
+        "precision": manifest.numbers,
         "optimize": manifest.optimize,
         "bytes": entry.bytes,
         "created": manifest.created,

@@ -159,12 +159,12 @@ class Run:
         """Why there is no answer. This run's engines of the same precision are not asked again: fp16 gives way to bf16
         where the user leaves that open, and everything else to the plain model."""
         assert offer.plan is not None
-        precision = offer.plan.spec.precision
+        numbers = offer.plan.spec.numbers
         reason = self._module.provider.overflowed(self._source, offer.plan)
         for call, other in list(self._offers.items()):
-            if other is offer or (other.plan is not None and other.plan.spec.precision is precision):
+            if other is offer or (other.plan is not None and other.plan.spec.numbers == numbers):
                 self._forget(call, other)
-                if precision is not Precision.FP16:
+                if numbers != Precision.FP16.value:
                     self._offers[call] = Offer(reason=reason)
         return reason
 
@@ -270,7 +270,7 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     checked = entry.manifest.verifications.get(source.weights_digest())
     spec = offer.plan.spec
     error = checked.relative_error if checked else None
-    made = spec.backend.name, spec.precision.value
+    made = spec.backend.name, spec.numbers
     return EngineUse(offer.plan.key.digest, str(offer.plan), *made, error, entry.manifest.speedup)
 
 

@@ -75,7 +75,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
     """
     settings = provider.with_preferences(wanted.settings)
     backend = candidates(settings.backend, device, provider.backends)[0].backend
-    precision = settings.precision or (Precision.FP16 if device.type == "cuda" else Precision.FP32)
+    precision = settings.compute_precision(Precision.FP16 if device.type == "cuda" else Precision.FP32)
     spec, engines = _spec(backend, device, wanted, settings, precision, numbers or 0)
     weights = None if numbers is None else numbers * dtype_of(precision).itemsize
     alike = [entry for entry in provider.store.list() if _is_alike(entry, spec)]
@@ -144,6 +144,7 @@ def _spec(
                 contains_weights=settings.bake and backend.can_bake,
             ),
             more_profiles=tuple(profiles[1:]),
+            quantised=settings.quantised_for(wanted.role),
         )
 
     first = spec(profiles[0])

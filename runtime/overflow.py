@@ -29,9 +29,10 @@ class Overflows:
         self._models = set(self._memo.models())
 
     def widened(self, source: ModelSource, settings: Settings) -> Settings:
-        """`settings` with bf16 instead of the host's fp16 for a model that is known to overflow."""
+        """`settings` with bf16 instead of the host's fp16 for a model that is known to overflow; what is to be
+        quantised still is."""
         if _leaves_fp16_open(source, settings) and self._knows(source):
-            return replace(settings, precision=Precision.BF16)
+            return replace(settings, compute=Precision.BF16)
         return settings
 
     def why_not(self, source: ModelSource, settings: Settings) -> str | None:
@@ -41,9 +42,12 @@ class Overflows:
         return None
 
     def note(self, source: ModelSource, spec: EngineSpec) -> None:
-        """An engine of `spec` was not finite. A LoRA may be to blame: with one it is forgotten with this process."""
+        """An engine of `spec` was not finite. A LoRA may be to blame: with one it is forgotten with this process.
+
+        Of a quantised engine nobody knows whether fp16 is to blame: the model's other engines stay as they are.
+        """
         model = spec.fingerprint.architecture, source.weights_digest()
-        if spec.precision is not Precision.FP16 or model in self._models:
+        if spec.numbers != Precision.FP16.value or model in self._models:
             return
         self._models.add(model)
         if not source.is_patched:
@@ -66,4 +70,4 @@ class Overflows:
 
 
 def _leaves_fp16_open(source: ModelSource, settings: Settings) -> bool:
-    return settings.precision is None and source.precision is Precision.FP16
+    return not isinstance(settings.precision, Precision) and source.precision is Precision.FP16

@@ -111,7 +111,7 @@ def plans(
     Raises:
         BackendUnavailable: no backend runs on `device`.
     """
-    precision = settings.precision or host_precision
+    precision = settings.compute_precision(host_precision)
     dtypes = _dtype_names(call, host_precision, precision)
     picks = candidates(settings.backend, device, backends)
     specs = [_spec(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
@@ -149,6 +149,7 @@ def _spec(
         optimize=settings.optimize,
         backend=BackendConfig(backend.name, options),
         more_profiles=tuple(more),
+        quantised=settings.quantised_for(architecture.role),
     )
     if not spec.is_static and backend.why_unsupported(spec) is not None:  # then an engine for each size
         return replace(spec, profile=ShapeProfile.static(shapes), more_profiles=())

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from ..engine_cache import DEFAULT_LIMIT_BYTES
-from .settings import AUTO, BackendChoice, Settings
+from .settings import PRECISIONS, BackendChoice, Settings, precision_named, word_of
 
 LEAST_BYTES, MOST_BYTES = 2**20, 2**50
 
@@ -38,7 +38,7 @@ class Preferences:
     folder: str | None = None
     limit_bytes: int = DEFAULT_LIMIT_BYTES
     backend: BackendChoice = BackendChoice.AUTO
-    precision: Precision | None = None
+    precision: Precision | Quantised | None = None
     background: Background = Background.IDLE
     notifications: bool = True
 
@@ -59,7 +59,7 @@ class Preferences:
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, in the words that `changed` takes."""
-        return {**asdict(self), "precision": self.precision.value if self.precision else AUTO}
+        return {**asdict(self), "precision": word_of(self.precision)}
 
 
 NAMES = frozenset(field.name for field in fields(Preferences))
@@ -89,13 +89,11 @@ def _choice(name: str, choices: type[_Choice]) -> Callable[[object], _Choice]:
     return read
 
 
-def _precision(value: object) -> Precision | None:
-    for precision in Precision:
-        if value == precision.value:
-            return precision
-    if value == AUTO:
-        return None
-    raise ValueError(f"precision must be one of: {', '.join((AUTO, *(each.value for each in Precision)))}.")
+def _precision(value: object) -> Precision | Quantised | None:
+    try:
+        return precision_named(value)
+    except ValueError:
+        raise ValueError(f"precision must be one of: {', '.join(PRECISIONS)}.") from None
 
 
 def _flag(value: object) -> bool:

@@ -357,9 +357,9 @@ class EngineProvider:
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)
-        precision = plan.spec.precision.value
-        what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
-        return f"{what}. {ADVICE}" if plan.spec.precision is Precision.FP16 else what
+        numbers = plan.spec.numbers
+        what = f"the engine for {plan} computed NaN or Inf in {numbers}, and the plain model took over"
+        return f"{what}. {ADVICE}" if numbers == Precision.FP16.value else what
 
     def what_is_wrong(self, entry: Entry) -> SlipstreamError | None:
         """What an engine was refused for when it was compared last in this process."""

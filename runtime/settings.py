@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TypeVar
 
 from ..core.shapes import Shape
-from ..core.spec import Optimize, Precision
+from ..core.spec import Optimize, Precision, Quantised, Role
 
 _Axes = TypeVar("_Axes")
 _Choice = TypeVar("_Choice", bound=Enum)
@@ -138,12 +138,38 @@ def _parse_resolution(text: str) -> Resolution:
 AUTO = "auto"
 """The host's own precision, or every resolution."""
 
+_NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
+
+PRECISIONS = (AUTO, *_NUMBERS)
+"""The words that users choose a precision by, in the order in which they are offered."""
+
+_QUANTISED_ROLES = (Role.UNET, Role.CONTROLNET)
+
+
+def precision_named(word: object) -> Precision | Quantised | None:
+    """What one of `PRECISIONS` stands for; None for `AUTO`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if word == AUTO:
+        return None
+    if not isinstance(word, str) or word not in _NUMBERS:  # older ComfyUIs pass on what no widget offers
+        raise ValueError(f"{word!r} is not offered here; choose one of: {', '.join(PRECISIONS)}")
+    return _NUMBERS[word]
+
+
+def word_of(precision: Precision | Quantised | None) -> str:
+    """The inverse of `precision_named`."""
+    return AUTO if precision is None else precision.value
+
 
 @dataclass(frozen=True)
 class Settings:
     """
     Attributes:
-        precision: None leaves it to the host.
+        precision: None leaves it to the host, and so does a `Quantised`, for all but large linear layers.
+        compute: what engines compute in where `precision` leaves that to the host; None for the host's own.
         resolutions: where not empty, only these get engines, and with `ShapeChoice.RANGE` those in between.
         max_batch, max_tokens: the most samples and the longest text of an engine that is not for one exact size.
         bake: put the model's numbers into the engine for good, where the backend can.
@@ -154,7 +180,7 @@ class Settings:
     """
 
     backend: BackendChoice = BackendChoice.AUTO
-    precision: Precision | None = None
+    precision: Precision | Quantised | None = None
     optimize: Optimize = Optimize.BALANCED
     policy: BuildPolicy = BuildPolicy.BACKGROUND
     resolutions: tuple[Resolution, ...] = ()
@@ -163,6 +189,7 @@ class Settings:
     max_tokens: int = MAX_TOKENS
     bake: bool = False
     levers: Levers = Levers()
+    compute: Precision | None = None
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -190,7 +217,7 @@ class Settings:
         """
         return cls(
             backend=_chosen(BackendChoice, backend),
-            precision=None if precision == AUTO else _chosen(Precision, precision),
+            precision=precision_named(precision),
             optimize=_chosen(Optimize, optimize),
             policy=_chosen(BuildPolicy, build),
             resolutions=parse_resolutions(resolutions),
@@ -199,6 +226,23 @@ class Settings:
             max_tokens=max_tokens,
             bake=bake,
         )
+
+    @property
+    def quantised(self) -> Quantised | None:
+        """What large linear layers are to multiply in; None where they compute as everything else does."""
+        return self.precision if isinstance(self.precision, Quantised) else None
+
+    def quantised_for(self, role: Role) -> Quantised | None:
+        """The same for one part of a model: a VAE has no large linear layers, and computes in its own precision."""
+        return self.quantised if role in _QUANTISED_ROLES else None
+
+    def compute_precision(self, host: Precision) -> Precision:
+        """What an engine computes in, large linear layers of a quantised one aside.
+
+        Args:
+            host: what the model itself computes in.
+        """
+        return self.precision if isinstance(self.precision, Precision) else self.compute or host
 
     def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
         """Why these shapes get no engine; None when they do."""

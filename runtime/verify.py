@@ -12,13 +12,17 @@ from ..core.dtypes import input_dtypes
 from ..core.errors import IncompatibleEngine, NotFinite
 from ..core.protocols import Engine, ModelSource, Tensors
 from ..core.shapes import Shape
-from ..core.spec import EngineSpec, Precision
+from ..core.spec import EngineSpec, Precision, Quantised
 from ..engine_cache import Verification
 from .overflow import ADVICE
 
 LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 """Largest relative error ‖engine − fp32‖ / ‖fp32‖ with which an engine may serve."""
 
+LIMIT_OF_QUANTISED = 5e-2
+"""The same for an engine whose large linear layers multiply in 8 bits."""
+
+_FINER = "set precision to auto or fp16"
 _SEEDS = (20260, 20261)
 _LEAST_OF_REFITTED = 1e-3
 
@@ -53,17 +57,31 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
         for seed in _SEEDS:
             error, eager = _one_case(engine, source, spec, shapes, seed)
             worst, worst_eager, cases = max(worst, error), max(worst_eager, eager), cases + 1
-    limit = _limit(spec.precision, worst_eager)
+    limit = _limit(spec, worst_eager)
     if worst > limit:
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
-            "and is not used; delete it and build again. Where that does not help, an extension may change how the "
-            "model computes; else report this with your torch version"
+            f"and is not used; {_what_to_do(spec)}"
         )
     close = worst <= max(2 * worst_eager, 1e-5)
     note = "" if close else f"error {worst:.1e}, the plain model's is {worst_eager:.1e}"
     eager_error = worst_eager if math.isfinite(worst_eager) else None
     return Verification(worst, eager_error, cases, spec.precision.value, driver, note=note)
+
+
+def limit_of(precision: Precision, quantised: Quantised | None) -> float:
+    """The largest relative error with which an engine of these numbers may serve."""
+    return LIMITS[precision] if quantised is None else max(LIMITS[precision], LIMIT_OF_QUANTISED)
+
+
+def _what_to_do(spec: EngineSpec) -> str:
+    """About an engine that is further off than allowed."""
+    if spec.quantised is not None:
+        return f"{spec.numbers} is too coarse for this model: {_FINER}"
+    return (
+        "delete it and build again. Where that does not help, an extension may change how the model computes; else "
+        "report this with your torch version"
+    )
 
 
 def _corners(spec: EngineSpec) -> list[dict[str, Shape]]:
@@ -107,7 +125,7 @@ def check(
 
 def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:
     """Both may be off from fp32, in opposite directions."""
-    return max(LIMITS[spec.precision], LIMITS[source.precision], 2 * _both_errors(known))
+    return max(limit_of(spec.precision, spec.quantised), LIMITS[source.precision], 2 * _both_errors(known))
 
 
 def _limit_of_refitted(known: Verification) -> float:
@@ -135,7 +153,9 @@ def is_finite(answer: Tensors) -> bool:
 
 def _not_finite(spec: EngineSpec) -> NotFinite:
     advice = "Delete it and build again; where that does not help, choose another backend and report this"
-    if spec.precision is Precision.FP16:
+    if spec.quantised is not None:
+        advice = f"Where {spec.numbers} does not do for this model, {_FINER}"
+    elif spec.precision is Precision.FP16:
         advice = ADVICE
     return NotFinite(
         f"The engine for {spec.describe()} computes NaN or Inf where the model in fp32 does not, and is not used. "
@@ -157,10 +177,11 @@ def _one_case(
     return relative_error(found, reference), eager
 
 
-def _limit(precision: Precision, eager_error: float) -> float:
+def _limit(spec: EngineSpec, eager_error: float) -> float:
     """In fp32 the model itself is off by more where it computes in TF32: an engine may be as far off as that."""
-    allowed = LIMITS[precision]
-    return max(allowed, 2 * eager_error) if precision is Precision.FP32 and math.isfinite(eager_error) else allowed
+    allowed = limit_of(spec.precision, spec.quantised)
+    is_fp32 = spec.precision is Precision.FP32 and math.isfinite(eager_error)
+    return max(allowed, 2 * eager_error) if is_fp32 else allowed
 
 
 @contextmanager

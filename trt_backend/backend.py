@@ -71,6 +71,8 @@ class TensorRTBackend:
         return None
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
+        if spec.quantised is not None:
+            return f"TensorRT engines do not compute in {spec.numbers} here; choose backend compiled for that"
         try:
             library = find_library(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         except BackendUnavailable as error:

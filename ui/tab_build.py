@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.spec import Optimize, Precision
+from ..core.spec import Optimize
 from ..runtime.needs import say_needs
-from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, TOKENS, BackendChoice, ShapeChoice
+from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, TOKENS, BackendChoice, ShapeChoice
 from . import wording
 from .compat import gradio, listen
 from .form import PRESETS, Answers
@@ -53,7 +53,7 @@ class BuildTab:
             sizes = gr.Textbox("512x512", label="Resolutions", elem_id="slipstream_sizes")
             batch = gr.Slider(1, _LARGEST_BATCH, value=2, step=1, label="Batch: 2 for one picture with CFG")
         with gr.Row():
-            precision = gr.Radio([AUTO, *(each.value for each in Precision)], value=AUTO, label="Precision")
+            precision = gr.Radio(list(PRECISIONS), value=AUTO, label="Precision")
             backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
             backend = gr.Radio(backends, value=AUTO, label="Backend")
         more = self._advanced()

@@ -15,7 +15,7 @@ from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
-from ...runtime.verify import LIMITS, relative_error
+from ...runtime.verify import LIMITS, limit_of, relative_error
 from ..stand_in import Plain
 from .model_classes import ModelClass
 from .residuals import residuals_of
@@ -259,7 +259,8 @@ class Halves:
         if case in self._proved:
             return True
         error = relative_error(result, reference())
-        limit = max(LIMITS[source.precision], LIMITS[self._settings.precision or source.precision])
+        precision, quantised = self._settings.compute_precision(source.precision), self._settings.quantised
+        limit = max(LIMITS[source.precision], limit_of(precision, quantised))
         self.is_refused = not error <= limit
         if self.is_refused:
             self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ...core.spec import Precision, Role
 from ...engine_cache import Entry
 from ...runtime.builds import fraction_of, seconds_left
 from ...runtime.estimate import say_roughly
@@ -173,10 +174,14 @@ def _is_asked_for(module: AcceleratedModule, entry: Entry) -> bool:
     made, now = entry.manifest, module.settings
     if now.backend is not BackendChoice.AUTO and (now.backend is BackendChoice.TENSORRT) != (made.backend in _BACKENDS):
         return False
-    if now.precision is not None:
+    quantised = now.quantised_for(Role(made.role))
+    if made.quantised != (quantised.value if quantised else None):
+        return False
+    if isinstance(now.precision, Precision):
         return made.precision == now.precision.value
     host = module.host_precision  # which engines follow, but where it overflows: what a run found out still holds
-    return module.asked.precision is None or (host is not None and made.precision == host.value)
+    is_open = not isinstance(module.asked.precision, Precision)
+    return is_open or (host is not None and made.precision == host.value)
 
 
 def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> NodeState:
@@ -191,7 +196,7 @@ def _say_ready(entry: Entry, speedup: float | None) -> str:
 
 
 def _say_made(entry: Entry, speedup: float | None) -> list[str]:
-    made = f"{_BACKENDS.get(entry.manifest.backend, 'compiled')} {entry.manifest.precision}"
+    made = f"{_BACKENDS.get(entry.manifest.backend, 'compiled')} {entry.manifest.numbers}"
     return [made] if speedup is None else [made, f"{speedup:.1f}×"]
 
 

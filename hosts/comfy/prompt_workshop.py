@@ -22,7 +22,7 @@ from ...core.spec import Role
 from ...demo.model import WEIGHTS
 from ...runtime.orders import Wanted
 from ...runtime.provider import HostHooks
-from ...runtime.settings import AUTO
+from ...runtime.settings import word_of
 from ..weight_files import numbers_in
 from .host import device
 from .page import server_of_process
@@ -91,7 +91,7 @@ def prompt_of(wanted: Wanted) -> dict[str, Any]:
         "batch": wanted.batch,
         "tokens": wanted.tokens,
         "backend": settings.backend.value,
-        "precision": settings.precision.value if settings.precision else AUTO,
+        "precision": word_of(settings.precision),
         "optimize": settings.optimize.value,
         "engines": settings.shapes.value,
         "max_batch": settings.max_batch,

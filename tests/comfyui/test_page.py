@@ -557,7 +557,7 @@ def test_settings_are_the_servers(page: ComfyPage, client: ComfyClient) -> None:
         client.post(f"{ROUTES}/settings", {"background": "always"})
         page.open()
         page.until(lambda: page.setting("Background") == "always" and page.setting("SizeLimit") == 5, "the values")
-        page.set("Precision", "fp8")
+        page.set("Precision", "fp4")
         page.until_toast("setting was not changed")
         page.until(lambda: page.setting("Precision") == "auto", "the old value")
     finally:

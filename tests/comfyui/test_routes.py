@@ -186,7 +186,7 @@ def test_settings(web: Connection, comfy_server: ComfyServer, store: EngineStore
         ({"limit_bytes": 5}, "limit_bytes"),
         ({"Backend": "auto"}, "Unknown field: 'Backend'"),
         ({"folder": "/somewhere/else"}, "SLIPSTREAM_HOME"),
-        ({"notifications": True, "precision": "int8"}, "precision must be one of"),
+        ({"notifications": True, "precision": "fp4"}, "precision must be one of"),
     ],
 )
 def test_a_setting_that_does_not_do(web: Connection, fields: dict[str, Any], reason: str) -> None:

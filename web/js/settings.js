@@ -24,7 +24,7 @@ const TABLE = [
     name: "precision",
     label: "Precision",
     tooltip: "What auto means on nodes. As the model: what ComfyUI chose for it.",
-    options: { auto: "As the model", fp32: "fp32", fp16: "fp16", bf16: "bf16" },
+    options: { auto: "As the model", fp32: "fp32", fp16: "fp16", bf16: "bf16", fp8: "fp8", int8: "int8" },
   },
   {
     id: "Slipstream.Backend",

@@ -63,6 +63,8 @@ def test_tells_people_what_it_does(cli, backend) -> None:
     [
         (("--batch", "4"), {"batch": 4}),
         (("--precision", "bf16"), {"precision": "bf16"}),
+        (("--precision", "fp8"), {"precision": "fp8"}),
+        (("--precision", "int8"), {"precision": "int8"}),
         (("--optimize", "max"), {"optimize": "max"}),
     ],
 )

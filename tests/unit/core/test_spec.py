@@ -12,7 +12,7 @@ import torch
 from slipstream.core import environment as module
 from slipstream.core.environment import Environment
 from slipstream.core.shapes import ShapeProfile
-from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
+from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Quantised, Role
 
 
 def spec(**changes: Any) -> EngineSpec:
@@ -50,6 +50,12 @@ def test_in_words() -> None:
     assert spec().describe() == "SD15 unet fp16 (x 2×4×64×64)"
     unnamed = spec(fingerprint=ModelFingerprint("0123456789abcdef"), role=Role.VAE_DECODE)
     assert unnamed.describe() == "01234567 vae_decode fp16 (x 2×4×64×64)"
+
+
+def test_a_quantised_engine_goes_by_the_word_that_was_chosen() -> None:
+    quantised = spec(quantised=Quantised.FP8)
+    assert (quantised.numbers, quantised.precision, spec().numbers) == ("fp8", Precision.FP16, "fp16")
+    assert quantised.describe() == "SD15 unet fp8 (x 2×4×64×64)"
 
 
 def test_the_environment_of_this_machine() -> None:
@@ -99,5 +105,5 @@ def test_the_environment_of_this_gpu() -> None:
 
 
 def test_specs_and_environments_reach_another_process() -> None:
-    for value in (spec(), Environment.current("cpu", ("filelock",))):
+    for value in (spec(), spec(quantised=Quantised.INT8), Environment.current("cpu", ("filelock",))):
         assert pickle.loads(pickle.dumps(value)) == value

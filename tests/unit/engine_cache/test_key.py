@@ -22,6 +22,7 @@ from slipstream.core.spec import (
     ModelFingerprint,
     Optimize,
     Precision,
+    Quantised,
     Role,
 )
 from slipstream.engine_cache import EngineKey, canonical, canonical_json, describe_differences, digest_of
@@ -123,6 +124,14 @@ def test_further_profiles_enter_each_and_in_their_order() -> None:
     choices = [(), (FURTHER,), (wider,), (FURTHER, wider), (wider, FURTHER), (FURTHER, FURTHER)]
     keys = {EngineKey(make_spec(more_profiles=chosen), make_environment()).digest for chosen in choices}
     assert len(keys) == len(choices)
+
+
+def test_engines_from_before_quantised_ones_are_still_found() -> None:
+    """The digest is that of a spec without such a field."""
+    plain, *quantised = (EngineKey(make_spec(quantised=chosen), make_environment()) for chosen in (None, *Quantised))
+    assert "quantised" not in plain.factors["spec"] and plain == EngineKey(make_spec(), make_environment())
+    assert len({plain.digest, *(key.digest for key in quantised)}) == 3
+    assert [plain.diff(key) for key in quantised] == [["quantisation: none → fp8"], ["quantisation: none → int8"]]
 
 
 def test_engines_from_before_further_profiles_are_still_found() -> None:

@@ -31,6 +31,7 @@ HOSTILE_NAMES = [
 ]
 
 
+OPTIONAL = ("signature", "quantised")
 TIMES = {"engine_ms": 2.0, "eager_ms": 5.0}
 
 
@@ -68,6 +69,20 @@ def test_round_trip() -> None:
     assert manifest.created.endswith("+00:00")
 
 
+def test_a_quantised_engine_says_both_what_it_computes_in_and_what_was_chosen() -> None:
+    manifest = Manifest.from_json(make_manifest(quantised="fp8").to_json())
+    assert (manifest.precision, manifest.quantised, manifest.numbers) == ("fp16", "fp8", "fp8")
+
+
+def test_a_manifest_from_before_there_were_quantised_engines() -> None:
+    data = json.loads(make_manifest().to_json())
+    del data["quantised"]
+    manifest = Manifest.from_json(json.dumps(data))
+    assert (manifest.quantised, manifest.numbers) == (None, "fp16")
+    with pytest.raises(CorruptEngine, match="'quantised' is a int"):
+        Manifest.from_json(damaged(quantised=8))
+
+
 def test_a_field_of_a_later_minor_version_is_ignored() -> None:
     assert Manifest.from_json(damaged(mood="good")).label == make_manifest().label
 
@@ -77,7 +92,7 @@ def test_a_newer_schema_is_incompatible_not_corrupt() -> None:
         Manifest.from_json(damaged(schema_version=2))
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest) if field.name != "signature"])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest) if field.name not in OPTIONAL])
 def test_each_field_is_needed_and_has_its_type(field: str) -> None:
     data = json.loads(make_manifest().to_json())
     del data[field]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import announce, node_states, running, running_prompts, watching
 from slipstream.hosts.comfy.announce import Announcer
@@ -195,7 +195,12 @@ def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "preferred", [Preferences(precision=Precision.FP16), Preferences(backend=BackendChoice.TENSORRT)]
+    "preferred",
+    [
+        Preferences(precision=Precision.FP16),
+        Preferences(precision=Quantised.FP8),
+        Preferences(backend=BackendChoice.TENSORRT),
+    ],
 )
 def test_an_engine_that_the_next_run_will_not_ask_for_is_not_ready(
     provider: EngineProvider, module_of: Callable[..., AcceleratedModule], preferred: Preferences
@@ -224,6 +229,21 @@ def test_back_from_a_precision_of_ones_own_to_auto(
         assert state_of(module).kind == "ready"
         provider.preferences = Preferences
         assert state_of(module).kind == kind, "the model computes in fp32"
+
+
+def test_a_quantised_engine_is_named_and_asked_for_by_that(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule]
+) -> None:
+    module = module_of(Settings(policy=BuildPolicy.FIRST_USE, precision=Quantised.FP8))
+    sample(module)
+    assert state_of(module).kind == "ready" and state_of(module).text.startswith("compiled fp8 · 64×64 · ")
+    provider.preferences = lambda: Preferences(precision=Quantised.INT8)
+    assert state_of(module).kind == "ready", "the node's own choice goes before"
+    module = module_of(FIRST_USE)
+    sample(module)
+    assert state_of(module).kind == "ready" and state_of(module).text.startswith("compiled int8 · 64×64 · ")
+    provider.preferences = Preferences
+    assert state_of(module).kind == "idle"
 
 
 def test_a_model_that_overflows_in_fp16_has_the_engine_that_it_asks_for(

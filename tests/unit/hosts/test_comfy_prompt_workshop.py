@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 from slipstream.core.errors import BuildCancelled
 from slipstream.core.spec import Role
 from slipstream.hosts.comfy import prompt_workshop
-from slipstream.hosts.comfy.prompt_workshop import PromptWorkshop
+from slipstream.hosts.comfy.prompt_workshop import PromptWorkshop, prompt_of
 from slipstream.runtime.orders import Wanted
 from slipstream.runtime.provider import HostHooks
-from slipstream.runtime.settings import Settings
+from slipstream.runtime.settings import PRECISIONS, Settings
 
 WANTED = Wanted("demo", Role.UNET, Settings.of_text(resolutions="64x64"), 2, 77)
 
@@ -53,6 +54,13 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 def posted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_workshop, "_post", lambda prompt: "a prompt")
     queue.waiting.append((1, "a prompt"))
+
+
+@pytest.mark.parametrize("word", PRECISIONS)
+def test_an_order_reaches_the_node_in_the_words_of_its_widgets(word: str) -> None:
+    order = replace(WANTED, settings=Settings.of_text(resolutions="64x64", precision=word))
+    (inputs,) = (node["inputs"] for node in prompt_of(order).values() if node["class_type"] == "SlipstreamBuildEngine")
+    assert inputs["precision"] == word
 
 
 def test_a_prompt_that_somebody_takes_out_of_the_queue_ends_its_order(queue: Queue, posted: None) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from slipstream.core.errors import BackendUnavailable
-from slipstream.core.spec import Role
+from slipstream.core.spec import Precision, Quantised, Role
 from slipstream.runtime.needs import Needs, foresee, say_needs
 from slipstream.runtime.orders import Wanted
 from slipstream.runtime.provider import EngineProvider
@@ -39,6 +39,17 @@ def test_weights_that_are_baked_in(provider: EngineProvider, backend: NullBacken
     backend.can_bake, backend.building = True, 7
     needs = foresee(provider, CPU, wanted(bake=True), 1_000_000)
     assert needs.kept_bytes == 8_000_000 and needs.disk_bytes == 512 * 2**20 + 16_000_000 and needs.build_bytes == 7
+
+
+def test_a_backend_hears_what_is_to_be_quantised(
+    provider: EngineProvider, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Precision, Quantised | None]] = []
+    monkeypatch.setattr(backend, "build_bytes", lambda spec: asked.append((spec.precision, spec.quantised)) or 0)
+    order = wanted(precision="fp8")
+    for each in (order, dataclasses.replace(order, role=Role.VAE_DECODE)):
+        assert foresee(provider, CPU, each, 1_000_000).weights_bytes == 4_000_000
+    assert asked == [(Precision.FP32, Quantised.FP8), (Precision.FP32, None)]
 
 
 def test_one_engine_for_all(provider: EngineProvider, backend: NullBackend) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.errors import NotFinite
 from slipstream.core.protocols import Tensors
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.plan import CallShape
@@ -185,6 +185,30 @@ def test_the_refused_engine_is_out_of_the_way(
     assert [engine.closed for engine in backend.engines] == [True, False]
 
 
+FP8 = Settings(policy=BuildPolicy.FIRST_USE, precision=Quantised.FP8)
+
+
+def test_a_model_that_overflows_is_quantised_beside_bf16(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    ask(provider, source)
+    offer = ask(provider, source, FP8)
+    assert_bf16_serves(offer)
+    assert offer.plan is not None and offer.plan.spec.quantised is Quantised.FP8
+    assert [job.spec.numbers for job in worker.jobs] == ["fp16", "bf16", "fp8"]
+
+
+def test_an_overflow_of_a_quantised_engine_does_not_blame_fp16(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, worker: FakeWorker
+) -> None:
+    for _ in range(2):
+        offer = ask(provider, source, FP8)
+        assert offer.engine is None and "set precision to auto or fp16" in offer.reason
+    backend.overflows = set()
+    other = ask(provider, source)
+    assert other.plan is not None and other.plan.spec.numbers == "fp16"
+
+
 # ----------------------------------------------------------------------------- found out by a picture itself
 
 SMALL = make_inputs(dtype=torch.float16)
@@ -281,6 +305,18 @@ def test_another_precision_that_overflows_is_left_for_the_rest_of_the_run(
     assert "set precision" not in module.status.to_json()["now"]
     compute(module, source, small)
     assert module.status.engine_calls == 1 and built(worker) == ["fp32"] and not provider.pool._used
+
+
+@pytest.mark.usefixtures("_only_large_ones_do")
+def test_a_quantised_engine_that_overflows_is_left_for_the_rest_of_the_run(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    module = AcceleratedModule(provider, FP8)
+    for found, inputs in zip(compute(module, source, LARGE, SMALL), (LARGE, SMALL), strict=True):
+        assert_right(found, source, inputs)
+    assert (module.status.engine_calls, module.status.eager_calls) == (0, 2)
+    assert "computed NaN or Inf in fp8" in module.status.to_json()["now"]
+    assert [job.spec.numbers for job in worker.jobs] == ["fp8"] and not provider.pool._used
 
 
 def test_a_run_that_does_not_ask_for_it_waits_for_no_result(

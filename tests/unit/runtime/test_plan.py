@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from slipstream.core.errors import BackendUnavailable
-from slipstream.core.spec import EngineSpec, Optimize, Precision
+from slipstream.core.spec import EngineSpec, Optimize, Precision, Quantised, Role
 from slipstream.runtime.plan import CallShape, Plan, plans
 from slipstream.runtime.settings import BackendChoice, Settings, ShapeChoice, parse_resolutions
 from slipstream.tests.fakes import CPU, FakeArchitecture, FakeSource, NullBackend, make_inputs, make_model
 
 
-def plan_for(inputs: dict[str, torch.Tensor], host: Precision = Precision.FP32, **settings: object) -> Plan:
+def plan_for(
+    inputs: dict[str, torch.Tensor], host: Precision = Precision.FP32, role: Role = Role.UNET, **settings: object
+) -> Plan:
     chosen = Settings(**settings)  # type: ignore[arg-type]
-    (plan,) = plans(FakeArchitecture(), CallShape.of(inputs), host, CPU, chosen, [NullBackend()])
+    (plan,) = plans(FakeArchitecture(role=role), CallShape.of(inputs), host, CPU, chosen, [NullBackend()])
     return plan
 
 
@@ -47,6 +49,24 @@ def test_an_engine_computes_in_the_precision_that_was_chosen(host: Precision, wa
     expected = str(dtypes[wanted or host]).removeprefix("torch.")
     assert dict(plan.spec.dtypes) == {"x": expected, "timesteps": "float32", "context": expected}
     assert (plan.spec.output_dtype, plan.spec.precision) == (expected, wanted or host)
+
+
+@pytest.mark.parametrize("role", [Role.UNET, Role.CONTROLNET])
+@pytest.mark.parametrize("quantised", list(Quantised))
+def test_a_quantised_engine_takes_and_gives_what_the_model_does(role: Role, quantised: Quantised) -> None:
+    inputs = make_inputs(dtype=torch.bfloat16)
+    plan, plain = (plan_for(inputs, Precision.BF16, role, precision=chosen) for chosen in (quantised, None))
+    assert (plan.spec.quantised, plan.spec.precision, plan.spec.output_dtype) == (quantised, Precision.BF16, "bfloat16")
+    assert plan.spec.dtypes == plain.spec.dtypes and plan.key != plain.key
+    assert plan.key.diff(plain.key) == [f"quantisation: {quantised.value} → none"]
+    assert plan.serves(CallShape.of(inputs), Settings(precision=quantised))
+
+
+@pytest.mark.parametrize("role", [Role.VAE_ENCODE, Role.VAE_DECODE])
+def test_of_a_vae_nothing_is_quantised(role: Role) -> None:
+    inputs = make_inputs(dtype=torch.bfloat16)
+    plan, plain = (plan_for(inputs, Precision.BF16, role, precision=chosen) for chosen in (Quantised.FP8, None))
+    assert plan.key == plain.key and plan.spec.precision is Precision.BF16
 
 
 @pytest.mark.parametrize("name", ["timesteps", "time_ids"])

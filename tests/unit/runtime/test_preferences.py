@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Precision, Quantised
 from slipstream.runtime.home import engines_folder, open_store, preferences_file
 from slipstream.runtime.preferences import Background, Preferences
 from slipstream.runtime.preferences_file import PreferencesFile
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, Settings
+from slipstream.runtime.settings import PRECISIONS, BackendChoice, Settings
 from slipstream.tests.fakes import FIRST_USE, FakeSource, run_once
 
+ROOT = Path(__file__).resolve().parents[3]
 DEFAULTS = {
     **{"folder": None, "limit_bytes": 20 * 2**30, "backend": "auto", "precision": "auto"},
     **{"background": "idle", "notifications": True},
@@ -60,7 +62,7 @@ def test_changes_at_the_same_time_do_not_undo_each_other(file: PreferencesFile) 
     [
         *(("limit_bytes", value) for value in (0, -1, 1.5, True, "5GB", None, 10**30)),
         *(("backend", value) for value in ("fastest", None, 1, [], {"a": 1})),
-        *(("precision", value) for value in ("int8", None, 16)),
+        *(("precision", value) for value in ("fp4", "FP8", None, 16, [])),
         *(("background", value) for value in ("never", None, True)),
         *(("notifications", value) for value in (1, "yes", None)),
         *(("folder", value) for value in ("relative", "../up", 5, ["/tmp"], "/\x00", "/\ud800", "/" + "a" * 5000)),
@@ -170,6 +172,26 @@ def test_auto_means_what_is_preferred() -> None:
     explicit = Settings(backend=BackendChoice.COMPILED, precision=Precision.FP16)
     assert chosen.applied_to(explicit) == explicit
     assert Preferences().applied_to(Settings()) == Settings()
+
+
+def test_the_page_offers_every_precision() -> None:
+    offered = re.search(
+        r'name: "precision",.*?options: \{(.*?)\}', (ROOT / "web/js/settings.js").read_text(), re.DOTALL
+    )
+    assert offered is not None and tuple(re.findall(r"(\w+):", offered[1])) == PRECISIONS
+    shown = re.findall(r': "(.*?)"', offered[1])
+    for language in ("en", "zh"):
+        texts = json.loads((ROOT / "locales" / language / "settings.json").read_text("utf-8"))
+        assert list(texts["Slipstream_Precision"]["options"]) == shown
+
+
+@pytest.mark.parametrize("quantised", list(Quantised))
+def test_eight_bits_are_kept_and_applied(file: PreferencesFile, quantised: Quantised) -> None:
+    assert file.change({"precision": quantised.value}).to_json()["precision"] == quantised.value
+    chosen = file.read()
+    assert chosen.precision is quantised
+    assert chosen.applied_to(Settings()).quantised is quantised
+    assert chosen.applied_to(Settings(precision=Precision.FP16)).quantised is None
 
 
 def test_the_environment_goes_before_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

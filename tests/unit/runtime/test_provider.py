@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,12 @@ from slipstream.core.errors import (
     UnsupportedModel,
 )
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import build as build_module
 from slipstream.runtime import provider as provider_module
 from slipstream.runtime.build import build_engine
+from slipstream.runtime.describe import summary
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.runtime.queue import TicketState
@@ -42,8 +44,10 @@ from slipstream.tests.fakes import (
     make_model,
     wait_until,
 )
+from slipstream.trt_backend import TensorRTBackend
 
 CALL = CallShape.of(make_inputs())
+FP8 = Settings(policy=BuildPolicy.FIRST_USE, precision=Quantised.FP8)
 POLICIES = [FIRST_USE, BACKGROUND, MANUAL]
 
 
@@ -170,6 +174,39 @@ def test_a_machine_that_cannot_build_still_uses_what_is_there(
     provider.obtain(source, CALL, MANUAL, HostHooks())
     backend.cannot_build = "no C++ compiler was found"
     assert_serves(ask(restarted(provider), source), source)
+
+
+def test_an_engine_in_eight_bits_is_told_of_as_that(provider: EngineProvider, source: FakeSource) -> None:
+    offer = ask(provider, source, FP8)
+    assert offer.plan is not None and offer.engine is not None, offer.reason
+    assert (offer.plan.spec.quantised, offer.plan.spec.precision) == (Quantised.FP8, source.precision)
+    (entry,) = provider.store.list()
+    assert (entry.manifest.precision, entry.manifest.quantised) == ("fp32", "fp8")
+    assert summary(entry)["precision"] == "fp8"
+    assert ask(provider, source).plan != offer.plan, "auto is another engine"
+
+
+def test_a_backend_without_eight_bits_gives_way(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    other = NullBackend("tensorrt")
+    other.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]
+    provider.backends.insert(0, other)
+    offer = ask(provider, source, FP8)
+    assert offer.plan is not None and offer.plan.backend.name == "null"
+    assert [job.spec.backend.name for job in worker.jobs] == ["null"]
+
+
+def test_tensorrt_by_name_says_that_it_has_no_eight_bits(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    other = NullBackend("tensorrt")
+    other.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]
+    provider.backends.append(other)
+    for policy in BuildPolicy:
+        offer = ask(provider, source, replace(FP8, policy=policy, backend=BackendChoice.TENSORRT))
+        assert offer.engine is None and "tensorrt: TensorRT engines do not compute in fp8 here" in offer.reason
+    assert not worker.builds and not provider.store.list()
 
 
 def test_an_engine_in_another_precision(provider: EngineProvider, source: FakeSource) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.core.spec import Optimize, Precision
+from slipstream.core.spec import Optimize, Precision, Quantised, Role
 from slipstream.runtime.settings import (
+    PRECISIONS,
     BackendChoice,
     BuildPolicy,
     Resolution,
     Settings,
     ShapeChoice,
     parse_resolutions,
+    precision_named,
+    word_of,
 )
 
 WORDS = {"backend": "compiled", "precision": "bf16", "optimize": "fast build", "build": "first use"}
@@ -104,6 +107,39 @@ def test_words_that_are_not_offered(name: str) -> None:
     """Older ComfyUIs pass on what no widget offers."""
     with pytest.raises(ValueError, match="'faster' is not offered here; choose one of: "):
         Settings.of_text(**{**WORDS, name: "faster"})
+
+
+def test_every_word_for_a_precision_is_understood() -> None:
+    assert PRECISIONS == ("auto", "fp32", "fp16", "bf16", "fp8", "int8")
+    assert [word_of(precision_named(word)) for word in PRECISIONS] == list(PRECISIONS)
+    chosen = [Settings.of_text(precision=word).precision for word in PRECISIONS]
+    assert chosen == [None, Precision.FP32, Precision.FP16, Precision.BF16, Quantised.FP8, Quantised.INT8]
+
+
+@pytest.mark.parametrize("word", ["fp4", "FP8", "", None, 8, [], {}])
+def test_what_is_no_precision(word: object) -> None:
+    with pytest.raises(ValueError, match="not offered here; choose one of: auto, fp32, fp16, bf16, fp8, int8"):
+        precision_named(word)
+
+
+@pytest.mark.parametrize("host", list(Precision))
+def test_what_engines_compute_in(host: Precision) -> None:
+    for word in ("auto", "fp8", "int8"):
+        assert Settings.of_text(precision=word).compute_precision(host) is host
+    assert Settings.of_text(precision="bf16").compute_precision(host) is Precision.BF16
+    assert Settings(precision=Quantised.FP8, compute=Precision.BF16).compute_precision(host) is Precision.BF16
+
+
+def test_what_is_quantised() -> None:
+    assert [Settings.of_text(precision=word).quantised for word in ("auto", "fp16", "fp8", "int8")] == [
+        *(None, None),
+        *(Quantised.FP8, Quantised.INT8),
+    ]
+    found = {role: Settings.of_text(precision="fp8").quantised_for(role) for role in Role}
+    assert found == {
+        **{Role.UNET: Quantised.FP8, Role.CONTROLNET: Quantised.FP8},
+        **{Role.VAE_ENCODE: None, Role.VAE_DECODE: None},
+    }
 
 
 def test_shapes_in_words() -> None:

@@ -13,10 +13,10 @@ import torch
 from slipstream.core.errors import IncompatibleEngine, NotFinite
 from slipstream.core.protocols import Artifact
 from slipstream.core.shapes import ShapeProfile, ShapeRange
-from slipstream.core.spec import EngineSpec, Precision
+from slipstream.core.spec import EngineSpec, Precision, Quantised
 from slipstream.runtime.plan import CallShape, plans
 from slipstream.runtime.settings import Settings
-from slipstream.runtime.verify import LIMITS, relative_error, verify
+from slipstream.runtime.verify import LIMIT_OF_QUANTISED, LIMITS, check, relative_error, verify
 from slipstream.tests.fakes import CPU, FakeSource, NullBackend, NullEngine, make_inputs, make_model
 
 NAN, INF = float("nan"), float("inf")
@@ -68,12 +68,12 @@ def test_a_missing_output_is_infinitely_wrong() -> None:
 class Case:
     """An engine, the model it stands for, and what it was built as."""
 
-    def __init__(self, folder: Path, precision: Precision = Precision.FP32) -> None:
+    def __init__(self, folder: Path, precision: Precision = Precision.FP32, quantised: Quantised | None = None) -> None:
         self.backend = NullBackend()
         self.source = FakeSource(make_model(), precision)
         dtype = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
         call = CallShape.of(make_inputs(dtype=dtype[precision]))
-        (plan,) = plans(self.source.architecture, call, precision, CPU, Settings(), [self.backend])
+        (plan,) = plans(self.source.architecture, call, precision, CPU, Settings(precision=quantised), [self.backend])
         self.spec: EngineSpec = plan.spec
         (folder / "engine.txt").write_text("null")
         self.engine: NullEngine = self.backend.load(plan.spec, ("out",), Artifact(folder, ("engine.txt",)), CPU)
@@ -109,6 +109,40 @@ def test_just_within_and_just_beyond_the_limit(tmp_path: Path, precision: Precis
     assert case.verify().relative_error < LIMITS[precision]
     case.backend.error = 2 * LIMITS[precision]
     with pytest.raises(IncompatibleEngine, match=r"differs from the model by .* delete it and build again"):
+        case.verify()
+
+
+@pytest.mark.parametrize("quantised", list(Quantised))
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_quantised_engine_may_be_further_off(tmp_path: Path, precision: Precision, quantised: Quantised) -> None:
+    case = Case(tmp_path, precision, quantised)
+    case.backend.error = 0.9 * LIMIT_OF_QUANTISED
+    known = case.verify()
+    assert known.relative_error > LIMITS[precision]
+    check(case.engine, case.source, case.spec, known)
+    case.backend.error = 1.1 * LIMIT_OF_QUANTISED
+    told = rf"\(allowed: 5e-02\) and is not used; {quantised.value} is too coarse .*: set precision to auto or fp16"
+    with pytest.raises(IncompatibleEngine, match=told):
+        case.verify()
+
+
+def test_a_quantised_engine_that_was_right_may_be_as_far_off_from_the_plain_model(tmp_path: Path) -> None:
+    """Also where it was closer when it was built: the limit is that of its numbers."""
+    case = Case(tmp_path, Precision.FP16, Quantised.FP8)
+    known = replace(case.verify(), relative_error=0.0, eager_error=0.0)
+    case.backend.error = 0.9 * LIMIT_OF_QUANTISED
+    check(case.engine, case.source, case.spec, known)
+    with pytest.raises(IncompatibleEngine, match="allowed: 2e-02"):
+        check(case.engine, case.source, replace(case.spec, quantised=None), known)
+    case.backend.error = 1.1 * LIMIT_OF_QUANTISED
+    with pytest.raises(IncompatibleEngine, match="allowed: 5e-02"):
+        check(case.engine, case.source, case.spec, known)
+
+
+def test_a_quantised_engine_that_is_not_finite_says_what_to_choose(tmp_path: Path) -> None:
+    case = Case(tmp_path, Precision.FP16, Quantised.INT8)
+    case.backend.error = NAN
+    with pytest.raises(NotFinite, match="Where int8 does not do for this model, set precision to auto or fp16"):
         case.verify()
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from slipstream.core.spec import Optimize, Precision, Role
+from slipstream.core.spec import Optimize, Precision, Quantised, Role
 from slipstream.runtime.settings import BackendChoice, Resolution, ShapeChoice, parse_resolutions
 from slipstream.ui.form import PRESETS, Answers
 
@@ -33,12 +33,16 @@ def test_an_order() -> None:
         ({"resolutions": "auto"}, "at least one resolution"),
         ({"resolutions": "500x500"}, "multiples of 8"),
         ({"resolutions": "big"}, "no resolution"),
-        ({"precision": "fp8"}, "fp8"),
+        ({"precision": "fp4"}, "fp4"),
     ],
 )
 def test_what_does_not_do(changed: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         dataclasses.replace(FILLED, **changed).wanted()
+
+
+def test_an_order_in_eight_bits() -> None:
+    assert dataclasses.replace(FILLED, precision="int8").wanted().settings.precision is Quantised.INT8
 
 
 def test_presets_are_resolutions() -> None:
