@@ -18,6 +18,10 @@ JOINED_PERCENT = f"{OURS}joined_percent"
 ROWS_AT_ONCE = f"{OURS}rows_at_once"
 """The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
 
+WIDE_ATTENTION = f"{OURS}wide_attention"
+"""Whether attention of very wide heads becomes products that widen, which torch 2.11 does not read back from a saved
+program."""
+
 _ROW = 8192
 
 Options = Mapping[str, str | int | float | bool | None]
@@ -59,4 +63,6 @@ def package_options(device: torch.device, optimize: Optimize) -> Options:
     # nothing at all where a CUDA graph repeats the kernels.
     quick = device.type == "cuda" or optimize is Optimize.FAST_BUILD
     wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
-    return {**_WITHOUT_WEIGHTS, **wrapper, **fusion_options(device, optimize)}
+    fusion = fusion_options(device, optimize)
+    wide = {WIDE_ATTENTION: True} if REWRITES in fusion else {}
+    return {**_WITHOUT_WEIGHTS, **wrapper, **fusion, **wide}

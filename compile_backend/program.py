@@ -37,6 +37,7 @@ class ProgramSignature:
         nodes: size of the graph, for time estimates.
         derived: how those of `weights` are made that the host does not have.
         eight_bits: layers that compute in eight bits.
+        as_it_is: see `Rewritten`.
     """
 
     inputs: Mapping[str, TensorLayout]
@@ -45,11 +46,13 @@ class ProgramSignature:
     nodes: int
     derived: Mapping[str, DerivedWeight] = field(default_factory=dict)
     eight_bits: int = 0
+    as_it_is: str = ""
 
     @property
     def details(self) -> dict[str, Any]:
         """For the manifest."""
-        return {"nodes": self.nodes, **({"eight_bits": self.eight_bits} if self.eight_bits else {})}
+        found = {"nodes": self.nodes, "eight_bits": self.eight_bits, "compiled_as_it_is": self.as_it_is}
+        return {name: value for name, value in found.items() if value}
 
     def save(self, directory: Path) -> None:
         data = {
@@ -143,6 +146,7 @@ def _signature_of(rewritten: Rewritten, example: Tensors, constants: AbstractSet
         nodes=len(program.graph.nodes),
         derived={name: weight for name, weight in rewritten.derived.items() if name in read},
         eight_bits=rewritten.eight_bits,
+        as_it_is=rewritten.as_it_is,
     )
 
 

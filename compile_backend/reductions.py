@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ def whole_rows(spec: EngineSpec) -> Iterator[None]:
         yield
 
 
+@functools.lru_cache(maxsize=4)
 def _handler(longest: int) -> Any:
     try:
         from torch._inductor.choices import InductorChoices

@@ -35,6 +35,16 @@ _NAMES: dict[Path, str] = {
 }
 """Also the order in which differences are told."""
 
+_NAMES |= {
+    ("spec", "backend", "options", f"slipstream.{name}"): words
+    for name, words in {
+        "rewrites": "graphs rewritten before compiling",
+        "joined_percent": "copies of joined layers, % of the weights",
+        "rows_at_once": "longest row read at once",
+        "wide_attention": "wide attention by products",
+    }.items()
+}
+
 _PATTERNS: dict[Path, str] = {
     ("spec", "dtypes"): "{} dtype",
     ("spec", "backend", "options"): "option {}",

@@ -26,7 +26,7 @@ def precision_input() -> io.Combo.Input:
         options=list(PRECISIONS),
         default=AUTO,
         tooltip="What the engine computes in. auto: the model's own, as ComfyUI chose it. fp8: large linear layers in "
-        "8-bit floats, on Ada, Hopper and Blackwell GPUs; faster for models of the SDXL, SD3 and Flux classes, and "
+        "8-bit floats, on Ada, Hopper and Blackwell GPUs; faster for large models such as SDXL, and "
         "details of pictures differ visibly from fp16. int8: the same in 8-bit integers, for Ampere GPUs and newer; "
         "slower than fp16 on Hopper. With both, all else is as with auto, and so is a whole VAE.",
     )

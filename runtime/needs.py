@@ -74,9 +74,11 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
         BackendUnavailable: nothing here could build it.
     """
     settings = provider.with_preferences(wanted.settings)
-    backend = candidates(settings.backend, device, provider.backends)[0].backend
     precision = settings.compute_precision(Precision.FP16 if device.type == "cuda" else Precision.FP32)
-    spec, engines = _spec(backend, device, wanted, settings, precision, numbers or 0)
+    picks = [pick.backend for pick in candidates(settings.backend, device, provider.backends)]
+    offers = [(each, *_spec(each, device, wanted, settings, precision, numbers or 0)) for each in picks]
+    able = (offer for offer in offers if offer[0].why_unsupported(offer[1]) is None)
+    backend, spec, engines = next(able, offers[0])  # where none is, the order itself says why
     weights = None if numbers is None else numbers * dtype_of(precision).itemsize
     alike = [entry for entry in provider.store.list() if _is_alike(entry, spec)]
     baked = spec.backend.contains_weights
@@ -165,7 +167,8 @@ def _shapes(wanted: Wanted, resolution: Resolution) -> dict[str, Shape]:
 
 def _is_alike(entry: Entry, spec: EngineSpec) -> bool:
     made = entry.manifest
-    return (made.role, made.backend) == (spec.role.value, spec.backend.name)
+    quantised = spec.quantised.value if spec.quantised else None
+    return (made.role, made.backend, made.quantised) == (spec.role.value, spec.backend.name, quantised)
 
 
 def _device_bytes(entry: Entry) -> int:

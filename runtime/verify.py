@@ -22,7 +22,7 @@ LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 LIMIT_OF_QUANTISED = 5e-2
 """The same for an engine whose large linear layers multiply in 8 bits."""
 
-_FINER = "set precision to auto or fp16"
+_FINER = "set precision to auto"
 _SEEDS = (20260, 20261)
 _LEAST_OF_REFITTED = 1e-3
 

@@ -26,18 +26,22 @@ _STEP = 16
 """Rows and columns of an eight-bit weight are multiples of it."""
 
 
+CHOOSE_AUTO = "choose precision auto, in the node or, if that is on auto already, in Slipstream's settings"
+
 _LEAST_CAPABILITY = {Quantised.FP8: (8, 9), Quantised.INT8: (8, 0)}
 _CHIPS = {
-    Quantised.FP8: "an Ada, Hopper or Blackwell GPU (RTX 40 series or newer)",
-    Quantised.INT8: "an Ampere GPU (RTX 30 series) or newer",
+    Quantised.FP8: "an NVIDIA Ada, Hopper or Blackwell GPU (RTX 40 series or newer)",
+    Quantised.INT8: "an NVIDIA Ampere GPU (RTX 30 series) or newer",
 }
 
 
 def why_not_on(device: torch.device, quantised: Quantised) -> str | None:
     """Why this chip cannot multiply so; None where it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[quantised]:
+    if device.type != "cuda":
         return None
-    return f"{quantised.value} needs {_CHIPS[quantised]}; choose precision auto"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[quantised]:
+        return None
+    return f"{quantised.value} needs {_CHIPS[quantised]}; {CHOOSE_AUTO}"
 
 
 def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
@@ -45,7 +49,7 @@ def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
     count = 0
     for node in graph.calls(aten.linear.default):
         weight = node.args[1]
-        if graph.weight(weight) is not None and _gains(node):
+        if graph.weight(weight) is not None and _gains(node) and not graph.is_written(node):
             assert isinstance(weight, Node)
             _quantise(graph, node, (str(weight.target),), eight_bits)
             count += 1
@@ -68,18 +72,27 @@ def _quantise(graph: Graph, node: Node, sources: tuple[str, ...], eight_bits: to
     with graph.module.graph.inserting_before(node):
         weight = graph.derive(DerivedWeight(sources, Form.QUANTISED, eight_bits), (rows, columns), eight_bits)
         scale = graph.derive(DerivedWeight(sources, Form.SCALE, eight_bits), (rows, 1), torch.float32)
-    graph.replace(node, fp8_linear if eight_bits == FP8 else int8_linear, x, weight, scale, bias)
+        one = [graph.derive(DerivedWeight((), Form.ONE), (), torch.float32)] if eight_bits == FP8 else []
+    graph.replace(node, fp8_linear if eight_bits == FP8 else int8_linear, x, weight, scale, bias, *one)
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., columns] in half precision by a weight [rows, columns] in fp8 with a scale for each row [rows, 1]."""
-    samples = x.reshape(-1, x.shape[-1])
-    by = scale_of_rows(samples, FP8)
+def fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, one: torch.Tensor
+) -> torch.Tensor:
+    """x [..., columns] in half precision by a weight [rows, columns] in fp8 with a scale for each row [rows, 1].
+
+    Args:
+        one: 1 in fp32, on the device.
+    """
+    samples = _at_hand(x.reshape(-1, x.shape[-1]))
+    by = _scale(samples, FP8)
     small = in_eight_bits(samples, by, FP8)
     if weight.shape[0] > weight.shape[1]:
-        y = torch._scaled_mm(small, weight.t(), by, scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+        # Ada's kernels write bf16 alone; what follows is computed in fp32 in either case.
+        y = torch._scaled_mm(small, weight.t(), by, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True).to(
+            x.dtype
+        )
     else:  # scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel
-        one = torch.ones((), device=x.device)
         y = torch._scaled_mm(small, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
         y = (y.float() * by * scale.t()).to(x.dtype)
     return _finished(y, x, bias)
@@ -96,7 +109,9 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
 def _at_hand(samples: torch.Tensor) -> torch.Tensor:
     """The same [samples, columns]. Long rows are written to memory first: to hold one whole, a kernel would have to be
     as wide as the next power of two, and compute an activation for numbers that are none."""
-    return samples.as_strided(samples.shape, (samples.shape[1], 1)) if samples.shape[1] > _LONG else samples
+    if samples.shape[1] <= _LONG:
+        return samples
+    return samples.contiguous().as_strided(samples.shape, (samples.shape[1], 1))
 
 
 def _scale(samples: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:

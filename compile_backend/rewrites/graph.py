@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ class Graph:
     def __init__(self, module: GraphModule) -> None:
         self.module = module
         self.derived: dict[str, DerivedWeight] = {}
+        self._memory = written_memory(module.graph)
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def calls(self, *operators: Any) -> Iterator[Node]:
@@ -32,6 +34,10 @@ class Graph:
         for node in list(self.module.graph.nodes):
             if node.op == "call_function" and node.target in operators:
                 yield node
+
+    def is_written(self, node: Node) -> bool:
+        """Whether anything writes into what a node reads or gives, which then is not the same before and after."""
+        return any(each in self._memory for each in (node, *node.all_input_nodes))
 
     def weight(self, node: Any) -> torch.Tensor | None:
         """The tensor without numbers that a node stands for; None where it is no weight of the host's."""
@@ -72,6 +78,51 @@ class Graph:
         self.module.graph.lint()
         self.module.recompile()
         return self.module
+
+
+def written_memory(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes that stand for memory which some operation of the graph writes into, views of it included."""
+    owner: dict[Node, Node] = {}
+    written: set[Node] = set()
+    for node in graph.nodes:
+        owner[node] = _owner(node, owner)
+        written |= {owner[each] for each in _written_by(node)}
+    return {node for node in owner if owner[node] in written}
+
+
+def _owner(node: Node, owner: dict[Node, Node]) -> Node:
+    """The first node whose memory a node's result lies in, by what the operators' schemas say."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        source = node.args[0]
+        return owner[source] if isinstance(source, Node) else node
+    for result in _schema(node).returns if _schema(node) else ():
+        for alias, given in _aliased(node):
+            if result.alias_info is not None and alias.before_set & result.alias_info.before_set:
+                return owner[given]
+    return node
+
+
+def _written_by(node: Node) -> Iterator[Node]:
+    yield from (given for alias, given in _aliased(node) if alias.is_write)
+
+
+def _aliased(node: Node) -> Iterator[tuple[Any, Node]]:
+    """Arguments that a call writes into, or gives a view of."""
+    schema = _schema(node)
+    for place, described in enumerate(schema.arguments if schema else ()):
+        given = argument(node, place, described.name)
+        if described.alias_info is not None:
+            yield from ((described.alias_info, each) for each in _nodes_of(given))
+
+
+def _nodes_of(given: Any) -> Iterator[Node]:
+    for each in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(each, Node):
+            yield each
+
+
+def _schema(node: Node) -> Any:
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
 
 
 def shape_of(node: Node) -> tuple[int, ...]:

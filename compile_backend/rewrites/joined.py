@@ -36,6 +36,8 @@ def join_linears(graph: Graph, most_bytes: int) -> None:
 def _compute_once(graph: Graph) -> None:
     known: dict[object, Node] = {}
     for node in graph.calls(*_OF_ONE_INPUT):
+        if graph.is_written(node):
+            continue
         same = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
         if same is not node:
             node.replace_all_uses_with(same)
@@ -60,8 +62,9 @@ class _Group:
 def _groups(graph: Graph) -> Iterator[_Group]:
     found: dict[tuple[Node, bool], list[Node]] = {}
     for node in graph.calls(aten.linear.default):
-        bias = argument(node, 2, "bias")
-        if graph.weight(node.args[1]) is not None and (bias is None or graph.weight(bias) is not None):
+        bias, weight = argument(node, 2, "bias"), graph.weight(node.args[1])
+        is_ours = weight is not None and weight.ndim == 2 and (bias is None or graph.weight(bias) is not None)
+        if is_ours and not graph.is_written(node):
             assert isinstance(node.args[0], Node)
             found.setdefault((node.args[0], bias is None), []).append(node)
     for nodes in found.values():

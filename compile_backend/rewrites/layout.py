@@ -14,7 +14,11 @@ from .graph import Graph, argument, aten, shape_of
 
 def keep_channels_last(graph: Graph) -> None:
     for node in graph.calls(aten.contiguous.default, aten.clone.default):
-        if _is_picture(node) and argument(node, 1, "memory_format") in (None, torch.contiguous_format):
+        if (
+            _is_picture(node)
+            and not graph.is_written(node)
+            and argument(node, 1, "memory_format") in (None, torch.contiguous_format)
+        ):
             assert isinstance(node.args[0], Node)
             graph.replace(node, _channels_last, node.args[0])
     for node in graph.calls(aten.cat.default):
@@ -24,7 +28,8 @@ def keep_channels_last(graph: Graph) -> None:
         if _doubles(node):
             graph.replace(node, _doubled, node.args[0])
     for node in graph.calls(aten.view.default):  # what was contiguous by the model's code may not be so any more
-        node.target = aten.reshape.default
+        if not graph.is_written(node):
+            node.target = aten.reshape.default
 
 
 def _is_picture(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +11,19 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from ...core.errors import UnsupportedModel
+from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Tensors
 from ...core.spec import EngineSpec, Quantised
 from ..derived import FP8, DerivedWeight
-from ..options import JOINED_PERCENT, REWRITES
-from .eight_bits import quantise_linears, why_not_on
+from ..options import JOINED_PERCENT, REWRITES, WIDE_ATTENTION
+from .eight_bits import CHOOSE_AUTO, quantise_linears, why_not_on
 from .graph import Graph
 from .group_norm import by_channel
 from .joined import join_linears
 from .layout import keep_channels_last
 from .wide_attention import by_products
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class Rewritten:
     Attributes:
         derived: the weights that the program reads and the host does not have, by name.
         eight_bits: layers that compute in eight bits.
+        as_it_is: why the graph was left alone, where that was not meant; else empty.
     """
 
     program: ExportedProgram
     derived: Mapping[str, DerivedWeight]
     eight_bits: int = 0
+    as_it_is: str = ""
 
 
 _EIGHT_BITS = {Quantised.FP8: FP8, Quantised.INT8: torch.int8}
@@ -53,20 +58,34 @@ def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device
         return Rewritten(program, {})
     if spec.quantised is not None and (reason := why_not_on(device, spec.quantised)):
         raise UnsupportedModel(reason)
+    try:
+        return _rewritten(program, spec, example, device)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever torch raises for a graph that it cannot trace again
+        if spec.quantised is not None:
+            raise UnsupportedModel(f"{spec.describe()} cannot be made: {first_line(error)}; {CHOOSE_AUTO}") from error
+        log.warning("Slipstream: %s is compiled as it is: %s", spec.describe(), first_line(error))
+        return Rewritten(program, {}, as_it_is=first_line(error))
+
+
+def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
+    options = spec.backend.options
     graph = Graph(_module_of(program))
     if options.get(REWRITES):
         keep_channels_last(graph)
         by_channel(graph)
+    if options.get(WIDE_ATTENTION):
         by_products(graph)
-    join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)
     count = 0
     if spec.quantised is not None:
         count = quantise_linears(graph, _EIGHT_BITS[spec.quantised])
         if not count:
             raise UnsupportedModel(
                 f"{spec.fingerprint.architecture_name} has no linear layer that is faster in {spec.numbers} at this "
-                "size; choose precision auto"
+                f"size; {CHOOSE_AUTO}"
             )
+    join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)
     module = graph.finish(device)
     with torch.no_grad():
         traced = torch.export.export(module, (), dict(example), strict=False)

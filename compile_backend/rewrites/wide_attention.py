@@ -9,27 +9,36 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from ...core.shapes import Shape
 from .graph import Graph, argument, aten, shape_of
 
 _WIDEST_FUSED = 256
 _SCORES_BYTES = 1 << 30
-_MOST_HEADS = 8
-"""Each is a product of its own: torch's packages know products of half precision with fp32 results one by one only."""
+_MOST_PRODUCTS = 64
+"""Of a head and a block of queries. Each is compiled by itself: torch's packages know products of half precision with
+fp32 results one by one only."""
 
 
 def by_products(graph: Graph) -> None:
     if not hasattr(aten.mm, "dtype"):
         return  # scores in half precision would cost accuracy
     for node in graph.calls(aten.scaled_dot_product_attention.default):
-        query = node.args[0]
-        assert isinstance(query, Node)
+        inputs = [each for each in node.args[:3] if isinstance(each, Node)]
         is_plain = all(argument(node, place, name) in (None, False, 0.0) for place, name in _OPTIONS)
-        if len(shape_of(query)) == 4 and is_plain and _is_wide(*shape_of(query)):
+        if is_plain and len(inputs) == 3 and _is_wide(*map(shape_of, inputs)):
             graph.replace(node, attention, *node.args[:3], argument(node, 6, "scale"))
 
 
-def _is_wide(samples: int, heads: int, tokens: int, channels: int) -> bool:
-    return channels > _WIDEST_FUSED and samples * heads <= _MOST_HEADS
+def _is_wide(query: Shape, key: Shape, value: Shape) -> bool:
+    if len(query) != 4 or not query[:2] == key[:2] == value[:2]:
+        return False
+    products = query[0] * query[1] * -(-query[2] // _rows(query[2], key[2]))
+    return query[3] > _WIDEST_FUSED and products <= _MOST_PRODUCTS
+
+
+def _rows(tokens: int, keys: int) -> int:
+    """Queries whose scores are computed at once."""
+    return max(1, min(tokens, _SCORES_BYTES // (4 * keys)))
 
 
 _OPTIONS = ((3, "attn_mask"), (4, "dropout_p"), (5, "is_causal"), (7, "enable_gqa"))
@@ -39,7 +48,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale
     """Attention of [N, heads, tokens, channels]; scores in fp32."""
     n, heads, tokens, channels = query.shape
     scale = channels**-0.5 if scale is None else scale
-    rows = max(1, min(tokens, _SCORES_BYTES // (4 * key.shape[2])))
+    rows = _rows(tokens, key.shape[2])
     found = [
         torch.cat([_block(block, k, v, scale) for block in q.split(rows)])
         for q, k, v in zip(*(each.flatten(0, 1).unbind() for each in (query, key, value)), strict=True)
