@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from ..architecture import (
     inputs_unwritten,
 )
 from .checkout import use_checkout
-from .layers import layers_with_weights, plain_layers
+from .layers import PlainNumbers, layers_with_weights, plain_layers
 from .model_classes import ModelClass, class_named, class_of
 from .residuals import control_of
 from .text import take_projected
@@ -44,24 +45,29 @@ def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], di
 
 
 class DiffusionModelGraph(torch.nn.Module):
-    """The model as exported: plain inputs, plain attention, no patches."""
+    """The model as exported: plain inputs, plain attention, no patches.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        attention: see `ModelClass`.
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: str | None = None) -> None:
         super().__init__()
         self.model = model
+        self._attention = attention
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
         """
         Args:
             inputs: x [N, C, H, W] or [N, C, frames, H, W], timesteps [N], and what else the class takes by name, such
-                as context [N, tokens, dim], y [N, dim], guidance [N], and the residuals of ControlNets.
+                as context [N, tokens, dim], y [N, dim], guidance [N], c_size [N, 2], and the residuals of ControlNets.
 
         Raises:
             UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
         """
         args, kwargs = split_inputs(inputs)
         options = {"optimized_attention_override": scaled_dot_product_attention}
-        with inputs_unwritten(inputs), plain_operators():
+        with inputs_unwritten(inputs), plain_operators(), plain_attention(self._attention):
             return (self.model(*args, **kwargs, transformer_options=options),)
 
 
@@ -70,6 +76,23 @@ def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torc
     from comfy.ldm.modules.attention import attention_pytorch
 
     return attention_pytorch(*args, **kwargs)
+
+
+@contextmanager
+def plain_attention(module: str | None) -> Iterator[None]:
+    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile."""
+    if module is None:
+        yield
+        return
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    names = vars(importlib.import_module(module))
+    before = names["optimized_attention"]
+    names["optimized_attention"] = attention_pytorch
+    try:
+        yield
+    finally:
+        names["optimized_attention"] = before
 
 
 @contextmanager
@@ -149,7 +172,7 @@ class ComfyDiffusionModel(NetworkArchitecture):
 
     def graph(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is exported of `model`."""
-        return DiffusionModelGraph(model)
+        return DiffusionModelGraph(model, self.kind.attention)
 
     def caster(self) -> torch.nn.Module:
         """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""
@@ -159,7 +182,7 @@ class ComfyDiffusionModel(NetworkArchitecture):
 
     @property
     def draws(self) -> Mapping[str, Draw]:
-        return {"timesteps": self.kind.timesteps}
+        return {"timesteps": self.kind.timesteps, **self.kind.draws}
 
     def hollow(self) -> torch.nn.Module:
         return self._build()
@@ -175,7 +198,7 @@ class ComfyDiffusionModel(NetworkArchitecture):
 
         layers = operations or comfy.ops.disable_weight_init
         options = {"dtype": torch.float32, "device": "meta", "operations": layers}
-        with layers_with_weights():
+        with layers_with_weights(), PlainNumbers():
             module: torch.nn.Module = self.kind.load()(**self.config, **options)
         return module.requires_grad_(False).eval()
 

@@ -1,14 +1,32 @@
-"""Layers of ComfyUI as a model is built from for tracing."""
+"""Layers of ComfyUI as a model is built from for tracing, and what holds while it is built."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class PlainNumbers(TorchFunctionMode):
+    """Models that are built meanwhile, on the meta device too, can read their lists of numbers and draw none at random.
+
+    PixArt's reads a `linspace`, and draws first values for its tables from the generator that samplers take noise from.
+    """
+
+    _DEVICES: Mapping[Any, str] = {torch.linspace: "cpu", torch.randn: "meta"}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function in self._DEVICES and given.get("device") is None:
+            given["device"] = self._DEVICES[function]
+        return function(*args, **given)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.shapes import Shape, Shapes
@@ -48,6 +48,9 @@ class ModelClass:
             whole, by APPLY_MODEL.
         timesteps: as samplers give them.
         shapes: the inputs of an ordinary call; None where the config does not tell.
+        draws: how its other inputs are made up, where noise would not do.
+        attention: the module whose name `optimized_attention` stands for the attention of a class that does not hand
+            `transformer_options` on, and so knows no override; None for the others.
     """
 
     module: str
@@ -56,6 +59,8 @@ class ModelClass:
     has_wrappers: bool
     timesteps: Draw
     shapes: Callable[[Config, CallSize], Shapes] | None
+    draws: Mapping[str, Draw] = field(default_factory=dict)
+    attention: str | None = None
 
     def load(self) -> type:
         """The class itself."""
@@ -126,6 +131,13 @@ def _qwen_image(config: Config, size: CallSize) -> Shapes:
     return {"x": size.video(channels, frames=1), "context": size.text(config.get("joint_attention_dim", 3584))}
 
 
+def _pixart(config: Config, size: CallSize) -> Shapes:
+    # ComfyUI tells every model the picture's size and its height by width; only PixArt-alpha reads them.
+    told = {"c_size": (size.batch, 2), "c_ar": (size.batch, 1)}
+    text = size.text(config.get("caption_channels", 4096))
+    return {"x": size.image(config.get("in_channels", 4)), "context": text, **told}
+
+
 MODEL_CLASSES = (
     # SD1.x, SD2, SDXL and their kin
     ModelClass(
@@ -171,5 +183,17 @@ MODEL_CLASSES = (
         has_wrappers=True,
         timesteps=fractions_below(1),
         shapes=_qwen_image,
+    ),
+    # PixArt-alpha, PixArt-sigma. The original's mask over padded text is never used: ComfyUI cuts the padding off
+    # beforehand, and gives each text at its own length.
+    ModelClass(
+        "comfy.ldm.pixart.pixartms",
+        "PixArtMS",
+        computes="forward",
+        has_wrappers=False,
+        timesteps=whole_numbers_below(1000),
+        shapes=_pixart,
+        draws={"c_size": whole_numbers_below(2048), "c_ar": fractions_below(4)},
+        attention="comfy.ldm.pixart.blocks",
     ),
 )

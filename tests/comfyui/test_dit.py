@@ -117,7 +117,65 @@ SHAPES = {
     "flux": {"x": (2, 16, 6, 10), "timesteps": (2,), "context": (2, 9, 32), "y": (2, 24), "guidance": (2,)},
     "wan": {"x": (2, 16, 3, 6, 10), "timesteps": (2,), "context": (2, 9, 32)},
     "qwen": {"x": (2, 16, 1, 6, 10), "timesteps": (2,), "context": (2, 9, 32)},
+    "pixart": {"x": (2, 4, 34, 38), "timesteps": (2,), "context": (2, 9, 32), "c_size": (2, 2), "c_ar": (2, 1)},
 }
+
+
+@pytest.mark.skipif("pixart" not in BUILT, reason="not compiled on this ComfyUI")
+def test_pixarts_engine_follows_the_size_that_a_prompt_tells(provider: EngineProvider) -> None:
+    """As the node CLIP Text Encode PixArt-alpha does: it is an input of the engine, not a part of it."""
+    model = tiny.transformer("pixart")
+    fast, module = accelerated(provider, model)
+    pictures = []
+    for told in ({}, {"width": 1024, "height": 512}, {"width": 1024, "height": 512, "aspect_ratio": 3.0}):
+        wanted, found = (tiny.sample(patcher, "pixart", **prompts("pixart", **told)) for patcher in (model, fast))
+        assert relative_difference(found, wanted) < TOLERANCE
+        pictures.append(found)
+    assert module.status.eager_calls == 0 and module.status.engine_calls == 9
+    assert len(module.status.to_json()["engines"]) == 1
+    assert all(relative_difference(pictures[0], other) > 10 * TOLERANCE for other in pictures[1:])
+    assert relative_difference(pictures[1], pictures[2]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("positions", [None, 1])
+def test_what_is_traced_of_pixart_sigma_computes_what_it_does(told: bool, positions: int | None) -> None:
+    """It reads no size, and may find out itself how far apart its positions are."""
+    config = {"image_model": "pixart_sigma", "micro_condition": False, "pe_interpolation": positions}
+    assert_traced_right(tiny.transformer("pixart", **config), told)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_is_traced_of_pixart_alpha_computes_what_it_does(told: bool) -> None:
+    """Where nobody tells it a size, it takes the picture's."""
+    assert_traced_right(tiny.transformer("pixart"), told)
+
+
+def assert_traced_right(model: Patcher, told: bool) -> None:
+    """By its own program, which has the one attention that compilers know, whatever this machine's is."""
+    comfy.model_management.load_models_gpu([model])
+    source = ComfyUNetSource(model)
+    shapes = {name: shape for name, shape in SHAPES["pixart"].items() if told or not name.startswith("c_")}
+    inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed=1)
+    skeleton = source.architecture.skeleton(Precision.FP32, source.device)
+    weights = dict(source.weights(Precision.FP32))
+    with torch.no_grad():
+        graph = torch.export.export(skeleton, (), dict(inputs), strict=False).graph
+        found = torch.func.functional_call(skeleton, weights, (), inputs)[0]
+        assert found.shape == (2, 4, 34, 38)
+        assert relative_error({"out": found}, source.eager(inputs)) < 1e-5
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(torch.ops.aten.scaled_dot_product_attention.default) == 4
+    assert torch.ops.aten.softmax.int not in targets
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_reading_a_model_takes_no_random_numbers(family: str) -> None:
+    """Those are the samplers'."""
+    source = ComfyUNetSource(tiny.transformer(family))
+    before = torch.get_rng_state()
+    assert source.architecture.hollow() and source.architecture.caster()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_sd3_engine_follows_a_lora_that_comes_changes_and_goes(provider: EngineProvider) -> None:
@@ -260,7 +318,7 @@ def test_a_class_without_engines_says_so(provider: EngineProvider) -> None:
     assert module.status.engine_calls == 0 and "OtherTransformer) have no engines yet" in module.status.to_json()["now"]
 
 
-@pytest.mark.parametrize("family", ["sd3", "flux", "qwen"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "qwen", "pixart"])
 def test_the_build_node_knows_the_call(family: str, provider: EngineProvider, monkeypatch: Any) -> None:
     """It builds what sampling asks for."""
     asked = []
@@ -274,7 +332,8 @@ def test_the_build_node_knows_the_call(family: str, provider: EngineProvider, mo
     fast, _ = accelerated(provider, model, BuildPolicy.MANUAL)
     tiny.sample(fast, family)
     source = open_unet(model, WeightsMemo(provider.store.root))
-    assert asked == [unet_call(source, Resolution(64, 64), batch=2, tokens=77)]
+    size = tiny.size_of(family)
+    assert asked == [unet_call(source, Resolution(size, size), batch=2, tokens=77)]
     assert isinstance(asked[0], CallShape)
 
 

@@ -88,6 +88,7 @@ class Transformer:
         supported, base: classes of `comfy.supported_models` and `comfy.model_base`.
         channels: of its latents.
         video: whether latents have frames.
+        size: of the pictures that it is tried on, in pixels.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Transformer:
     channels: int
     video: bool
     config: dict[str, Any]
+    size: int = 64
 
 
 TINY_SD3 = Transformer(
@@ -168,4 +170,21 @@ TINY_QWEN = Transformer(
         "joint_attention_dim": 32,
         "axes_dims_rope": (8, 12, 12),
     },
+)  # fmt: skip
+TINY_PIXART = Transformer(
+    "pixart", "PixArtAlpha", "PixArt", 32, 0, 4, False,
+    {
+        "image_model": "pixart_alpha",
+        "num_heads": 2,
+        "patch_size": 2,
+        "hidden_size": 48,
+        "in_channels": 4,
+        "depth": 2,
+        "caption_channels": 32,
+        "model_max_length": 77,
+        "input_size": 64,
+        "pe_interpolation": 1,
+        "micro_condition": True,
+    },
+    size=272,  # its positions are divided by 0 in pictures below 264
 )  # fmt: skip

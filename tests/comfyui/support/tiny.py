@@ -17,7 +17,17 @@ import comfy.supported_models
 import comfy.taesd.taesd
 import torch
 
-from .architectures import TINY_FLUX, TINY_QWEN, TINY_SD2, TINY_SD3, TINY_SD15, TINY_SDXL, TINY_WAN, Transformer
+from .architectures import (
+    TINY_FLUX,
+    TINY_PIXART,
+    TINY_QWEN,
+    TINY_SD2,
+    TINY_SD3,
+    TINY_SD15,
+    TINY_SDXL,
+    TINY_WAN,
+    Transformer,
+)
 from .weights import randomise, randomise_controlnet, randomise_taesd, randomise_unet
 
 FAMILIES = {family.name: family for family in (TINY_SD15, TINY_SD2, TINY_SDXL)}
@@ -26,7 +36,7 @@ CONFIGS = {
     "sd2": comfy.supported_models.SD20,
     "sdxl": comfy.supported_models.SDXL,
 }
-TRANSFORMERS = {family.name: family for family in (TINY_SD3, TINY_FLUX, TINY_WAN, TINY_QWEN)}
+TRANSFORMERS = {family.name: family for family in (TINY_SD3, TINY_FLUX, TINY_WAN, TINY_QWEN, TINY_PIXART)}
 
 
 def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> Any:
@@ -44,16 +54,16 @@ def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> An
 
 
 def transformer(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a `ModelPatcher` over a tiny diffusion transformer: "sd3", "flux", "wan" or "qwen".
+    """Return a `ModelPatcher` over a tiny diffusion transformer: "sd3", "flux", "wan", "qwen" or "pixart".
 
     `changes` of its config make a rarer member of the family.
     """
     shape = TRANSFORMERS[family]
     config = getattr(comfy.supported_models, shape.supported)({**_config(shape), **changes, "dtype": dtype})
-    made = getattr(comfy.model_base, shape.base)(config, device=torch.device("cpu"))
+    made = getattr(comfy.model_base, shape.base)(config, device=torch.device("cpu")).eval()
     randomise(made.diffusion_model, seed)
     for buffer in made.diffusion_model.buffers():
-        buffer.normal_(generator=torch.Generator().manual_seed(seed))
+        buffer.detach().normal_(generator=torch.Generator().manual_seed(seed))
     return comfy.model_patcher.ModelPatcher(
         made, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
     )
@@ -116,6 +126,11 @@ def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras
     return [[prompt, {"pooled_output": pooled, **extras}]]
 
 
+def size_of(family: str) -> int:
+    """Of the pictures that a family is tried on."""
+    return TRANSFORMERS[family].size if family in TRANSFORMERS else 64
+
+
 def latent(size: int = 64, batch: int = 1, family: str = "sd15") -> dict[str, torch.Tensor]:
     """Return an empty latent for pictures of `size` pixels, or of one frame of them."""
     shape = TRANSFORMERS.get(family)
@@ -130,7 +145,7 @@ def sample(
     steps: int = 3,
     cfg: float = 7.0,
     seed: int = 7,
-    size: int = 64,
+    size: int | None = None,
     batch: int = 1,
     positive: list[Any] | None = None,
     negative: list[Any] | None = None,
@@ -139,7 +154,7 @@ def sample(
     **options: Any,
 ) -> torch.Tensor:
     """Sample as the KSampler node does and return the latent; `options` go to `comfy.sample.sample`."""
-    empty = latent(size, batch, family)["samples"]
+    empty = latent(size or size_of(family), batch, family)["samples"]
     noise = comfy.sample.prepare_noise(empty, seed)
     return comfy.sample.sample(
         patcher, noise, steps, cfg, sampler, scheduler,
