@@ -17,11 +17,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..core.errors import SlipstreamError
-from ..core.spec import Optimize
+from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
 from .cases import CASES, Case, enter
 from .rows import RESULTS, Row, append, read, result_file
-from .variants import LADDER_CASE, MAX, NUMBERS, USUAL, Variant, ladder_to_measure, of_tables
+from .variants import (
+    EAGER,
+    LADDER_CASE,
+    MAX,
+    NUMBERS,
+    RIVAL,
+    RIVAL_COMPILED,
+    SAGE,
+    SWITCHED,
+    USUAL,
+    Variant,
+    ladder_to_measure,
+    of_tables,
+)
 from .workshop import Workshop
 
 _SCRIPT = Path(__file__).resolve().with_name("run.py")
@@ -53,12 +66,16 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     usual = ",".join(case.name for case in CASES.values() if case.usual)
     add("--cases", type=_list_of(_case_name), metavar="A,B", help=f"of {', '.join(CASES)}; default: {usual}")
-    add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help="default: %(default)s")
+    rivals = f"{RIVAL}, {RIVAL_COMPILED}, {RIVAL_COMPILED}+{Quantised.INT8.value}, {EAGER}+{SAGE}"
+    says = f"default: %(default)s; where their packages are installed also {rivals}"
+    add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help=says)
     group = parser.add_mutually_exclusive_group()
     tables = f"each case by the variants of its table, and the ladder of {LADDER_CASE}; --variants is not read then"
     group.add_argument("--tables", action="store_true", help=f"{tables}; default of --cases: all that need a GPU")
     ladder = f"{LADDER_CASE} alone, from the plain model in fp32 to 8 bits rung by rung"
     group.add_argument("--ladder", action="store_true", help=f"{ladder}; --cases and --variants are not read then")
+    switch = "what the first call costs after a change of size, and of batch, where both are loaded"
+    group.add_argument("--switch", action="store_true", help=f"{switch}; --variants is not read then")
     add("--repeats", type=_count, default=30, metavar="N", help="timed calls or pictures; default: %(default)s")
     add("--warmup", type=_count, default=5, metavar="N", help="of them before; default: %(default)s")
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
@@ -134,8 +151,10 @@ def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
     rungs = LADDER_CASE, _variants_of(ladder_to_measure())
     if options.ladder:
         return [rungs]
-    if not options.tables:
+    if not options.tables and not options.switch:
         return [(name, options.variants) for name in cases_of(options)]
+    if options.switch:
+        return [(name, _variants_of(SWITCHED)) for name in cases_of(options)]
     found = [(name, _variants_of(of_tables(CASES[name]))) for name in cases_of(options)]
     return [*found, rungs] if LADDER_CASE in cases_of(options) else found
 
@@ -204,7 +223,8 @@ def _line(row: Row) -> str:
     """A row for people."""
     if row["ms"] is None:
         return f"{row['case']}  {row['variant']}  failed: {row['failed']}"
-    figures = f"{row['ms']:.2f} ms ({row['ms_min']:.2f} … {row['ms_max']:.2f})"
+    steady = f", steady {row['steady_ms']:.2f} ms" if "steady_ms" in row else ""
+    figures = f"{row['ms']:.2f} ms ({row['ms_min']:.2f} … {row['ms_max']:.2f}){steady}"
     error = "not finite" if row["error"] is None else f"{row['error']:.1e}"
     return f"{row['case']}  {row['variant']}  {figures}  error {error}"
 

@@ -21,13 +21,14 @@ from ..core.protocols import Tensors
 from ..runtime.measure import statistics_of, versions
 from ..runtime.memory import give_back_unused
 from ..runtime.verify import exact_fp32
-from . import job_variants, model_variants
+from . import job_variants, model_variants, trust
 from .cases import Case
 from .jobs import Job
 from .models import SEED, Model
 from .rows import Row, complete
 from .subject import Example, Judge, Subject, synchronize
-from .variants import EAGER, Variant
+from .switching import Switch, sides_of
+from .variants import Variant
 from .workshop import Ready, Workshop
 
 Write = Callable[[Row], None]
@@ -113,16 +114,8 @@ class Contender:
         return {**statistics_of(samples), "error": self.error, **found, "failed": self._failure()}
 
     def _failure(self) -> str | None:
-        served, reasons = self.ready.engine_calls(), self.ready.reasons()
         wanted = self.calls * (self.ready.wanted_calls or self._challenge.engine_calls)
-        if served is not None and (served != wanted or reasons):
-            return f"the engine served {served} of {wanted} calls: {reasons or 'no reason was given'}"
-        ready, judge = self.ready, self._challenge.judge
-        for output, error in self.errors.items():
-            limit = judge.limit(output, ready.precision, served is not None, ready.quantised, ready.skips)
-            if not error <= limit:
-                return f"differs from fp32 by {error:.1e}, allowed is {limit:.0e} in {ready.numbers}"
-        return None
+        return trust.why_not(self.ready, self._challenge.judge, self.errors, wanted)
 
 
 def measure(case: Case, variants: Sequence[Variant], schedule: Schedule, workshop: Workshop, write: Write) -> None:
@@ -155,11 +148,16 @@ class Measurement:
         self._model_bytes = self._held()
 
     def run(self, variants: Sequence[Variant]) -> None:
-        """Set up, check and time each; then all of them in turns."""
+        """Set up, check and time each; then all of them in turns.
+
+        Those that change between pictures come first, each by itself: its memory is given back before the next.
+        """
         contenders = []
-        for variant in variants:
+        for variant in sorted(variants, key=lambda each: each.switch is None):
             if reason := variant.why_left_out(self._case, self._subject):
                 self._leave_out(variant, reason)
+            elif variant.switch is not None:
+                self._switch(variant)
             elif contender := self._enter(variant):
                 contenders.append(contender)
         self._take_turns(contenders)
@@ -173,14 +171,35 @@ class Measurement:
             self._put(contender.name, contender.row(alone))
         except Exception as error:
             ending.close()
-            if variant.is_quantised and isinstance(error, UnsupportedModel):
-                self._leave_out(variant, str(error))
-            else:
-                self._put_failure(variant.name, error)
+            self._give_up(variant, error)
             return None
         self._ending.push(ending)
         self._workshop.tell(f"{variant.name}: {statistics_of(alone)['ms']:.2f} ms alone, error {contender.error:.1e}")
         return contender
+
+    def _switch(self, variant: Variant) -> None:
+        assert isinstance(self._subject, Model)
+        self._workshop.tell(f"{variant.name}: setting up")
+        try:
+            sides = sides_of(self._subject, variant)
+            challenges = [self._challenge, *(Challenge.of(each) for each in sides[1:])]
+            others = self._held() - self._model_bytes
+            with ExitStack() as ending:
+                ready = set_up(variant, self._subject, self._workshop, ending)
+                switch = Switch(ready, sides, challenges)
+                with self._peak(switch, others + ready.copied_bytes):
+                    switch.warm_up(self._schedule.warmup)
+                switch.take_turns(self._schedule.repeats)
+                switch.check()
+                self._put(variant.name, switch.row())
+        except Exception as error:
+            self._give_up(variant, error)
+
+    def _give_up(self, variant: Variant, error: Exception) -> None:
+        if variant.is_quantised and isinstance(error, UnsupportedModel):
+            self._leave_out(variant, str(error))
+        else:
+            self._put_failure(variant.name, error)
 
     def _set_up(self, variant: Variant, ending: ExitStack) -> Contender:
         others = self._held() - self._model_bytes
@@ -188,7 +207,7 @@ class Measurement:
         contender = Contender(variant.name, set_up(variant, self._subject, self._workshop, ending), self._challenge)
         contender.call(0)
         synchronize(self._device)
-        if variant.kind != EAGER:
+        if not variant.is_plain:
             contender.build_s = round(time.perf_counter() - started, 3)
         with self._peak(contender, others + contender.ready.copied_bytes):
             for number in range(self._schedule.warmup):
@@ -235,7 +254,7 @@ class Measurement:
         return torch.cuda.memory_reserved(self._device)
 
     @contextmanager
-    def _peak(self, contender: Contender, others: int) -> Iterator[None]:
+    def _peak(self, contender: Contender | Switch, others: int) -> Iterator[None]:
         """Memory of a variant alone with its model. Reserved, not allocated: a CUDA graph's memory is only that."""
         if self._device.type != "cuda":
             yield

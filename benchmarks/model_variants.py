@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,16 +13,17 @@ from ..core.dtypes import dtype_of
 from ..core.errors import UnsupportedModel
 from ..core.progress import Progress
 from ..core.protocols import Tensors
-from ..core.spec import Precision
+from ..core.spec import Precision, Quantised
 from ..hosts.architecture import cast_inputs
 from ..runtime.measure import load_seconds, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.provider import HostHooks
 from ..runtime.settings import BuildPolicy
-from . import fast_options
+from . import fast_options, rivals, sage
 from .models import Model
 from .ours import provider_of, settings_of
 from .plain_source import PlainSource, called
+from .switching import sides_of
 from .variants import (
     BF16_MATH,
     CHANNELS_LAST,
@@ -34,6 +35,8 @@ from .variants import (
     MODES,
     NODE,
     OURS,
+    RIVAL,
+    SAGE,
     Variant,
 )
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
@@ -45,7 +48,7 @@ def set_up(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
     Raises:
         Exception: whatever stops it; no variant's failure concerns another.
     """
-    makers = {EAGER: _eager, EAGER_GRAPH: _eager_graph, NODE: _node, COMPILE: _compiled, OURS: _ours}
+    makers = {EAGER: _eager, EAGER_GRAPH: _eager_graph, NODE: _node, COMPILE: _compiled, RIVAL: _rival, OURS: _ours}
     return makers[variant.kind](variant, model, workshop, ending)
 
 
@@ -56,6 +59,8 @@ def _eager(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
         return _in_other_numbers(model, Precision.FP32)
     if BF16_MATH in variant.levers:
         return _in_other_numbers(model, Precision.BF16, optimized_attention_override=_plain_products)
+    if SAGE in variant.levers:
+        return _by_sage(variant, model, workshop)
     return Ready(model.source.eager, model.source.precision)
 
 
@@ -81,6 +86,29 @@ def _in_other_numbers(model: Model, precision: Precision, **options: Any) -> Rea
         prepare=lambda inputs: cast_inputs(inputs, dtype),
         copied_bytes=bytes_of(model.module),
     )
+
+
+def _by_sage(variant: Variant, model: Model, workshop: Workshop) -> Ready:
+    """
+    Raises:
+        RuntimeError: the package computes no attention of this model.
+    """
+    dtype = dtype_of(model.source.precision)
+
+    def compute(inputs: Tensors) -> Tensors:
+        return called(model.module, inputs, optimized_attention_override=sage.override)
+
+    def prepare(inputs: Tensors) -> Tensors:
+        return cast_inputs(inputs, dtype)
+
+    with sage.counted() as answers:
+        compute(prepare(model.inputs(seed=0)))
+    if not any(answers):
+        raise RuntimeError(f"{sage.PACKAGE} computed none of {len(answers)} attentions")
+    workshop.tell(
+        f"{variant.name}: {sage.PACKAGE} computes {sum(answers)} of {len(answers)} attentions, torch the rest"
+    )
+    return Ready(compute, model.source.precision, prepare)
 
 
 def _plain_products(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -170,12 +198,7 @@ def _compiled(variant: Variant, model: Model, workshop: Workshop, ending: ExitSt
     compiled = torch.compile(apart(module), mode=MODES[variant.mode])
 
     def prepare(inputs: Tensors) -> Tensors:
-        if CHANNELS_LAST not in variant.levers:
-            return inputs
-        return {
-            name: tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-            for name, tensor in inputs.items()
-        }
+        return _channels_last(inputs) if CHANNELS_LAST in variant.levers else inputs
 
     def compute(inputs: Tensors) -> Tensors:
         if variant.mode:
@@ -185,34 +208,85 @@ def _compiled(variant: Variant, model: Model, workshop: Workshop, ending: ExitSt
     return Ready(compute, model.source.precision, prepare, copied_bytes=copied)
 
 
+def _channels_last(inputs: Tensors) -> Tensors:
+    return {
+        name: tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+        for name, tensor in inputs.items()
+    }
+
+
+def _rival(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+    precision = model.source.precision
+    dtype, versions_of = dtype_of(precision), {"versions": rivals.versions(variant.is_quantised)}
+    with torch.inference_mode(False), torch.no_grad():  # layers are joined and quantised in place
+        network = rivals.network_of(model)
+        copied = bytes_of(network)
+        if variant.mode:
+            network = rivals.fused(network).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if variant.is_quantised:
+            rivals.quantise(network)
+    if not variant.mode:
+        plain = network
+        return Ready(
+            lambda inputs: rivals.called(plain, inputs),
+            precision,
+            prepare=lambda inputs: cast_inputs(inputs, dtype),
+            facts=versions_of,
+            copied_bytes=copied,
+        )
+    ending.enter_context(compiler_cache(workshop))
+    compiled = torch.compile(apart(network), fullgraph=True, options=rivals.compiler_options(variant.is_quantised))
+
+    def compute(inputs: Tensors) -> Tensors:
+        torch.compiler.cudagraph_mark_step_begin()
+        return rivals.called(compiled, inputs)
+
+    return Ready(
+        compute,
+        precision,
+        prepare=lambda inputs: _channels_last(cast_inputs(inputs, dtype)),
+        facts=versions_of,
+        copied_bytes=copied,
+        quantised=Quantised.INT8 if variant.is_quantised else None,
+    )
+
+
 def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
     source = model.source
     if isinstance(source, PlainSource):
         raise UnsupportedModel(source.why_no_engine)
     provider = provider_of(variant, workshop.store)
     settings = settings_of(variant, BuildPolicy.MANUAL)
-    plan, entry = provider.prepare(source, model.call_shape, settings, HostHooks(_teller(workshop, variant)))
+    hooks = HostHooks(_teller(workshop, variant))
+    made = [provider.prepare(source, each.call_shape, settings, hooks) for each in sides_of(model, variant)]
+    plan, entry = made[0]
     loading = load_seconds(provider, source, plan, entry)
     module = AcceleratedModule(provider, settings)
     ending.callback(provider.pool.clear)
-    run = ending.enter_context(module.run(source))  # the very way that a picture's calls take
+
+    @contextmanager
+    def picture() -> Iterator[Callable[[Tensors], Tensors]]:
+        with module.run(source) as run:  # the very way that a picture's calls take
+            yield lambda inputs: run(inputs, lambda: source.eager(inputs))
 
     def compute(inputs: Tensors) -> Tensors:
-        return run(inputs, lambda: source.eager(inputs))
+        with picture() as call:
+            return call(inputs)
 
     facts = {
-        "build_s": entry.manifest.build.seconds,
+        "build_s": round(sum(each.manifest.build.seconds for _, each in made), 3),
         "load_s": loading,
-        "size_mb": round(entry.bytes / 2**20, 2),
+        "size_mb": round(sum(each.bytes for _, each in made) / 2**20, 2),
         "versions": versions(plan.key.environment),
     }
     return Ready(
-        compute,
+        ending.enter_context(picture()) if variant.switch is None else compute,
         plan.spec.precision,
         quantised=plan.spec.quantised,
         facts=facts,
         engine_calls=lambda: module.status.engine_calls,
         reasons=lambda: "; ".join(module.status.to_json()["reasons"]),
+        picture=picture,
     )
 
 

@@ -63,6 +63,25 @@ class Model:
         return type(self.module).__name__ == "UNetModel"
 
     @property
+    def is_decoder(self) -> bool:
+        """Whether it is a VAE's."""
+        return isinstance(self.module, _Decoder)
+
+    def half_as_wide_again(self) -> Model:
+        """The same model, called for pictures of another size."""
+        return self._called_at({name: (*shape[:-1], shape[-1] * 3 // 2) for name, shape in self._pictures().items()})
+
+    def of_twice_the_batch(self) -> Model:
+        """The same model, called for twice as many pictures."""
+        return self._called_at({name: (2 * shape[0], *shape[1:]) for name, shape in self.shapes.items()})
+
+    def _pictures(self) -> dict[str, Shape]:
+        return {name: shape for name, shape in self.shapes.items() if len(shape) == 4}
+
+    def _called_at(self, shapes: Mapping[str, Shape]) -> Model:
+        return dataclasses.replace(self, shapes={**self.shapes, **shapes})
+
+    @property
     def call_shape(self) -> CallShape:
         dtypes = self._dtypes()
         return CallShape(tuple((name, shape, dtypes[name]) for name, shape in self.shapes.items()))

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..runtime.settings import BackendChoice
+from . import published, switch_page
 from .cases import CASES
 from .chart import chart
 from .ladder import FILE as LADDER_FILE
 from .ladder import Ladder, is_nothing_else, ladders, section
 from .ladder import picture as ladder_picture
-from .rows import RESULTS, Row, gpu_of, is_of_job, is_of_skipped, read
-from .tables import Group, tables
+from .rows import RESULTS, Row, gpu_of, is_of_job, is_of_skipped, is_of_switched, read
+from .switch_page import switches
+from .tables import Group, escaped, tables
 from .variants import LADDER_CASE, OURS, describe
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -30,7 +32,7 @@ def main() -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     climbed = ladders(rows)
-    page, picture = report(newest(rows), climbed)
+    page, picture = report(newest(rows), climbed, switches(rows))
     DOCS.mkdir(exist_ok=True)
     write(DOCS / "benchmarks.md", page)
     write(DOCS / "benchmarks.svg", picture)
@@ -59,11 +61,12 @@ def newest(rows: Iterable[Row]) -> list[Group]:
     """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered.
 
     A TensorRT may need a Python of its own, in which the other variants do not run: its runs stand beside the others.
-    Runs of the ladder alone have a table of their own, see `ladder`.
+    Runs of the ladder alone have a table of their own, see `ladder`, and so have changes between pictures.
     """
     by_run: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        by_run.setdefault((gpu_of(row), row["case"], row["run"]), []).append(row)
+        if not is_of_switched(row):
+            by_run.setdefault((gpu_of(row), row["case"], row["run"]), []).append(row)
     runs = {key: found for key, found in by_run.items() if not is_nothing_else(found)}
     last = {(gpu, case, _is_of_tensorrt(found)): found for (gpu, case, _), found in runs.items()}
     order = {name: number for number, name in enumerate(CASES)}
@@ -75,13 +78,21 @@ def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
     return any(row["variant"].startswith(f"{OURS}:{BackendChoice.TENSORRT.value}") for row in rows)
 
 
-def report(groups: Sequence[Group], climbed: Sequence[Ladder] = ()) -> tuple[str, str]:
-    """The page in Markdown, and the chart of `groups` in SVG."""
+def report(groups: Sequence[Group], climbed: Sequence[Ladder] = (), switched: Sequence[Row] = ()) -> tuple[str, str]:
+    """The page in Markdown, and the chart of `groups` in SVG.
+
+    Args:
+        switched: rows of changes between pictures.
+    """
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
     if any(is_of_skipped(row) for group in groups for row in group.rows):
         how.append(_HOW_SKIPPED)
-    rungs = section(climbed, _title(LADDER_CASE), [_circumstances_of(ladder.rows[0]) for ladder in climbed])
-    body = [_HEAD, *_measured(groups), *([rungs] if rungs else []), *how, _variants(groups), _YOURSELF]
+    parts = [
+        section(climbed, _title(LADDER_CASE), [_circumstances_of(ladder.rows[0]) for ladder in climbed]),
+        switch_page.section(switched, map(_circumstances_of, switched)),
+        published.section(groups),
+    ]
+    body = [_HEAD, *_measured(groups), *filter(None, parts), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 
 
@@ -100,7 +111,7 @@ def _section(gpu: str, groups: Sequence[Group]) -> str:
     failed = [row for group in groups for row in group.rows if "failed" in row]
     if failed:
         lines.append("\nNot to be trusted:\n")
-        lines += [f"- {row['case']}, `{row['variant']}`: {_escaped(row['failed'])}" for row in failed]
+        lines += [f"- {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
     lines.append(f"\n{_circumstances(groups)}\n")
     lines += [note.read_text(encoding="utf-8") for note in _notes(gpu)]
     return "\n".join(lines)
@@ -113,22 +124,27 @@ def _notes(gpu: str) -> list[Path]:
 
 def _circumstances(groups: Sequence[Group]) -> str:
     """One sentence for all that was alike; where runs differ, each of them is named."""
-    found = dict.fromkeys(_circumstances_of(group.rows[0]) for group in groups)
+    found = dict.fromkeys(_circumstances_of(_with_all_versions(group.rows)) for group in groups)
     return "  \n".join(found)
+
+
+def _with_all_versions(rows: Sequence[Row]) -> Row:
+    """The first, with the versions of what only others need."""
+    found = dict(rows[0])
+    for row in rows[1:]:
+        found["versions"] = {**row["versions"], **found["versions"]}
+    return found
 
 
 def _circumstances_of(row: Row) -> str:
     names = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "cudnn": "cuDNN", "comfyui": "ComfyUI"}
+    names |= {name: name for name in ("diffusers", "torchao")}
     names |= {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
     driver = f", driver {row['driver']}" if row["driver"] else ""
     commit = f", commit {row['commit'][:12]}" if row["commit"] else ""
     calls = f"median of {row['repeats']} {'pictures' if is_of_job(row) else 'calls'} after {row['warmup']}"
     return f"{', '.join(parts)}{driver}; Slipstream {row['versions']['slipstream']}{commit}; {calls}."
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _title(case: str) -> str:
@@ -198,6 +214,8 @@ python benchmarks/run.py                                          # the usual ca
 python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compiled
 python benchmarks/run.py --tables                                 # every case by the variants of its table: hours
 python benchmarks/run.py --ladder                                 # SDXL rung by rung
+python benchmarks/run.py --switch                                 # changes of size and of batch
+python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compiled,diffusers,diffusers:compile
 python benchmarks/report.py                                       # this page
 ```
 

@@ -99,7 +99,8 @@ def profile_case(case: Case, variants: Sequence[Variant], workshop: Workshop) ->
     with torch.no_grad():
         subject = case.build()
     for variant in variants:
-        if reason := variant.why_left_out(case, subject):
+        reason = "changes between pictures are timed, not profiled" if variant.switch else None
+        if reason := reason or variant.why_left_out(case, subject):
             workshop.tell(f"{variant.name} is left out: {reason}")
             continue
         workshop.tell(f"{variant.name}: setting up")

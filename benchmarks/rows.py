@@ -24,13 +24,17 @@ FIELDS = (
 OF_JOBS = ("steps", "errors", "distances")
 """Of rows of whole pictures, too: `errors` by output, and how far pictures are apart that differ in one input."""
 
+OF_SWITCHED = ("again_ms", "steady_ms", "other")
+"""Of rows of changes between two kinds of pictures, too. There `ms` is of first calls after a change, `again_ms` of
+first calls of pictures like the one before, `steady_ms` of later calls, and `other` has all this for the other kind."""
+
 OF_SKIPPED = ("computed",)
 """Of rows of pictures of which steps were skipped, too: how many of the steps the model computed."""
 
 
 def complete(row: Row) -> Row:
     """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
-    of_some = (*OF_JOBS, *OF_SKIPPED)
+    of_some = (*OF_JOBS, *OF_SKIPPED, *OF_SWITCHED)
     unknown = set(row) - {*FIELDS, *of_some, "failed"}
     assert not unknown, unknown
     known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in of_some if name in row))}
@@ -85,6 +89,11 @@ def is_of_job(row: Row) -> bool:
 def is_of_skipped(row: Row) -> bool:
     """Whether steps of the picture were skipped."""
     return "computed" in row
+
+
+def is_of_switched(row: Row) -> bool:
+    """Whether changes between two kinds of pictures were measured."""
+    return "+switch-" in row["variant"]
 
 
 def _plain(value: Any) -> Any:

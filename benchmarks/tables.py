@@ -75,6 +75,11 @@ def _cells(columns: Sequence[str], group: Group, row: Row) -> list[str]:
     return [*head, *speed, f"{row['error']:.1e}", built, _rounded(row["load_s"], 2), held]
 
 
+def escaped(text: str) -> str:
+    """What is no Markdown of ours."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
 def _nearest(row: Row) -> float:
     """How far the picture is away that differs least: by its noise, its prompts or its hint alone."""
     return min(float(distances["picture"]) for distances in row["distances"].values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..core.spec import Precision, Quantised
 from ..runtime.settings import BackendChoice
 from ..sampling.presets import why_too_short
-from . import fast_options
+from . import fast_options, rivals, sage
 from .cases import Case
 from .jobs import Job
 from .models import Model
@@ -18,8 +18,13 @@ from .subject import Subject
 EAGER, EAGER_GRAPH, NODE, COMPILE, OURS = "eager", "eager+graph", "TorchCompileModel", "torch.compile", "slipstream"
 FAST = "fast"
 EAGER_FAST = f"{EAGER}:{FAST}"
+RIVAL, RECIPE = "diffusers", "compile"
+RIVAL_COMPILED = f"{RIVAL}:{RECIPE}"
 CHANNELS_LAST, MAX, FAST_BUILD, BAKE, AS_EXPORTED = "channels_last", "max", "fast-build", "bake", "as-exported"
 FP32, BF16_MATH = OTHER_NUMBERS = Precision.FP32.value, "bf16-math"
+SAGE = "sage"
+SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
+_OF_CALLS = (*OTHER_NUMBERS, SAGE, *SWITCHES)
 STEPS = ("quality", "balanced", "fast")
 ENGINES, HINT, TEXT, PARALLEL, GRAPH = _LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph"
 OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
@@ -28,7 +33,7 @@ _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, B
 NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
 """What an engine computes in, by the lever that asks for it."""
 _PRECISIONS = {each.value for each in Precision}
-_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), set(OTHER_NUMBERS))
+_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), {*OTHER_NUMBERS, SAGE}, set(SWITCHES))
 """Levers of which a name has one at most."""
 
 USUAL = (
@@ -50,6 +55,10 @@ _TABLE_OF_JOBS = (
     EAGER, EAGER_FAST, *(f"{EAGER}+{steps}" for steps in STEPS), f"{OURS}:compiled",
     *(f"{OURS}:compiled+{steps}" for steps in STEPS), f"{COMPILE}:reduce-overhead",
 )  # fmt: skip
+
+
+SWITCHED = tuple(f"{name}+{change}" for change in SWITCHES for name in (EAGER, f"{OURS}:compiled"))
+"""What is measured of changes between two pictures."""
 
 
 def of_tables(case: Case) -> tuple[str, ...]:
@@ -77,6 +86,11 @@ _WORDS = {
     COMPILE: "`torch.compile` around the model, in its default mode",
     f"{COMPILE}:reduce-overhead": "`torch.compile` with its own CUDA graphs",
     f"{COMPILE}:max-autotune": "`torch.compile` that tries out kernels for each operation, with its own CUDA graphs",
+    RIVAL: "diffusers' model with the same weights, as it comes; no ComfyUI in it",
+    RIVAL_COMPILED: (
+        'the same by the public recipe "Diffusion, Fast": query, key and value as one product, channels last, and '
+        "`torch.compile` that tries out kernels, with its own CUDA graphs"
+    ),
     f"{OURS}:compiled": "Slipstream's compiled engine, called the way that a picture's calls are",
     f"{OURS}:tensorrt": "Slipstream's TensorRT engine, called the way that a picture's calls are",
 }
@@ -94,6 +108,9 @@ _LEVER_WORDS = {
     **{each: f"computed in {each}" for each in _PRECISIONS},
     **{each.value: f"large linear layers multiplied in {each.value}" for each in Quantised},
     BF16_MATH: "computed in bf16, attention by two plain products of matrices and a softmax between them",
+    SAGE: "attention by the package `sageattention`, as ComfyUI's `--use-sage-attention` has it",
+    SWITCH_SIZE: "two pictures, then two half as wide again, and so on",
+    SWITCH_BATCH: "two pictures, then two at twice the batch, and so on",
     **{each: f"steps skipped as the preset `{each}` of Step Skip has it" for each in STEPS},
 }
 
@@ -101,6 +118,7 @@ _LEVER_WORDS = {
 _NOT_OF_JOBS = {
     EAGER_GRAPH: "ComfyUI's samplers compute on the CPU between the steps, which no recording of a picture holds",
     NODE: "ComfyUI's node compiles the UNet alone; torch.compile stands for ControlNet and VAE as well",
+    RIVAL: "diffusers' models are timed by single calls",
 }
 
 
@@ -144,8 +162,18 @@ class Variant:
         return any(isinstance(NUMBERS.get(lever), Quantised) for lever in self.levers)
 
     @property
+    def switch(self) -> str | None:
+        """In what the pictures differ between which it changes."""
+        return next((lever for lever in self.levers if lever in SWITCHES), None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes at once: nothing is built, compiled or recorded first."""
+        return self.kind == EAGER or self.name == RIVAL
+
+    @property
     def needs_graphs(self) -> bool:
-        return self.kind == EAGER_GRAPH or (self.kind == COMPILE and bool(self.mode))
+        return self.kind == EAGER_GRAPH or (self.kind in (COMPILE, RIVAL) and bool(self.mode))
 
     def with_lever(self, lever: str | None) -> Variant:
         """Of one of our engines; others stay as they are, and so do those that name another instead."""
@@ -162,6 +190,8 @@ class Variant:
             return "the memory format of pictures means nothing to a transformer"
         if self.mode == FAST and (reason := fast_options.why_not(subject.device)):
             return reason
+        if SAGE in self.levers and (reason := sage.why_not(subject.device)):
+            return reason
         if isinstance(subject, Job):
             return self._why_not_of_job(subject)
         if isinstance(subject, Model):
@@ -169,7 +199,8 @@ class Variant:
         return None
 
     def _why_not_of_job(self, job: Job) -> str | None:
-        if self.kind == EAGER and (found := [lever for lever in self.levers if lever in OTHER_NUMBERS]):
+        of_calls = _OF_CALLS if self.kind == EAGER else SWITCHES
+        if found := [lever for lever in self.levers if lever in of_calls]:
             return f"{found[0]!r} is about single calls"
         if self.steps is not None and (reason := why_too_short(job.steps)):
             return reason
@@ -180,12 +211,14 @@ class Variant:
             return f"{found[0]!r} is about whole pictures"
         if self.kind == NODE and model.patcher is None:
             return "ComfyUI's node compiles diffusion models only"
-        if self.kind == EAGER and BF16_MATH in self.levers and not model.is_unet:
+        if self.kind == EAGER and {BF16_MATH, SAGE} & set(self.levers) and not model.is_unet:
             return "only a UNet's attention can be told what to compute by"
         if self.kind == EAGER and FP32 in self.levers and model.patcher is None:
             return "a VAE's decoder is not compared with itself in fp32"
         if self.is_quantised and model.patcher is None:
             return "a VAE computes in its own precision: it has no large linear layers"
+        if self.kind == RIVAL:
+            return rivals.why_not(model, self.is_quantised)
         if self.kind == OURS and isinstance(model.source, PlainSource):
             return model.source.why_no_engine
         return None
@@ -200,13 +233,15 @@ def describe(name: str) -> str:
 
 def _levers_of(kind: str, mode: str) -> set[str] | None:
     if kind == EAGER and mode in ("", FAST):
-        return set() if mode else {*OTHER_NUMBERS, *STEPS}
+        return set() if mode else {*_OF_CALLS, *STEPS}
+    if kind == RIVAL and mode in ("", RECIPE):
+        return {Quantised.INT8.value} if mode else set()
     if kind == NODE and not mode:
         return set()
     if kind == COMPILE and mode in MODES:
-        return {CHANNELS_LAST}
+        return {CHANNELS_LAST, *SWITCHES}
     if kind == OURS and mode == BackendChoice.TENSORRT.value:
-        return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *_PRECISIONS}
+        return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *SWITCHES, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
-        return {MAX, FAST_BUILD, *OF_JOBS, *NUMBERS}
+        return {MAX, FAST_BUILD, *OF_JOBS, *SWITCHES, *NUMBERS}
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Ready:
         quantised: what large linear layers multiply in, where not in `precision`.
         wanted_calls: of engines in one call, where they are not the subject's own number.
         skips: steps of a picture.
+        picture: begins a picture and gives what computes its calls, where that is work of its own; None: `compute`.
     """
 
     compute: Callable[[Any], Any]
@@ -45,6 +46,7 @@ class Ready:
     quantised: Quantised | None = None
     wanted_calls: int | None = None
     skips: bool = False
+    picture: Callable[[], AbstractContextManager[Callable[[Any], Any]]] | None = None
 
     @property
     def numbers(self) -> str:

@@ -19,14 +19,15 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import cases, job_variants, model_variants, models
+from slipstream.benchmarks import cases, job_variants, model_variants, models, rivals
 from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
 from slipstream.benchmarks.profiling import TOP
-from slipstream.benchmarks.rows import FIELDS, OF_JOBS
+from slipstream.benchmarks.rows import FIELDS, OF_JOBS, OF_SWITCHED
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.workshop import Workshop
 from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy import model_classes
 from slipstream.runtime.verify import relative_error
 
 
@@ -86,6 +87,23 @@ def test_a_whole_picture_is_measured_and_profiled(root: Path, comfyui_dir: Path,
     for part in (eager, ours):
         assert "no GPU here" in part and 5 < part.count("\n") < TOP + 10
     assert "aten::" in eager
+
+
+@pytest.mark.slow
+def test_changes_between_pictures_are_measured(root: Path, comfyui_dir: Path, tmp_path: Path) -> None:
+    words = ("--cases", "tiny-sd15-64-b2", "--variants", "eager+switch-size,slipstream:compiled+switch-size")
+    counts = ("--repeats", "3", "--warmup", "1", "--comfyui", str(comfyui_dir), "--out", str(tmp_path))
+    done = run(root, tmp_path, *words, *counts)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.iterdir()
+    eager, ours = (json.loads(line) for line in file.read_text().splitlines())
+    for row in (eager, ours):
+        assert tuple(row) == (*FIELDS, *OF_SWITCHED) and row["error"] < 1e-4
+        assert row["shapes"]["x"] == [2, 4, 8, 8] and row["other"]["shapes"]["x"] == [2, 4, 8, 12]
+        assert min(row["ms"], row["steady_ms"], row["other"]["ms"], row["other"]["again_ms"]) > 0
+    # 1 + 3 turns of two pictures of each kind, 3 calls a picture, and 4 checked of each kind
+    assert eager["engine_calls"] == 0 and ours["engine_calls"] == 4 * 4 * 3 + 2 * 4
+    assert ours["error"] > 0 and ours["build_s"] > 1
 
 
 def run(root: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -233,11 +251,14 @@ def test_models_have_their_published_size(module: str, name: str, family: str, c
     assert sum(parameter.numel() for parameter in network.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-def test_a_class_without_engines_says_so() -> None:
+def test_a_class_without_engines_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     variant, case = Variant.of("slipstream:compiled"), cases.CASES["pixart-1024-b2"]
+    assert variant.why_left_out(case, pixart()) is None
+    assert variant.why_left_out(cases.CASES["flux-1024-b1"], flux()) is None
+    others = tuple(row for row in model_classes.MODEL_CLASSES if row.name != "PixArtMS")
+    monkeypatch.setattr(model_classes, "MODEL_CLASSES", others)
     subject = pixart()
     assert "have no engines yet; the plain model is used" in str(variant.why_left_out(case, subject))
-    assert variant.why_left_out(cases.CASES["flux-1024-b1"], flux()) is None
     inputs = subject.inputs(seed=1)
     assert inputs["c_size"].tolist() == [[512, 512]] * 2 and inputs["c_ar"].tolist() == [[1]] * 2
 
@@ -364,3 +385,103 @@ def test_each_variant_computes_what_the_model_computes(make, name: str, tmp_path
             error = relative_error(ready.result(taken, ready.compute(taken)), reference)
             assert error < (2e-2 if make is vae else 1e-5)
     assert len(calls) == (0 if name == "eager" else 3)
+
+
+SMALL_SD15 = {**models.SD15, "model_channels": 32, "context_dim": 64}
+
+
+def sd15() -> models.Model:
+    return models.sd15(64, 64, SMALL_SD15)
+
+
+@pytest.mark.parametrize("make", [sd15, sdxl, vae])
+@pytest.mark.parametrize("name", ["diffusers", "diffusers:compile"])
+def test_diffusers_computes_what_the_model_computes(make, name: str, tmp_path: Path, monkeypatch) -> None:
+    """Apart from the compiler. The recipe is followed where it is named, and nowhere else."""
+    from diffusers.models.attention_processor import FusedAttnProcessor2_0
+
+    options, layouts, joined = [], [], []
+
+    def compile(function, **given):
+        options.append(given)
+        (network,) = (cell.cell_contents for cell in function.__closure__)
+        filters = [each for each in network.parameters() if each.ndim == 4 and each.shape[-1] == 3]
+        layouts.append(all(each.is_contiguous(memory_format=torch.channels_last) for each in filters))
+
+        def call(*args, **kwargs):
+            layouts.append(args[0].is_contiguous(memory_format=torch.channels_last))
+            return function(*args, **kwargs)
+
+        return call
+
+    process = FusedAttnProcessor2_0.__call__
+    counted = lambda *args, **kwargs: joined.append(1) or process(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(FusedAttnProcessor2_0, "__call__", counted)
+    monkeypatch.setattr(torch, "compile", compile)
+    subject = make()
+    before = {key: tensor.clone() for key, tensor in subject.module.state_dict().items()}
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        ready = model_variants.set_up(Variant.of(name), subject, workshop, ending)
+        for seed in range(2):
+            inputs = subject.inputs(seed)
+            found = ready.result(None, ready.compute(ready.prepare(inputs)))
+            assert relative_error(found, subject.source.reference(inputs)) < (2e-2 if make is vae else 1e-5)
+    assert all(torch.equal(before[key], tensor) for key, tensor in subject.module.state_dict().items())
+    assert ready.facts["versions"].keys() == {"diffusers"} and ready.copied_bytes > 0
+    if name == "diffusers":
+        assert not options and not joined
+    else:
+        assert options == [{"fullgraph": True, "options": rivals.compiler_options(False)}]
+        assert layouts == [True] * 3 and len(joined) >= 2, "weights, then the pictures of both calls"
+
+
+def test_the_recipes_int8_is_int8(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("torchao")
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    subject, before = sdxl(), config.coordinate_descent_tuning
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        ready = model_variants.set_up(Variant.of("diffusers:compile+int8"), subject, workshop, ending)
+        inputs = subject.inputs(seed=0)
+        found = ready.result(None, ready.compute(ready.prepare(inputs)))
+        error = relative_error(found, subject.source.reference(inputs))
+    assert 1e-3 < error < 5e-2 and ready.numbers == "int8" and "torchao" in ready.facts["versions"]
+    assert config.coordinate_descent_tuning == before, "other variants are compiled as torch would"
+
+
+def test_attention_by_sage_is_counted(tmp_path: Path, monkeypatch) -> None:
+    """With a stand-in for the package, which refuses wide heads as the real one does."""
+    attention = comfy.ldm.modules.attention
+    asked: list[int] = []
+    refused = 16
+
+    def sageattn(q, k, v, tensor_layout, **_):
+        asked.append(q.shape[-1])
+        if q.shape[-1] >= refused:
+            raise ValueError("heads are too wide")
+        if tensor_layout == "HND":
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    monkeypatch.setattr(attention, "sageattn", sageattn, raising=False)
+    monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "sage", attention.attention_sage)
+    subject, told = sd15(), []
+    workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, told.append)
+    with torch.inference_mode(), ExitStack() as ending:
+        inputs = subject.inputs(seed=0)
+        subject.source.eager(inputs)
+        assert not asked
+        ready = model_variants.set_up(Variant.of("eager+sage"), subject, workshop, ending)
+        assert set(asked) == {4, 8, 16} and told == [
+            f"eager+sage: sageattention computes {sum(width < refused for width in asked)} of {len(asked)} attentions, "
+            "torch the rest"
+        ]
+        error = relative_error(ready.compute(ready.prepare(inputs)), subject.source.reference(inputs))
+        assert error < 1e-5 and attention.sageattn is sageattn
+        refused = 0
+        with pytest.raises(RuntimeError, match="sageattention computed none of 32 attentions"):
+            model_variants.set_up(Variant.of("eager+sage"), subject, workshop, ending)

@@ -44,7 +44,7 @@ HOMES: dict[str, set[str]] = {
     **dict.fromkeys(COMFYUI, {"benchmarks", "hosts", "nodes"}),
     **dict.fromkeys(WEBUI, {"hosts", "scripts", "ui"}),
     **dict.fromkeys(TENSORRT, {"trt_backend"}),
-    "torchao": {"compile_backend"},
+    "torchao": {"compile_backend", "benchmarks"},
     "aiohttp": {"nodes"},
     "gradio": {"ui"},
     "starlette": {"ui"},

@@ -53,6 +53,7 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--limit", "soon"), "'soon' is no whole number from 1"),
         (("--precision", "fp12"), "invalid choice: 'fp12'"),
         (("--tables", "--ladder"), "not allowed with argument --tables"),
+        (("--ladder", "--switch"), "not allowed with argument --ladder"),
     ],
 )
 def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
@@ -93,6 +94,12 @@ def test_tables_of_named_cases_have_the_ladder_where_its_case_is_one() -> None:
     ]
     assert [name for name, _ in plan("--tables", "--cases", "sdxl-1024-b2")] == ["sdxl-1024-b2"] * 2
     assert [name for name, _ in plan("--ladder")] == ["sdxl-1024-b2"]
+
+
+def test_changes_between_pictures_are_measured_of_the_plain_model_and_ours() -> None:
+    variants = [f"{name}+switch-{change}" for change in ("size", "batch") for name in ("eager", "slipstream:compiled")]
+    assert plan("--switch", "--cases", "tiny-sd15-64-b2") == [("tiny-sd15-64-b2", variants)]
+    assert [name for name, _ in plan("--switch")] == [name for name, case in CASES.items() if case.usual]
 
 
 def test_a_cases_process_is_given_the_variants_of_its_case(tmp_path: Path, monkeypatch, capsys) -> None:

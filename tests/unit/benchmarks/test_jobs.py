@@ -79,6 +79,8 @@ def test_every_lever_of_a_job_is_described_and_left_to_jobs() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
+        ("slipstream:compiled+switch-size", "'switch-size' is about single calls"),
+        ("diffusers", "diffusers' models are timed by single calls"),
         ("eager", None),
         ("torch.compile:reduce-overhead+channels_last", None),
         ("slipstream:compiled+engines", None),

@@ -17,7 +17,7 @@ from slipstream.benchmarks import model_variants, ours
 from slipstream.benchmarks.cases import Case
 from slipstream.benchmarks.measure import Schedule, measure
 from slipstream.benchmarks.models import Model
-from slipstream.benchmarks.rows import FIELDS, Row
+from slipstream.benchmarks.rows import FIELDS, OF_SWITCHED, Row
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.weights import randomise
 from slipstream.benchmarks.workshop import Workshop
@@ -82,6 +82,48 @@ def test_every_variant_is_written_alone_and_again_after_the_turns(run: Measure) 
     assert eager["engine_calls"] == 0 and eager["build_s"] is None and eager["load_s"] is None
     assert ours["engine_calls"] == CALLS
     assert ours["build_s"] == pytest.approx(6.0) and ours["load_s"] >= 0 and ours["size_mb"] >= 0
+
+
+def test_changes_between_pictures_are_measured_before_the_turns(run: Measure) -> None:
+    rows = run("eager", "slipstream:compiled+switch-batch", "eager+switch-size")
+    assert [row["variant"] for row in rows] == [
+        "slipstream:compiled+switch-batch",
+        "eager+switch-size",
+        "eager",
+        "eager",
+    ]
+    ours, plain = rows[:2]
+    for row in (ours, plain):
+        assert tuple(row) == (*FIELDS, *OF_SWITCHED), row.get("failed")
+        assert len(row["samples"]) == len(row["other"]["samples"]) == REPEATS and row["error"] < 1e-6
+        assert row["steady_ms"] > 0 and row["again_ms"] > 0 and row["shapes"]["x"] == [2, 4, 8, 8]
+    assert ours["other"]["shapes"]["x"] == [4, 4, 8, 8] and plain["other"]["shapes"]["x"] == [2, 4, 8, 12]
+    pictures = 4 * (WARMUP + REPEATS)
+    assert ours["engine_calls"] == pictures * Model.sets + 2 * (Model.sets + Model.unseen)
+    assert ours["build_s"] == pytest.approx(12.0), "both engines"
+    assert plain["engine_calls"] == 0 and plain["build_s"] is None
+
+
+def test_a_change_that_an_engine_does_not_survive_fails_its_row(
+    run: Measure, backend: NullBackend, monkeypatch
+) -> None:
+    begin = measuring.Switch.take_turns
+
+    def break_and_begin(self: Any, turns: int) -> None:
+        backend.call_error = ShapeOutsideProfile("x is too large")
+        begin(self, turns)
+
+    monkeypatch.setattr(measuring.Switch, "take_turns", break_and_begin)
+    row, *others = run("slipstream:compiled+switch-size", "eager")
+    assert "the engine served " in row["failed"] and "x is too large" in row["failed"]
+    assert all("failed" not in each for each in others)
+
+
+def test_a_change_that_cannot_be_measured_is_a_failed_row(run: Measure, backend: NullBackend) -> None:
+    backend.cannot_build = "no C++ compiler"
+    row, *others = run("slipstream:compiled+switch-size", "eager")
+    assert "no C++ compiler" in row["failed"] and row["variant"] == "slipstream:compiled+switch-size"
+    assert len(others) == 2
 
 
 def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBackend, monkeypatch) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slipstream.benchmarks.profiling import TOP, Profile, Work, busy_and_span
+from slipstream.benchmarks.cases import Case
+from slipstream.benchmarks.profiling import TOP, Profile, Work, busy_and_span, profile_case
+from slipstream.benchmarks.variants import Variant
+from slipstream.benchmarks.workshop import Workshop
+from slipstream.engine_cache import EngineStore
 
 
 def test_what_runs_at_the_same_time_is_busy_once() -> None:
@@ -28,6 +34,14 @@ def test_a_table_with_a_gpu() -> None:
 def test_without_a_gpu_there_are_no_figures_of_one() -> None:
     text = "\n".join(Profile("title", 1.0, 1, False, 0, [Work("aten::mm", 0, 10)]).lines())
     assert "no GPU here" in text and "GPU busy" not in text and "graph launches" not in text and "aten::mm" in text
+
+
+def test_changes_between_pictures_are_not_profiled(tmp_path: Path) -> None:
+    told: list[str] = []
+    case = Case("fake", "a fake", lambda: object(), needs_gpu=False)  # type: ignore[arg-type, return-value]
+    workshop = Workshop(EngineStore(tmp_path), tmp_path, told.append)
+    assert list(profile_case(case, [Variant.of("eager+switch-size")], workshop)) == []
+    assert told == ["eager+switch-size is left out: changes between pictures are timed, not profiled"]
 
 
 @pytest.mark.parametrize("count", [3, TOP + 5])

@@ -15,6 +15,7 @@ from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.ladder import ladders
 from slipstream.benchmarks.page import DOCS, newest, read_all, report
 from slipstream.benchmarks.rows import RESULTS, append
+from slipstream.benchmarks.switch_page import switches
 from slipstream.benchmarks.variants import LADDER_CASE
 from slipstream.tests.unit.benchmarks.support import row
 
@@ -34,7 +35,7 @@ def line_of(text: str, variant: str) -> list[str]:
 def test_the_page_is_what_the_rows_say() -> None:
     rows = read_all(RESULTS)
     climbed = ladders(rows)
-    text, picture = report(newest(rows), climbed)
+    text, picture = report(newest(rows), climbed, switches(rows))
     hint = "run `python benchmarks/report.py`"
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == text, hint
     assert (DOCS / "benchmarks.svg").read_text(encoding="utf-8") == picture, hint
@@ -130,6 +131,37 @@ def test_a_run_of_the_ladder_leaves_its_cases_table_alone() -> None:
     assert found.rows[0]["ms"] == 200.0, "a run without rungs of its own is no ladder"
     both = [*RUNGS, rung("eager+graph", 30.0)]
     assert len(newest(both)) == len(ladders(both)) == 1
+
+
+def test_changes_between_pictures_leave_their_cases_table_alone() -> None:
+    other = {"shapes": {"x": [2, 4, 64, 96]}, "ms": 9.0, "again_ms": 8.5, "steady_ms": 8.25}
+    change = row("slipstream:compiled+switch-size", 6.5, run="later", again_ms=6.25, steady_ms=6.0, other=other)
+    rows = [*ROWS, change]
+    (group,) = newest(rows)
+    assert [found["variant"] for found in group.rows] == [found["variant"] for found in ROWS]
+    text, picture = report([group], switched=switches(rows))
+    assert "## Changing between pictures" in text and "768×512 → 512×512" in text and "switch" not in picture
+    assert "Changing between pictures" not in report([group])[0]
+
+
+def test_what_others_published_stands_beside_our_rows_in_fp16() -> None:
+    text, _ = report(newest([*ROWS, row("eager+graph", 12.0)]))
+    part = text.split("## What other projects published")[1].split("\n## ")[0]
+    assert (
+        "none of it was measured by us" in part
+        and "| AITemplate | not named | +140 % over PyTorch in fp16 | 2.40× |" in part
+    )
+    assert "| sd15-512-b2 | NVIDIA H200 | 4.00× | 2.40× |" in part
+    others = [{**found, "precision": "bf16"} for found in ROWS]
+    for rows in (others, ROWS[:3], [*ROWS[:3], row("slipstream:compiled", 5.0, failed="wrong")]):
+        assert "What other projects published" not in report(newest(rows))[0]
+
+
+def test_versions_of_packages_that_only_some_variants_need_are_named() -> None:
+    rival = row("diffusers", 18.0, versions={**ROWS[0]["versions"], "diffusers": "0.42.1"})
+    text, _ = report(newest([*ROWS, rival]))
+    assert "ComfyUI 0.33.0, diffusers 0.42.1, driver 580.1" in text
+    assert line_of(text, "diffusers")[3:5] == ["1.11×", "0.44×"], "it is none of torch's own modes around our model"
 
 
 def test_no_ladder_no_section() -> None:

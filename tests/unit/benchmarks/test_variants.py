@@ -9,7 +9,7 @@ from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.models import Model
 from slipstream.benchmarks.ours import settings_of
 from slipstream.benchmarks.plain_source import PlainSource
-from slipstream.benchmarks.variants import LADDER, USUAL, Variant, describe, ladder_to_measure, of_tables
+from slipstream.benchmarks.variants import LADDER, SWITCHED, USUAL, Variant, describe, ladder_to_measure, of_tables
 from slipstream.core.spec import Optimize, Precision, Quantised
 from slipstream.runtime.settings import BuildPolicy
 
@@ -42,6 +42,12 @@ def test_a_name_is_taken_apart() -> None:
         ("slipstream:compiled+max+fast-build", "choose one of fast-build and max"),
         ("eager+quality+fast", "choose one of fast and quality"),
         ("slipstream:compiled+channels_last", "'channels_last' is not offered behind slipstream:compiled"),
+        ("diffusers+int8", "'int8' is not offered behind diffusers; there is nothing"),
+        ("diffusers:compile+fp8", "'fp8' is not offered behind diffusers:compile; there is int8"),
+        ("diffusers:max-autotune", "is no variant"),
+        ("eager+sage+bf16-math", "choose one of bf16-math and sage"),
+        ("eager+switch-size+switch-batch", "choose one of switch-batch and switch-size"),
+        ("eager+graph+switch-size", "'graph' is not offered behind eager"),
     ],
 )
 def test_a_wrong_name_is_explained(name: str, why: str) -> None:
@@ -129,11 +135,28 @@ def model(source: object = None, network: torch.nn.Module | None = None, patcher
         ("eager:fast", model(), "about CUDA GPUs"),
         ("eager+balanced", model(), "'balanced' is about whole pictures"),
         ("slipstream:compiled+fast", model(), "'fast' is about whole pictures"),
+        ("eager+sage", model(), "SageAttention computes on CUDA GPUs"),
+        ("slipstream:compiled+switch-size", model(), None),
+        ("diffusers:compile", model(), "CUDA graphs need a CUDA GPU"),
+        ("diffusers:compile+int8", model(patcher=None), "CUDA graphs need a CUDA GPU"),
     ],
 )
 def test_what_means_nothing_for_a_single_call(name: str, subject: Model, why: str | None) -> None:
     found = Variant.of(name).why_left_out(CASES["sdxl-1024-b2"], subject)
     assert found is None if why is None else why in (found or "")
+
+
+def test_what_computes_at_once_was_built_in_no_time() -> None:
+    assert [
+        name
+        for name in ("eager", "eager+sage", "diffusers", "diffusers:compile", "torch.compile", "eager+graph")
+        if Variant.of(name).is_plain
+    ] == ["eager", "eager+sage", "diffusers"]
+
+
+def test_rivals_and_changes_are_described_each_in_its_own_words() -> None:
+    names = (*SWITCHED, "diffusers", "diffusers:compile", "diffusers:compile+int8", "eager+sage")
+    assert len({describe(name) for name in names}) == len(names)
 
 
 def test_engines_are_left_out_where_they_cannot_stand_for_a_model() -> None:
