@@ -50,6 +50,10 @@ def enter(checkout: Path) -> None:
     standalone.enter(checkout)
 
 
+def _picture(name: str, title: str, build: Callable[[], Subject], needs_gpu: bool = True) -> Case:
+    return Case(name, title, build, needs_gpu, usual=False, is_job=True)
+
+
 CASES = {
     case.name: case
     for case in (
@@ -74,41 +78,31 @@ CASES = {
             needs_gpu=False,
             usual=False,
         ),
-        Case(
+        _picture(
             "sd15-canny-512-20steps",
             "a whole picture: SD1.5 with a ControlNet, 512×512, 20 steps of euler, CFG 7, and the VAE's decoder",
             lambda: sd15_job(512, 20, control=True),
-            usual=False,
-            is_job=True,
         ),
-        Case(
+        _picture(
             "sd15-512-20steps",
             "a whole picture: SD1.5, 512×512, 20 steps of euler, CFG 7, and the VAE's decoder",
             lambda: sd15_job(512, 20, control=False),
-            usual=False,
-            is_job=True,
         ),
-        Case(
+        _picture(
             "sd15-512-50steps",
             "a whole picture: SD1.5, 512×512, 50 steps of euler, CFG 7, and the VAE's decoder",
             lambda: sd15_job(512, 50, control=False),
-            usual=False,
-            is_job=True,
         ),
-        Case(
+        _picture(
             "sdxl-1024-30steps",
             "a whole picture: SDXL, 1024×1024, 30 steps of euler, CFG 7, and the VAE's decoder",
             lambda: sdxl_job(1024, 30),
-            usual=False,
-            is_job=True,
         ),
-        Case(
+        _picture(
             "tiny-sd15-canny-64-3steps",
             "a whole picture of a tiny model with a ControlNet, to try this out on any machine",
             lambda: sd15_job(64, 3, control=True, unet=TINY_SD15, vae=TINY_VAE),
             needs_gpu=False,
-            usual=False,
-            is_job=True,
         ),
     )
 }

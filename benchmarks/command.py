@@ -19,13 +19,13 @@ from typing import TypeVar
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
+from ..runtime.settings import NUMBERS
 from .cases import CASES, Case, enter
 from .rows import RESULTS, Row, append, read, result_file
 from .variants import (
     EAGER,
     LADDER_CASE,
     MAX,
-    NUMBERS,
     RIVAL,
     RIVAL_COMPILED,
     SAGE,
@@ -132,8 +132,9 @@ def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
     for name, variants in parts(options):
         _say(f"{name}: {CASES[name].title}")
-        chosen = Namespace(**{**vars(options), "variants": variants})
-        outcome = measure_apart(name, chosen, [*words, "--variants", ",".join(each.name for each in variants)])
+        outcome = measure_apart(
+            name, _with(options, variants), [*words, "--variants", ",".join(each.name for each in variants)]
+        )
         for row in outcome.rows:
             _say(_line(row))
         if outcome.rows:
@@ -151,12 +152,16 @@ def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
     rungs = LADDER_CASE, _variants_of(ladder_to_measure())
     if options.ladder:
         return [rungs]
-    if not options.tables and not options.switch:
-        return [(name, options.variants) for name in cases_of(options)]
     if options.switch:
         return [(name, _variants_of(SWITCHED)) for name in cases_of(options)]
+    if not options.tables:
+        return [(name, options.variants) for name in cases_of(options)]
     found = [(name, _variants_of(of_tables(CASES[name]))) for name in cases_of(options)]
     return [*found, rungs] if LADDER_CASE in cases_of(options) else found
+
+
+def _with(options: Namespace, variants: Sequence[Variant]) -> Namespace:
+    return Namespace(**{**vars(options), "variants": variants})
 
 
 def cases_of(options: Namespace) -> list[str]:
@@ -251,8 +256,7 @@ def _profile_here(options: Namespace) -> int:
 
     for name, variants in parts(options):
         with _opened(options, name) as (case, workshop):
-            chosen = wanted(Namespace(**{**vars(options), "variants": variants}))
-            for found in profile_case(case, chosen, workshop):
+            for found in profile_case(case, wanted(_with(options, variants)), workshop):
                 print(*found.lines(), "", sep="\n", flush=True)
     return OK
 

@@ -14,13 +14,13 @@ from ..core.protocols import Tensors
 from ..core.spec import Quantised
 from ..engine_cache import EngineStore
 from ..runtime.module import AcceleratedModule
-from ..runtime.settings import BuildPolicy
+from ..runtime.settings import NUMBERS, BuildPolicy
 from ..sampling.presets import PRESETS
 from ..sampling.run import Skipped
 from . import fast_options
 from .jobs import Applied, Job, Parts
 from .ours import provider_of, settings_of
-from .variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, NUMBERS, OURS, Variant
+from .variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, OURS, Variant
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
 
 _METHODS = {"AutoencoderKL": "decode"}

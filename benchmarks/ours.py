@@ -11,10 +11,10 @@ import torch
 from ..core.spec import Optimize, Precision
 from ..engine_cache import EngineStore
 from ..runtime.provider import EngineProvider
-from ..runtime.settings import BackendChoice, BuildPolicy, Levers, Parallel, Settings
+from ..runtime.settings import NUMBERS, BackendChoice, BuildPolicy, Levers, Parallel, Settings
 from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
-from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, GRAPH, HINT, MAX, NUMBERS, PARALLEL, TEXT, Variant
+from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, GRAPH, HINT, MAX, PARALLEL, TEXT, Variant
 
 _NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False)
 _OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}

@@ -49,7 +49,7 @@ class Side:
 
     def row(self) -> Row:
         return {
-            **{name: value for name, value in statistics_of(self.changed).items()},
+            **statistics_of(self.changed),
             "again_ms": round(median(self.again), 4),
             "steady_ms": round(median(self.steady), 4),
         }

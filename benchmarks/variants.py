@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core.spec import Precision, Quantised
-from ..runtime.settings import BackendChoice
+from ..runtime.settings import NUMBERS, BackendChoice
 from ..sampling.presets import why_too_short
 from . import fast_options, rivals, sage
 from .cases import Case
@@ -30,8 +29,6 @@ ENGINES, HINT, TEXT, PARALLEL, GRAPH = _LEVERS_OF_JOBS = "engines", "hint", "tex
 OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
-NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
-"""What an engine computes in, by the lever that asks for it."""
 _PRECISIONS = {each.value for each in Precision}
 _INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), {*OTHER_NUMBERS, SAGE}, set(SWITCHES))
 """Levers of which a name has one at most."""
@@ -41,23 +38,25 @@ USUAL = (
     f"{COMPILE}:max-autotune+{CHANNELS_LAST}", f"{OURS}:compiled",
 )  # fmt: skip
 
+_COMPILED = f"{OURS}:compiled"
+_MAX, _FP8, _INT8 = (f"{_COMPILED}+{lever}" for lever in (MAX, Quantised.FP8.value, Quantised.INT8.value))
+
 LADDER_CASE = "sdxl-1024-b2"
 LADDER = (
-    f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:max-autotune+{CHANNELS_LAST}", f"{OURS}:compiled",
-    f"{OURS}:compiled+{MAX}", f"{OURS}:compiled+{Quantised.INT8.value}", f"{OURS}:compiled+{Quantised.FP8.value}",
+    f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:max-autotune+{CHANNELS_LAST}", _COMPILED, _MAX, _INT8,
+    _FP8,
 )  # fmt: skip
 """From the plain model in full precision to our fastest engine: what each means makes faster, rung by rung."""
 
-_FP8, _INT8 = f"{OURS}:compiled+{Quantised.FP8.value}", f"{OURS}:compiled+{Quantised.INT8.value}"
-_TABLE_OF_CALLS = EAGER, EAGER_FAST, EAGER_GRAPH, f"{OURS}:compiled", _FP8
-_MORE_OF_USUAL = f"{OURS}:compiled+{MAX}", _INT8
+_TABLE_OF_CALLS = EAGER, EAGER_FAST, EAGER_GRAPH, _COMPILED, _FP8
+_MORE_OF_USUAL = _MAX, _INT8
 _TABLE_OF_JOBS = (
-    EAGER, EAGER_FAST, *(f"{EAGER}+{steps}" for steps in STEPS), f"{OURS}:compiled",
-    *(f"{OURS}:compiled+{steps}" for steps in STEPS), f"{COMPILE}:reduce-overhead",
+    EAGER, EAGER_FAST, *(f"{EAGER}+{steps}" for steps in STEPS), _COMPILED,
+    *(f"{_COMPILED}+{steps}" for steps in STEPS), f"{COMPILE}:reduce-overhead",
 )  # fmt: skip
 
 
-SWITCHED = tuple(f"{name}+{change}" for change in SWITCHES for name in (EAGER, f"{OURS}:compiled"))
+SWITCHED = tuple(f"{name}+{change}" for change in SWITCHES for name in (EAGER, _COMPILED))
 """What is measured of changes between two pictures."""
 
 

@@ -13,13 +13,12 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
-from .attention import fastest_attention
 from .cpp_runtime import shared_cpp_runtime
 from .engine import CompiledEngine
 from .headers import headers_with_the_cache
+from .kernels import chosen_kernels
 from .options import of_compiler, package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
-from .reductions import whole_rows
 from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
 
 PACKAGE = "package.pt2"
@@ -57,12 +56,7 @@ class AOTInductorBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with (
-            shared_cpp_runtime(job.directory),
-            headers_with_the_cache(),
-            fastest_attention(job.device),
-            whole_rows(job.spec),
-        ):
+        with shared_cpp_runtime(job.directory), headers_with_the_cache(), chosen_kernels(job.spec, job.device):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
                 program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
             )

@@ -137,7 +137,7 @@ def _signature_of(rewritten: Rewritten, example: Tensors, constants: AbstractSet
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     lifted = graph.inputs_to_lifted_tensor_constants
     named = {**graph.inputs_to_parameters, **graph.inputs_to_buffers}
-    own = {*lifted.values(), *(target for target in named.values() if target in constants)}
+    own = {*lifted.values(), *constants}
     read = [target for name, target in {**named, **lifted}.items() if name in used]
     return ProgramSignature(
         inputs={name: TensorLayout.of(tensor) for name, tensor in example.items()},

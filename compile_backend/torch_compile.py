@@ -6,7 +6,6 @@ every kernel in the cache.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +18,12 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
-from .attention import fastest_attention
 from .engine import CompiledEngine
+from .kernels import chosen_kernels
 from .layouts import TensorLayout
+from .modules import assign, module_of, tensor_of
 from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
-from .reductions import whole_rows
 from .toolchain import why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
@@ -67,7 +66,7 @@ class TorchCompileBackend:
         # Compiled from the file, as `load` will do it: what `load` looks for in the cache is then there.
         module = _load_module(job.directory)
         compiled = _compiled(module, job.spec)
-        with torch.no_grad(), fastest_attention(job.device), whole_rows(job.spec):
+        with torch.no_grad(), chosen_kernels(job.spec, job.device):
             compiled(**_zeros_like(signature.inputs, job.device))
         saved = torch.compiler.save_cache_artifacts()
         if saved is None:
@@ -83,17 +82,15 @@ class TorchCompileBackend:
             raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
         compiled = _compiled(module, spec)
         signature = ProgramSignature.read(artifact.directory)
-        hollow = {name: _tensor_of(module, name) for name in signature.weights}
+        hollow = {name: tensor_of(module, name) for name in signature.weights}
 
         def supply(weights: dict[str, torch.Tensor]) -> None:
             for name, tensor in weights.items():
-                _assign(module, name, tensor)
+                assign(module, name, tensor)
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
-            with (
-                fastest_attention(device),
-                whole_rows(spec),
-            ):  # as when it was built: what was compiled then is found in the cache
+            # As when it was built: what was compiled then is found in the cache.
+            with chosen_kernels(spec, device):
                 return tuple(compiled(**inputs))
 
         # Constants are part of the program itself here.
@@ -105,23 +102,8 @@ class TorchCompileBackend:
 def _load_module(directory: Path) -> torch.nn.Module:
     with _loading:
         program = torch.export.load(directory / PROGRAM)
-    # Guards on inputs are checked by the engine itself; before torch 2.9 there were none.
-    unguarded = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
-    return program.module(**unguarded)
-
-
-def _tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor: torch.Tensor = getattr(module.get_submodule(owner), leaf)
-    return tensor
-
-
-def _assign(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Unlike `load_state_dict`, this reaches buffers that are not saved with the model."""
-    owner, _, leaf = name.rpartition(".")
-    target = module.get_submodule(owner)
-    is_parameter = leaf in target._parameters
-    setattr(target, leaf, torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    module: torch.nn.Module = module_of(program)
+    return module
 
 
 def _compiled(module: torch.nn.Module, spec: EngineSpec) -> Any:

@@ -138,9 +138,10 @@ def _parse_resolution(text: str) -> Resolution:
 AUTO = "auto"
 """The host's own precision, or every resolution."""
 
-_NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
+NUMBERS: Mapping[str, Precision | Quantised] = {each.value: each for each in (*Precision, *Quantised)}
+"""What an engine may be asked to compute in, by its word."""
 
-PRECISIONS = (AUTO, *_NUMBERS)
+PRECISIONS = (AUTO, *NUMBERS)
 """The words that users choose a precision by, in the order in which they are offered."""
 
 _QUANTISED_ROLES = (Role.UNET, Role.CONTROLNET)
@@ -154,9 +155,9 @@ def precision_named(word: object) -> Precision | Quantised | None:
     """
     if word == AUTO:
         return None
-    if not isinstance(word, str) or word not in _NUMBERS:  # older ComfyUIs pass on what no widget offers
+    if not isinstance(word, str) or word not in NUMBERS:  # older ComfyUIs pass on what no widget offers
         raise ValueError(f"{word!r} is not offered here; choose one of: {', '.join(PRECISIONS)}")
-    return _NUMBERS[word]
+    return NUMBERS[word]
 
 
 def word_of(precision: Precision | Quantised | None) -> str:

@@ -12,8 +12,7 @@ import torch
 from torch.fx import Node
 
 from ...core.spec import Quantised
-from ..derived import FP8, DerivedWeight, Form, scale_of_rows
-from ..derived import quantised as in_eight_bits
+from ..derived import FP8, DerivedWeight, Form, quantised, scale_of_rows
 from .graph import Graph, argument, aten, shape_of
 
 LEAST_COLUMNS = 640
@@ -25,7 +24,6 @@ _LEAST_PART = 256
 _STEP = 16
 """Rows and columns of an eight-bit weight are multiples of it."""
 
-
 CHOOSE_AUTO = "choose precision auto, in the node or, if that is on auto already, in Slipstream's settings"
 
 _LEAST_CAPABILITY = {Quantised.FP8: (8, 9), Quantised.INT8: (8, 0)}
@@ -35,13 +33,13 @@ _CHIPS = {
 }
 
 
-def why_not_on(device: torch.device, quantised: Quantised) -> str | None:
+def why_not_on(device: torch.device, wanted: Quantised) -> str | None:
     """Why this chip cannot multiply so; None where it can."""
     if device.type != "cuda":
         return None
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[quantised]:
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[wanted]:
         return None
-    return f"{quantised.value} needs {_CHIPS[quantised]}; {CHOOSE_AUTO}"
+    return f"{wanted.value} needs {_CHIPS[wanted]}; {CHOOSE_AUTO}"
 
 
 def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
@@ -51,7 +49,7 @@ def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
         weight = node.args[1]
         if graph.weight(weight) is not None and _gains(node) and not graph.is_written(node):
             assert isinstance(weight, Node)
-            _quantise(graph, node, (str(weight.target),), eight_bits)
+            _quantise(graph, node, str(weight.target), eight_bits)
             count += 1
     return count
 
@@ -65,13 +63,13 @@ def _gains(node: Node) -> bool:
     return large and not of_attention and rows % _STEP == 0 and columns % _STEP == 0
 
 
-def _quantise(graph: Graph, node: Node, sources: tuple[str, ...], eight_bits: torch.dtype) -> None:
+def _quantise(graph: Graph, node: Node, source: str, eight_bits: torch.dtype) -> None:
     x, bias = node.args[0], argument(node, 2, "bias")
     assert isinstance(x, Node)
     rows, columns = shape_of(node)[-1], shape_of(x)[-1]
     with graph.module.graph.inserting_before(node):
-        weight = graph.derive(DerivedWeight(sources, Form.QUANTISED, eight_bits), (rows, columns), eight_bits)
-        scale = graph.derive(DerivedWeight(sources, Form.SCALE, eight_bits), (rows, 1), torch.float32)
+        weight = graph.derive(DerivedWeight((source,), Form.QUANTISED, eight_bits), (rows, columns), eight_bits)
+        scale = graph.derive(DerivedWeight((source,), Form.SCALE, eight_bits), (rows, 1), torch.float32)
         one = [graph.derive(DerivedWeight((), Form.ONE), (), torch.float32)] if eight_bits == FP8 else []
     graph.replace(node, fp8_linear if eight_bits == FP8 else int8_linear, x, weight, scale, bias, *one)
 
@@ -84,26 +82,26 @@ def fp8_linear(
     Args:
         one: 1 in fp32, on the device.
     """
-    samples = _at_hand(x.reshape(-1, x.shape[-1]))
-    by = _scale(samples, FP8)
-    small = in_eight_bits(samples, by, FP8)
-    if weight.shape[0] > weight.shape[1]:
-        # Ada's kernels write bf16 alone; what follows is computed in fp32 in either case.
-        y = torch._scaled_mm(small, weight.t(), by, scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True).to(
-            x.dtype
-        )
-    else:  # scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel
-        y = torch._scaled_mm(small, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        y = (y.float() * by * scale.t()).to(x.dtype)
-    return _finished(y, x, bias)
+    small, by = _in_eight_bits(x, FP8)
+    # Scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel.
+    is_wide = weight.shape[0] > weight.shape[1]
+    scales = (by, scale.t()) if is_wide else (one, one)
+    # Ada's kernels that scale write bf16 alone; what follows is computed in fp32 in either case.
+    y = torch._scaled_mm(small, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return _finished(y if is_wide else y.float() * by * scale.t(), x, bias)
 
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same with a weight in int8."""
+    small, by = _in_eight_bits(x, torch.int8)
+    return _finished(torch._int_mm(small, weight.t()).float() * by * scale.t(), x, bias)
+
+
+def _in_eight_bits(x: torch.Tensor, eight_bits: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of x [..., columns], [samples, columns], and the scale of each, [samples, 1]."""
     samples = _at_hand(x.reshape(-1, x.shape[-1]))
-    by = _scale(samples, torch.int8)
-    y = torch._int_mm(in_eight_bits(samples, by, torch.int8), weight.t()).float() * by * scale.t()
-    return _finished(y.to(x.dtype), x, bias)
+    by = _scale(samples, eight_bits)
+    return quantised(samples, by, eight_bits), by
 
 
 def _at_hand(samples: torch.Tensor) -> torch.Tensor:
@@ -125,4 +123,5 @@ def _scale(samples: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
 
 
 def _finished(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    y = y.to(x.dtype)
     return (y if bias is None else y + bias).reshape(*x.shape[:-1], y.shape[-1])

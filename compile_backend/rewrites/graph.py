@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from ...core.skeleton import views_of_one_buffer
 from ..derived import DerivedWeight
+from ..modules import tensor_of
 
 aten = torch.ops.aten
 
@@ -43,8 +44,7 @@ class Graph:
         """The tensor without numbers that a node stands for; None where it is no weight of the host's."""
         if not isinstance(node, Node) or node.op != "get_attr" or node.target in self.derived:
             return None
-        owner, _, leaf = str(node.target).rpartition(".")
-        found = getattr(self.module.get_submodule(owner), leaf, None)
+        found = tensor_of(self.module, str(node.target))
         return found if isinstance(found, torch.nn.Parameter) else None
 
     def replace(self, node: Node, function: Callable[..., torch.Tensor], *args: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -15,6 +13,7 @@ from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Tensors
 from ...core.spec import EngineSpec, Quantised
 from ..derived import FP8, DerivedWeight
+from ..modules import module_of
 from ..options import JOINED_PERCENT, REWRITES, WIDE_ATTENTION
 from .eight_bits import CHOOSE_AUTO, quantise_linears, why_not_on
 from .graph import Graph
@@ -71,7 +70,7 @@ def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device
 
 def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
     options = spec.backend.options
-    graph = Graph(_module_of(program))
+    graph = Graph(module_of(program))
     if options.get(REWRITES):
         keep_channels_last(graph)
         by_channel(graph)
@@ -94,9 +93,3 @@ def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, dev
 
 def _bytes_of(module: torch.nn.Module) -> int:
     return sum(weight.nbytes for weight in module.parameters())
-
-
-def _module_of(program: ExportedProgram) -> Any:
-    # Guards on inputs are checked by the engine itself; before torch 2.9 there were none.
-    unguarded = {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
-    return program.module(**unguarded)

@@ -18,6 +18,8 @@ _MOST_PRODUCTS = 64
 """Of a head and a block of queries. Each is compiled by itself: torch's packages know products of half precision with
 fp32 results one by one only."""
 
+_OPTIONS = ((3, "attn_mask"), (4, "dropout_p"), (5, "is_causal"), (7, "enable_gqa"))
+
 
 def by_products(graph: Graph) -> None:
     if not hasattr(aten.mm, "dtype"):
@@ -39,9 +41,6 @@ def _is_wide(query: Shape, key: Shape, value: Shape) -> bool:
 def _rows(tokens: int, keys: int) -> int:
     """Queries whose scores are computed at once."""
     return max(1, min(tokens, _SCORES_BYTES // (4 * keys)))
-
-
-_OPTIONS = ((3, "attn_mask"), (4, "dropout_p"), (5, "is_causal"), (7, "enable_gqa"))
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -31,6 +31,10 @@ from slipstream.hosts.comfy import model_classes
 from slipstream.runtime.verify import relative_error
 
 
+def workshop_in(folder: Path) -> Workshop:
+    return Workshop(EngineStore(folder / "engines"), folder, print)
+
+
 @pytest.mark.slow
 def test_the_command_measures_engines_beside_the_plain_model(
     root: Path, comfyui_dir: Path, comfyui_version, tmp_path: Path
@@ -143,7 +147,7 @@ def test_a_picture_by_compiled_networks_is_the_picture(name: str, job: Job, tmp_
 
     monkeypatch.setattr(torch, "compile", compile)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = job_variants.set_up(Variant.of(name), job, workshop, ending)
         for seed in range(2):
             wish = job.inputs(seed)
@@ -286,7 +290,7 @@ def test_the_lower_rungs_compute_what_the_model_computes(make, name: str, tmp_pa
         assert make is pixart and "only a UNet's attention" in reason
         return
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = model_variants.set_up(variant, subject, workshop, ending)
         inputs = subject.inputs(seed=0)
         found = ready.result(None, ready.compute(ready.prepare(inputs)))
@@ -325,7 +329,7 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
     """And leave it as it was for the other variants."""
     made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         wish = made.inputs(seed=0)
         plain = made.paint(made.parts, made.apply(made.parts, wish))
         calls: list[object] = []
@@ -347,7 +351,7 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
 def test_presets_skip_steps_over_engines(tmp_path: Path) -> None:
     made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, workshop, ending)
         computed = ready.facts["computed"]
         assert computed < 12 and ready.wanted_calls == computed + 1
@@ -375,7 +379,7 @@ def test_each_variant_computes_what_the_model_computes(make, name: str, tmp_path
         assert make is vae and "diffusion models only" in reason
         return
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = model_variants.set_up(variant, subject, workshop, ending)
         for seed in range(3):
             inputs = subject.inputs(seed)
@@ -421,7 +425,7 @@ def test_diffusers_computes_what_the_model_computes(make, name: str, tmp_path: P
     subject = make()
     before = {key: tensor.clone() for key, tensor in subject.module.state_dict().items()}
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = model_variants.set_up(Variant.of(name), subject, workshop, ending)
         for seed in range(2):
             inputs = subject.inputs(seed)
@@ -443,7 +447,7 @@ def test_the_recipes_int8_is_int8(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     subject, before = sdxl(), config.coordinate_descent_tuning
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, print)
+        workshop = workshop_in(tmp_path)
         ready = model_variants.set_up(Variant.of("diffusers:compile+int8"), subject, workshop, ending)
         inputs = subject.inputs(seed=0)
         found = ready.result(None, ready.compute(ready.prepare(inputs)))

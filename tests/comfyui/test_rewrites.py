@@ -13,10 +13,10 @@ import torch
 from slipstream.benchmarks.skipping.subject import Subject
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.compile_backend.engine import CompiledEngine
+from slipstream.compile_backend.modules import assign
 from slipstream.compile_backend.options import JOINED_PERCENT, REWRITES, WIDE_ATTENTION
 from slipstream.compile_backend.program import export_program, load_constants
 from slipstream.compile_backend.rewrites import eight_bits
-from slipstream.compile_backend.torch_compile import _assign
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, ModelSource
 from slipstream.core.spec import BackendConfig, Quantised
@@ -88,7 +88,7 @@ def engine_of(job: BuildJob) -> tuple[CompiledEngine, Any]:
 
     def supply(weights: dict[str, torch.Tensor]) -> None:
         for name, tensor in weights.items():
-            _assign(module, name, tensor)
+            assign(module, name, tensor)
 
     constants = load_constants(job.directory, job.device)
     outputs = job.architecture.outputs
