@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import uuid
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -20,8 +22,10 @@ from ..core.errors import SlipstreamError
 from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
 from ..runtime.settings import NUMBERS
+from . import turns
 from .cases import CASES, Case, enter
 from .rows import RESULTS, Row, append, read, result_file
+from .turns import Place
 from .variants import (
     EAGER,
     LADDER_CASE,
@@ -39,6 +43,11 @@ from .workshop import Workshop
 
 _SCRIPT = Path(__file__).resolve().with_name("run.py")
 OK, FAILED, INTERRUPTED = 0, 1, 130
+
+_SIDE_BY_SIDE = (
+    "all cases are set up at once, and timed one at a time when all are: saves hours where there is memory for all of "
+    "them; what tries out kernels (max-autotune) chooses better without"
+)
 
 _Parsed = TypeVar("_Parsed")
 
@@ -84,11 +93,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--store", type=Path, metavar="FOLDER", help="of engines; default: none, they are built anew")
     add("--limit", type=_count, metavar="SECONDS", help="for one case; what was measured by then is kept")
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
+    add("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
     add("--profile", action="store_true", help="instead of rows: where one call's or picture's time goes, by variant")
     add("--case-in-this-process", help=argparse.SUPPRESS)
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--run", help=argparse.SUPPRESS)
+    add("--lock", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -130,11 +141,7 @@ class Outcome:
 
 def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
-    for name, variants in parts(options):
-        _say(f"{name}: {CASES[name].title}")
-        outcome = measure_apart(
-            name, _with(options, variants), [*words, "--variants", ",".join(each.name for each in variants)]
-        )
+    for name, outcome in _outcomes(options, words):
         for row in outcome.rows:
             _say(_line(row))
         if outcome.rows:
@@ -145,6 +152,32 @@ def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     for failure in failures:
         _say(f"FAILED {failure}")
     return FAILED if failures else OK
+
+
+def _outcomes(options: Namespace, words: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
+    """Of each case, as soon as it is known.
+
+    Raises:
+        ValueError: cases cannot be set up side by side here.
+    """
+
+    def measured(part: tuple[str, tuple[Variant, ...]], lock: Sequence[str] = ()) -> tuple[str, Outcome]:
+        name, variants = part
+        _say(f"{name}: {CASES[name].title}")
+        command = [*words, "--variants", ",".join(each.name for each in variants), *lock]
+        return name, measure_apart(name, _with(options, variants), command)
+
+    if not options.side_by_side:
+        yield from map(measured, parts(options))
+        return
+    if reason := turns.why_not():
+        raise ValueError(reason)
+    with tempfile.TemporaryDirectory(prefix="slipstream-turns-") as folder:
+        lock = "--lock", os.path.join(folder, "lock")
+        with ThreadPoolExecutor(len(parts(options))) as cases:
+            futures = [cases.submit(measured, part, lock) for part in parts(options)]
+            for future in as_completed(futures):
+                yield future.result()
 
 
 def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
@@ -244,8 +277,9 @@ def _say(text: str) -> None:
 def _measure_here(options: Namespace) -> int:
     from .measure import Schedule, measure
 
-    with _opened(options, options.case_in_this_process) as (case, workshop):
-        schedule = Schedule(options.repeats, options.warmup, {"commit": options.commit or commit(), "run": options.run})
+    common = {"commit": options.commit or commit(), "run": options.run}
+    with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
+        schedule = Schedule(options.repeats, options.warmup, common, place)
         measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
     return OK
 

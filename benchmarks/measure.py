@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .models import SEED, Model
 from .rows import Row, complete
 from .subject import Example, Judge, Subject, synchronize
 from .switching import Switch, sides_of
+from .turns import Place
 from .variants import Variant
 from .workshop import Ready, Workshop
 
@@ -36,11 +37,12 @@ Write = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often to call, and what all rows have in common."""
+    """How often to call, what all rows have in common, and whom the GPU is shared with."""
 
     repeats: int
     warmup: int
     common: Row
+    place: Place = field(default_factory=lambda: Place(None))
 
 
 @dataclass(frozen=True)
@@ -160,22 +162,29 @@ class Measurement:
                 self._switch(variant)
             elif contender := self._enter(variant):
                 contenders.append(contender)
-        self._take_turns(contenders)
+        with self._schedule.place.alone():
+            self._take_turns(contenders)
 
     def _enter(self, variant: Variant) -> Contender | None:
         self._workshop.tell(f"{variant.name}: setting up")
         ending = ExitStack()
         try:
             contender = self._set_up(variant, ending)
-            alone = [self._subject.milliseconds(lambda: contender.call(0)) for _ in range(self._schedule.repeats)]
-            self._put(contender.name, contender.row(alone))
+            if not self._schedule.place.is_shared:
+                self._time_by_itself(contender)
         except Exception as error:
             ending.close()
             self._give_up(variant, error)
             return None
         self._ending.push(ending)
-        self._workshop.tell(f"{variant.name}: {statistics_of(alone)['ms']:.2f} ms alone, error {contender.error:.1e}")
         return contender
+
+    def _time_by_itself(self, contender: Contender) -> None:
+        """Before its turns, so that something is kept where they are not reached."""
+        spent = [self._subject.milliseconds(lambda: contender.call(0)) for _ in range(self._schedule.repeats)]
+        self._put(contender.name, contender.row(spent))
+        figure = f"{statistics_of(spent)['ms']:.2f} ms"
+        self._workshop.tell(f"{contender.name}: {figure} by itself, error {contender.error:.1e}")
 
     def _switch(self, variant: Variant) -> None:
         assert isinstance(self._subject, Model)
@@ -189,7 +198,8 @@ class Measurement:
                 switch = Switch(ready, sides, challenges)
                 with self._peak(switch, others + ready.copied_bytes):
                     switch.warm_up(self._schedule.warmup)
-                switch.take_turns(self._schedule.repeats)
+                with self._schedule.place.alone():
+                    switch.take_turns(self._schedule.repeats)
                 switch.check()
                 self._put(variant.name, switch.row())
         except Exception as error:

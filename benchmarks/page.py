@@ -213,6 +213,7 @@ _YOURSELF = """## Measure it yourself
 python benchmarks/run.py                                          # the usual cases, the usual variants
 python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compiled
 python benchmarks/run.py --tables                                 # every case by the variants of its table: hours
+python benchmarks/run.py --tables --side-by-side                  # the same, set up at once: where memory is enough
 python benchmarks/run.py --ladder                                 # SDXL rung by rung
 python benchmarks/run.py --switch                                 # changes of size and of batch
 python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compiled,diffusers,diffusers:compile

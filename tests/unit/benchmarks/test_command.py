@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.benchmarks import command
+from slipstream.benchmarks import command, turns
 from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.command import main, make_parser, measure_apart, parts, wanted
 from slipstream.benchmarks.variants import LADDER
@@ -108,6 +108,19 @@ def test_a_cases_process_is_given_the_variants_of_its_case(tmp_path: Path, monke
     assert main(["--ladder", "--out", str(tmp_path / "out")]) == 0
     (file,) = (tmp_path / "out").iterdir()
     assert sorted(json.loads(line)["variant"] for line in file.read_text().splitlines()) == sorted(LADDER)
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_cases_side_by_side_share_a_lock_and_keep_all_rows(tmp_path: Path, monkeypatch) -> None:
+    case, lock = (f'sys.argv[sys.argv.index("{word}") + 1]' for word in ("--case-in-this-process", "--lock"))
+    said = f'import time; time.sleep(1); put({{**rows[0], "case": {case}, "run": {lock}}})'
+    monkeypatch.setattr(measure_apart, "__defaults__", (child(tmp_path, said),))
+    words = ["--variants", "eager", "--cases", "sd15-512-b2,sdxl-1024-b2", "--side-by-side"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    (file,) = (tmp_path / "out").iterdir()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(row["case"] for row in rows) == ["sd15-512-b2", "sdxl-1024-b2"]
+    assert len({row["run"] for row in rows}) == 1 and Path(rows[0]["run"]).name == "lock"
 
 
 def test_the_last_row_of_a_variant_counts(tmp_path: Path) -> None:

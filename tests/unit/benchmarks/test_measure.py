@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from slipstream.benchmarks import measure as measuring
-from slipstream.benchmarks import model_variants, ours
+from slipstream.benchmarks import model_variants, ours, turns
 from slipstream.benchmarks.cases import Case
 from slipstream.benchmarks.measure import Schedule, measure
 from slipstream.benchmarks.models import Model
 from slipstream.benchmarks.rows import FIELDS, OF_SWITCHED, Row
+from slipstream.benchmarks.turns import Place
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.weights import randomise
 from slipstream.benchmarks.workshop import Workshop
@@ -55,12 +56,12 @@ def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
     def call(module: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"out": module(**inputs)[0]}
 
-    def run(*names: str, patcher: object = None) -> list[Row]:
+    def run(*names: str, patcher: object = None, lock: Path | None = None) -> list[Row]:
         shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 3, 5)}
         subject = Model(source, source.model, call, shapes, patcher)
         case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
         rows: list[Row] = []
-        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"})
+        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"}, Place(lock))
         workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
         measure(case, [Variant.of(name) for name in names], schedule, workshop, rows.append)
         return rows
@@ -82,6 +83,14 @@ def test_every_variant_is_written_alone_and_again_after_the_turns(run: Measure) 
     assert eager["engine_calls"] == 0 and eager["build_s"] is None and eager["load_s"] is None
     assert ours["engine_calls"] == CALLS
     assert ours["build_s"] == pytest.approx(6.0) and ours["load_s"] >= 0 and ours["size_mb"] >= 0
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_beside_other_cases_only_turns_are_timed(run: Measure, tmp_path: Path) -> None:
+    rows = run("eager", "slipstream:compiled", lock=tmp_path / "lock")
+    assert [row["variant"] for row in rows] == ["eager", "slipstream:compiled"]
+    assert all(len(row["samples"]) == REPEATS for row in rows)
+    assert rows[1]["engine_calls"] == CALLS - REPEATS and "failed" not in rows[1]
 
 
 def test_changes_between_pictures_are_measured_before_the_turns(run: Measure) -> None:
