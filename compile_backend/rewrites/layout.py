@@ -22,7 +22,7 @@ def keep_channels_last(graph: Graph) -> None:
             assert isinstance(node.args[0], Node)
             graph.replace(node, _channels_last, node.args[0])
     for node in graph.calls(aten.cat.default):
-        if len(shape_of(node)) == 4 and argument(node, 1, "dim", 0) in (1, -3):
+        if _is_picture(node) and argument(node, 1, "dim", 0) in (1, -3):
             graph.replace(node, _joined_channels, node.args[0])
     for node in graph.calls(aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default):
         if _doubles(node):
@@ -33,7 +33,7 @@ def keep_channels_last(graph: Graph) -> None:
 
 
 def _is_picture(node: Node) -> bool:
-    """Whether it is read as one. What attention hands on has four axes too, and is taken apart again at once."""
+    """Whether it is read as one. What attention is given, [N, tokens, heads, channels], has four axes too."""
     return len(shape_of(node)) == 4 and bool(node.users) and all(user.target in _READ_PICTURES for user in node.users)
 
 

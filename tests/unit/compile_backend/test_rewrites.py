@@ -112,6 +112,23 @@ def test_all_passes_together_compute_the_same(side: int, many: int, monkeypatch:
     assert count(found, aten.linear.default) == 4  # times, query with key and value, wide, narrow
 
 
+class JointAttention(nn.Module):
+    """Text and picture attend to each other, as in SD3: four axes, and no picture."""
+
+    def forward(self, text: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat([text, x], dim=1).transpose(1, 2)
+        return F.scaled_dot_product_attention(joined, joined, joined)
+
+
+def test_what_attention_reads_keeps_its_channels_side_by_side() -> None:
+    """No fused kernel takes anything else: SD3 at 1024×1024 took four times as long."""
+    inputs = {"text": torch.randn(2, 5, 4, 8), "x": torch.randn(2, 16, 4, 8)}
+    found = rewritten(JointAttention(), inputs, spec_of())
+    (node,) = (each for each in found.program.graph.nodes if each.target is aten.scaled_dot_product_attention.default)
+    assert all(each.meta["val"].stride(-1) == 1 for each in node.args[:3])
+    assert off(answer(found, JointAttention(), inputs), JointAttention()(**inputs)) < 1e-6
+
+
 @pytest.mark.parametrize("shape", [(1, 32, 8, 8), (2, 64, 20, 12), (1, 32, 64, 64), (3, 48, 33, 31)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_group_norm_is_exact_far_from_zero(shape: tuple[int, ...], affine: bool) -> None:
