@@ -94,7 +94,8 @@ class _Slots:
         """Let the package compute with `weights`, whoever keeps them alive."""
         with torch.inference_mode(False):  # slots outlive a host's inference mode
             for name, tensor in weights.items():
-                slot = self._slots.setdefault(name, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+                if (slot := self._slots.get(name)) is None:
+                    slot = self._slots[name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 slot.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         addresses = [tensor.data_ptr() for tensor in self._slots.values()]
         if addresses != self._addresses:  # each hand-over costs a few bytes that are never freed

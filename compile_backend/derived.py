@@ -42,7 +42,7 @@ class DerivedWeight:
     eight_bits: torch.dtype = FP8
 
     def write(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fill `into` with what the sources are now, one source at a time; returns it.
+        """Fill `into` with what the sources are now; returns it.
 
         Raises:
             ValueError: the sources do not fill it.
@@ -50,6 +50,8 @@ class DerivedWeight:
         if self.form is Form.ONE:
             return into.fill_(1)
         self._check(into, sources)
+        if self.form is Form.JOINED:
+            return torch.cat(tuple(sources), out=into)
         start = 0
         for source in sources:
             self._write(into[start : start + len(source)], source)
@@ -68,9 +70,6 @@ class DerivedWeight:
             raise ValueError(f"{self.sources[0]!r} and {len(sources) - 1} more do not have {len(into)} rows together")
 
     def _write(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        if self.form is Form.JOINED:
-            into.copy_(source)
-            return
         scale = scale_of_rows(source, self.eight_bits)
         into.copy_(scale if self.form is Form.SCALE else quantised(source, scale, self.eight_bits))
 

@@ -25,6 +25,7 @@ import torch
 
 from .. import STARTED
 from ..core.errors import UnsupportedModel
+from .walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
 """Packages whose code is no part of a model's own."""
@@ -59,7 +60,7 @@ def why_replaced(model: torch.nn.Module) -> str | None:
 
 
 def _layer_classes(model: torch.nn.Module) -> frozenset[type]:
-    kinds = {type(part) for part in model.modules()}
+    kinds = {type(part) for part in layers_of(model).values()}
     bases = ((base, kind) for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
     return frozenset(base for base, kind in bases if not _is_mixin(base, kind))
 

@@ -10,6 +10,7 @@ import torch
 
 from ...core.errors import UnsupportedModel
 from ...core.spec import Role
+from ..walk import layers_of
 from .layers import layers_with_weights
 
 Config = Mapping[str, Any]
@@ -76,8 +77,8 @@ def build_half(kind: Kind, config: Config, half: Half) -> torch.nn.Module:
 def why_other_layers(live: torch.nn.Module, built: torch.nn.Module) -> str | None:
     """The first layer of a live autoencoder that is not as in its half that was built; None where all are."""
     parts = {name for name, _ in built.named_children()}
-    found = {name: layer for name, layer in live.named_modules() if name.partition(".")[0] in parts}
-    wanted = {name: layer for name, layer in built.named_modules() if name}
+    found = {name: layer for name, layer in layers_of(live).items() if name.partition(".")[0] in parts}
+    wanted = {name: layer for name, layer in layers_of(built).items() if name}
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found or name not in wanted or _looks(found[name]) != _looks(wanted[name]):
             return name

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..source_code import why_replaced
+from ..walk import layers_of
 from .vetoes import why_not_these_tensors
 
 _LAYERS = "comfy.ldm.modules.diffusionmodules.model"
@@ -32,7 +33,7 @@ def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:
 
 def why_not_these_layers(model: torch.nn.Module) -> str | None:
     """Reasons that lie in the layers of a loaded VAE: what other nodes and extensions did to them."""
-    for name, layer in model.named_modules():
+    for name, layer in layers_of(model).items():
         what = name or "the VAE"
         if layer._forward_hooks or layer._forward_pre_hooks:
             return f"another extension watches or changes what {what} computes"

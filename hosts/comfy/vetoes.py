@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..source_code import why_replaced
+from ..walk import layers_of
 
 _COMPILE_KEY = "torch.compile"
 
@@ -39,7 +40,7 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
 
 def why_not_these_layers(unet: torch.nn.Module) -> str | None:
     """Reasons that lie in the layers of a loaded model: what others did to them, perhaps while it was loaded."""
-    for name, layer in unet.named_modules():
+    for name, layer in layers_of(unet).items():
         if "forward" in vars(layer):
             return f"another extension changed how {name or 'the model'} computes"
     return why_replaced(unet)

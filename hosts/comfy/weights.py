@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedModel
+from ..walk import layers_of, tensors_of
 from .room import room_beside_sampling
 
 Weights = dict[str, torch.Tensor]
@@ -35,21 +36,22 @@ def current_weights(
         UnsupportedModel: weights are missing, or the copies would not fit into the device's memory.
     """
     wanted = set(names)
-    layers = {name: layer for name, layer in unet.named_modules() if _casts(layer)}
+    layers = layers_of(unet)
+    casting = {name: layer for name, layer in layers.items() if _casts(layer)}
+    own = dict(tensors_of(layers))
     kept = copies.of(device, dtype, token, owner)
-    _check_memory(unet, layers, wanted - set(kept), dtype, device)
+    _check_memory(own, casting, wanted - set(kept), dtype, device)
     found: Weights = {}
     with torch.no_grad():
-        for name, layer in layers.items():
+        for name, layer in casting.items():
             found.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
-        for name, tensor in [*unet.named_parameters(), *unet.named_buffers()]:
-            if name in wanted and name not in found:
-                found[name] = _as_needed(name, tensor.detach(), kept, dtype, device)
-    if missing := sorted(wanted - set(found)):
+        for name in wanted.difference(found).intersection(own):
+            found[name] = _as_needed(name, own[name].detach(), kept, dtype, device)
+    if missing := sorted(wanted.difference(found)):
         raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
     found = {name: found[name] for name in wanted}
     if token is not None:
-        copies.keep(device, dtype, token, dict(_without_own(unet, found)), owner)
+        copies.keep(device, dtype, token, dict(_without_own(own, found)), owner)
     return found
 
 
@@ -104,10 +106,12 @@ class WeightCopies:
 
 copies = WeightCopies()
 
+_CASTS = "comfy_cast_weights"
+
 
 def _casts(layer: Any) -> bool:
     """Whether ComfyUI computes this layer's weights anew at every call."""
-    if getattr(layer, "weight", None) is None or not hasattr(layer, "comfy_cast_weights"):
+    if not (hasattr(type(layer), _CASTS) or _CASTS in vars(layer)) or getattr(layer, "weight", None) is None:
         return False
     return bool(layer.comfy_cast_weights or layer.weight_function or layer.bias_function or hasattr(layer, "_v"))
 
@@ -186,20 +190,20 @@ def _as_needed(
     return kept[name] if name in kept else tensor.to(device=device, dtype=wanted)
 
 
-def _without_own(unet: torch.nn.Module, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    own = {tensor.data_ptr() for tensor in [*unet.parameters(), *unet.buffers()]}
-    return ((name, tensor) for name, tensor in weights.items() if tensor.data_ptr() not in own)
+def _without_own(own: Weights, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    addresses = {tensor.data_ptr() for tensor in own.values()}
+    return ((name, tensor) for name, tensor in weights.items() if tensor.data_ptr() not in addresses)
 
 
 def _check_memory(
-    unet: torch.nn.Module, casting: dict[str, Any], wanted: set[str], dtype: torch.dtype, device: torch.device
+    own: Weights, casting: dict[str, Any], wanted: set[str], dtype: torch.dtype, device: torch.device
 ) -> None:
     if device.type == "cpu":
         return
     copied = [
         tensor
-        for name, tensor in unet.named_parameters()
-        if name in wanted and not _is_at_hand(name, tensor, casting, dtype, device)
+        for name, tensor in own.items()
+        if name in wanted and tensor.is_floating_point() and not _is_at_hand(name, tensor, casting, dtype, device)
     ]
     needed = sum(tensor.numel() for tensor in copied) * dtype.itemsize
     if needed and needed > (free := room_beside_sampling(device, needed)):

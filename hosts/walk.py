@@ -1,0 +1,75 @@
+"""A model's layers and tensors, in a fraction of the time that torch's walks take: each picture begins with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+Layers = dict[str, torch.nn.Module]
+
+
+def layers_of(model: torch.nn.Module) -> Layers:
+    """All layers by name, the model itself as "": what `dict(model.named_modules())` gives, in the same order.
+
+    What was found before is looked at again only where some layer has other parts now.
+    """
+    known = _known.get(model)
+    if known is not None and (found := known.again()) is not None:
+        return found
+    found = _walked(model)
+    _known[model] = _Walk(found)
+    return found
+
+
+def tensors_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of `layers` by name. One that several layers share comes under each of its names."""
+    for name, layer in layers.items():
+        prefix = f"{name}." if name else ""
+        for tensors in (layer._parameters, layer._buffers):
+            for part, tensor in tensors.items():
+                if tensor is not None:
+                    yield prefix + part, tensor
+
+
+class _Walk:
+    """What a walk found. It keeps no layer alive: one may know the whole model."""
+
+    def __init__(self, found: Layers) -> None:
+        self._found = [(name, ref(layer), _parts_of(layer)) for name, layer in found.items()]
+
+    def again(self) -> Layers | None:
+        """The same layers; None where one of them has other parts now, or is gone."""
+        found: Layers = {}
+        for name, known, parts in self._found:
+            layer = known()
+            if layer is None or _parts_of(layer) != parts:
+                return None
+            found[name] = layer
+        return found
+
+
+def _parts_of(layer: torch.nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What tells its parts from others, while all of them live."""
+    parts = layer._modules
+    return tuple(parts), tuple(map(id, parts.values()))
+
+
+def _walked(model: torch.nn.Module) -> Layers:
+    found: Layers = {}
+    seen: set[int] = set()
+    waiting = [("", model)]
+    while waiting:
+        name, layer = waiting.pop()
+        if id(layer) in seen:
+            continue
+        seen.add(id(layer))
+        found[name] = layer
+        prefix = f"{name}." if name else ""
+        parts = reversed(layer._modules.items())  # so that the first is taken first
+        waiting += [(prefix + part, child) for part, child in parts if child is not None]
+    return found
+
+
+_known: WeakKeyDictionary[torch.nn.Module, _Walk] = WeakKeyDictionary()

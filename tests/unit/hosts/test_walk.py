@@ -1,0 +1,82 @@
+"""The quick walk finds what torch's own finds, also after layers were replaced, added and taken away."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.hosts.walk import layers_of, tensors_of
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(3, 4), nn.ModuleList([nn.BatchNorm1d(4), nn.SiLU()]))
+        self.nothing = None
+        self.register_module("missing", None)
+        self.second = nn.ModuleDict({"shared": self.first[0], "own": nn.Linear(4, 2, bias=False)})
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def assert_same(model: nn.Module) -> None:
+    assert list(layers_of(model).items()) == list(model.named_modules())
+    wanted = {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    assert {name: id(tensor) for name, tensor in tensors_of(layers_of(model))} == wanted
+
+
+def replace(model: Model) -> None:
+    model.first[1][1] = nn.GELU()
+
+
+def add(model: Model) -> None:
+    model.second["more"] = nn.Sequential(nn.Linear(2, 2))
+
+
+def take_away(model: Model) -> None:
+    del model.first[1]
+
+
+def rename(model: Model) -> None:
+    model.other = model.second
+    del model.second
+
+
+def empty_a_place(model: Model) -> None:
+    model.first = None
+
+
+def other_numbers(model: Model) -> None:
+    model.second["own"].weight = nn.Parameter(torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("change", [replace, add, take_away, rename, empty_a_place, other_numbers])
+def test_what_changes_is_found(change: Callable[[Model], None]) -> None:
+    model = Model()
+    assert_same(model)
+    assert_same(model)
+    change(model)
+    assert_same(model)
+
+
+def test_a_change_deep_inside_a_new_layer_is_found() -> None:
+    model = Model()
+    assert_same(model)
+    add(model)
+    assert_same(model)
+    model.second["more"][0] = nn.Identity()
+    assert_same(model)
+
+
+def test_no_model_is_kept_alive() -> None:
+    model = Model()
+    vars(model.first[0])["whole"] = model  # as some extensions do
+    layers_of(model)
+    gone = weakref.ref(model), weakref.ref(model.first)
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
