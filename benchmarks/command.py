@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -13,7 +12,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import TypeVar
@@ -21,12 +20,15 @@ from typing import TypeVar
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
-from ..runtime.settings import NUMBERS
+from ..runtime.settings import NUMBERS, BuildPolicy
 from . import turns
+from .apart import PROGRAM, Outcome, run_apart
 from .cases import CASES, Case, enter
-from .rows import RESULTS, Row, append, read, result_file
+from .cold_start import STARTS, measure_cold
+from .rows import RESULTS, Row, append, result_file
 from .turns import Place
 from .variants import (
+    COLD_STARTED,
     EAGER,
     LADDER_CASE,
     MAX,
@@ -41,7 +43,7 @@ from .variants import (
 )
 from .workshop import Workshop
 
-_SCRIPT = Path(__file__).resolve().with_name("run.py")
+_REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
 _SIDE_BY_SIDE = (
@@ -49,15 +51,20 @@ _SIDE_BY_SIDE = (
     "them; what tries out kernels (max-autotune) chooses better without"
 )
 
+_LIMIT = "for one case, or with --cold-start for one start; what was measured by then is kept"
+
 _Parsed = TypeVar("_Parsed")
 
 
 def main(words: Sequence[str]) -> int:
     """Measure; 0: every row may be trusted, 1: some failed or are missing, 2: wrong usage, 130: interrupted."""
-    options = make_parser().parse_args(words)
+    parser = make_parser()
+    options = parser.parse_args(words)
+    if reason := _why_not(options):
+        parser.error(reason)
     try:
         if options.case_in_this_process:
-            return _measure_here(options)
+            return _start_here(options) if options.cold_start else _measure_here(options)
         if options.profile:
             return _profile_here(options)
         return _measure_all(options, words)
@@ -85,13 +92,17 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--ladder", action="store_true", help=f"{ladder}; --cases and --variants are not read then")
     switch = "what the first call costs after a change of size, and of batch, where both are loaded"
     group.add_argument("--switch", action="store_true", help=f"{switch}; --variants is not read then")
-    add("--repeats", type=_count, default=30, metavar="N", help="timed calls or pictures; default: %(default)s")
+    cold = "from a process's start to its first picture, with engines and compiled code on the disk"
+    of_cold = f"{cold}; --variants and --warmup are not read then; default of --cases: all pictures that need a GPU"
+    group.add_argument("--cold-start", action="store_true", help=of_cold)
+    repeats = f"timed calls or pictures; default: {_REPEATS}; with --cold-start timed starts; default: {STARTS}"
+    add("--repeats", type=_count, metavar="N", help=repeats)
     add("--warmup", type=_count, default=5, metavar="N", help="of them before; default: %(default)s")
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     add("--optimize", choices=["balanced", MAX], default="balanced", help="build time to spend on our engines")
     add("--precision", choices=[*NUMBERS], help="of our engines; default: the model's own")
     add("--store", type=Path, metavar="FOLDER", help="of engines; default: none, they are built anew")
-    add("--limit", type=_count, metavar="SECONDS", help="for one case; what was measured by then is kept")
+    add("--limit", type=_count, metavar="SECONDS", help=_LIMIT)
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
@@ -100,7 +111,19 @@ def make_parser() -> argparse.ArgumentParser:
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--run", help=argparse.SUPPRESS)
     add("--lock", type=Path, help=argparse.SUPPRESS)
+    add("--caches", type=Path, help=argparse.SUPPRESS)
+    add("--fill", action="store_true", help=argparse.SUPPRESS)
+    add("--started", type=float, help=argparse.SUPPRESS)
     return parser
+
+
+def _why_not(options: Namespace) -> str | None:
+    """Why these options make no sense together."""
+    if options.cold_start and (options.side_by_side or options.profile):
+        return "--cold-start times one process after another: leave out --side-by-side and --profile"
+    if not options.cold_start and (cold := [each.name for each in options.variants if each.is_cold]):
+        return f"{cold[0]} is measured by --cold-start"
+    return None
 
 
 def _list_of(parse: Callable[[str], _Parsed]) -> Callable[[str], tuple[_Parsed, ...]]:
@@ -131,14 +154,6 @@ def _count(text: str) -> int:
 # The command's own process
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a case: its last row of each variant, and what went wrong in plain words."""
-
-    rows: tuple[Row, ...]
-    trouble: tuple[str, ...]
-
-
 def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
     for name, outcome in _outcomes(options, words):
@@ -164,6 +179,8 @@ def _outcomes(options: Namespace, words: Sequence[str]) -> Iterator[tuple[str, O
     def measured(part: tuple[str, tuple[Variant, ...]], lock: Sequence[str] = ()) -> tuple[str, Outcome]:
         name, variants = part
         _say(f"{name}: {CASES[name].title}")
+        if options.cold_start:
+            return name, measure_cold(name, options, [each.name for each in wanted(_with(options, variants))], words)
         command = [*words, "--variants", ",".join(each.name for each in variants), *lock]
         return name, measure_apart(name, _with(options, variants), command)
 
@@ -185,6 +202,8 @@ def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
     rungs = LADDER_CASE, _variants_of(ladder_to_measure())
     if options.ladder:
         return [rungs]
+    if options.cold_start:
+        return [(name, _variants_of(COLD_STARTED)) for name in cases_of(options)]
     if options.switch:
         return [(name, _variants_of(SWITCHED)) for name in cases_of(options)]
     if not options.tables:
@@ -198,9 +217,11 @@ def _with(options: Namespace, variants: Sequence[Variant]) -> Namespace:
 
 
 def cases_of(options: Namespace) -> list[str]:
-    """Those that are named, or else the usual ones; of tables, all that need a GPU."""
+    """Those that are named, or else the usual ones; of tables, and pictures of cold starts, all that need a GPU."""
     if options.cases is not None:
         return list(options.cases)
+    if options.cold_start:
+        return [name for name, case in CASES.items() if case.is_job and case.needs_gpu]
     return [name for name, case in CASES.items() if (case.needs_gpu if options.tables else case.usual)]
 
 
@@ -208,20 +229,12 @@ def _variants_of(names: Sequence[str]) -> tuple[Variant, ...]:
     return tuple(map(Variant.of, names))
 
 
-def measure_apart(
-    name: str, options: Namespace, words: Sequence[str], program: Sequence[str] = (sys.executable, str(_SCRIPT))
-) -> Outcome:
-    """One case in a process of its own.
-
-    The process writes its rows to a file beside the results, which is removed when they have been read: where the
-    command itself is ended from outside, that file is what is left.
-    """
+def measure_apart(name: str, options: Namespace, words: Sequence[str], program: Sequence[str] = PROGRAM) -> Outcome:
+    """One case in a process of its own."""
     run = uuid.uuid4().hex
     part = options.out.resolve() / f"{name}-{run[:8]}.part"
     hidden = ("--case-in-this-process", name, "--part", str(part), "--run", run)
-    trouble = _follow([*program, *words, *hidden], options.limit)
-    lines = read(part, unfinished=True) if part.exists() else []
-    part.unlink(missing_ok=True)
+    lines, trouble = run_apart([*program, *words, *hidden], part, options.limit)
     rows = {line["variant"]: line for line in lines if "left_out" not in line}
     left_out = {line["variant"] for line in lines if "left_out" in line}
     missing = [each.name for each in wanted(options) if each.name not in {*rows, *left_out}]
@@ -230,20 +243,6 @@ def measure_apart(
         reached = f"; not reached: {', '.join(missing)}" if missing else ""
         found.append(f"{name}: {trouble or 'the process left variants out'}{reached}")
     return Outcome(tuple(rows.values()), tuple(found))
-
-
-def _follow(command: list[str], limit: int | None) -> str | None:
-    """Run a case's process to its end; why it did not end well."""
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.kill()  # a build that it started notices and ends
-            return f"was not done after {limit} s, and ended"
-        except BaseException:
-            process.kill()
-            raise
-    return f"its process ended with status {status}" if status else None
 
 
 def wanted(options: Namespace) -> list[Variant]:
@@ -277,11 +276,30 @@ def _say(text: str) -> None:
 def _measure_here(options: Namespace) -> int:
     from .measure import Schedule, measure
 
-    common = {"commit": options.commit or commit(), "run": options.run}
+    common = _common(options)
     with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
-        schedule = Schedule(options.repeats, options.warmup, common, place)
+        schedule = Schedule(options.repeats or _REPEATS, options.warmup, common, place)
         measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
     return OK
+
+
+def _start_here(options: Namespace) -> int:
+    """One variant, timed since before this process was started: what can wait is done afterwards."""
+    from .first_picture import IMPORTS, Marks, start
+
+    marks = Marks(options.started)
+    (variant,) = wanted(options)
+    with _opened(options, options.case_in_this_process) as (case, workshop):
+        marks(IMPORTS)
+        builds = BuildPolicy.FIRST_USE if options.fill else BuildPolicy.MANUAL
+        workshop = replace(workshop, compiled=options.caches / "compiled", builds=builds)
+        row = start(case, variant, workshop, marks, options.caches / f"{case.name}.pt")
+    _write(options.part, row if "left_out" in row else {**row, **_common(options)})
+    return OK
+
+
+def _common(options: Namespace) -> Row:
+    return {"commit": options.commit or commit(), "run": options.run}
 
 
 def _profile_here(options: Namespace) -> int:

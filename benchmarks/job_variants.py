@@ -14,7 +14,7 @@ from ..core.protocols import Tensors
 from ..core.spec import Quantised
 from ..engine_cache import EngineStore
 from ..runtime.module import AcceleratedModule
-from ..runtime.settings import NUMBERS, BuildPolicy
+from ..runtime.settings import NUMBERS
 from ..sampling.presets import PRESETS
 from ..sampling.run import Skipped
 from . import fast_options
@@ -136,7 +136,7 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
 
     provider = provider_of(variant, workshop.store)
     ending.callback(provider.pool.clear)
-    settings = settings_of(variant, BuildPolicy.FIRST_USE)
+    settings = settings_of(variant, workshop.builds)
     modules = [AcceleratedModule(provider, settings) for _ in range(3)]
     plain = job.parts
     parts = Parts(
@@ -147,7 +147,7 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
     runs: list[Skipped] = []
     if variant.steps is not None:
         parts, runs = _skipping(parts, variant.steps)
-    workshop.tell(f"{variant.name}: building what is missing, and a first picture")
+    workshop.tell(f"{variant.name}: its engines, and a first picture")
     job.paint(parts, job.apply(parts, job.inputs(seed=0)))
     first, computed = _engine_calls(modules), _computed(runs) if runs else None
     return _ready(

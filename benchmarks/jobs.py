@@ -25,6 +25,9 @@ TOKENS = 77
 POOLED = 1280
 """Of SDXL's text as a whole."""
 
+READY, PICTURE = "ready", "picture"
+"""What a job tells of: a step is computed, a picture is there. The device may still be at it."""
+
 _AREA = 16
 """Pixels of a hint's areas in each direction."""
 
@@ -80,6 +83,9 @@ class Job:
         make: the parts in a dtype, with numbers by the same seed.
         context: the width of the text.
         pooled: whether the model takes the text as a whole, too.
+
+    Attributes:
+        tell: hears of each step and of each picture.
     """
 
     sets, unseen = 2, 0
@@ -97,6 +103,7 @@ class Job:
         self.device: torch.device = management.get_torch_device()
         self.steps = steps
         self.parts = make(half(self.device), torch.float32 if self.device.type == "cpu" else torch.bfloat16)
+        self.tell: Callable[[str], None] = lambda what: None
         self._make = make
         self.shapes: Mapping[str, Shape] = {"latent": (1, 4, size // 8, size // 8), "context": (1, TOKENS, context)}
         if self.parts.control is not None:
@@ -139,11 +146,13 @@ class Job:
         import comfy.sample
 
         wish, positive, negative = applied
-        options = {"seed": wish.seed, "disable_pbar": True}
+        options = {"seed": wish.seed, "disable_pbar": True, "callback": lambda *step: self.tell(READY)}
         latent: torch.Tensor = comfy.sample.sample(
             parts.model, wish.noise, self.steps, CFG, SAMPLER, SCHEDULER, positive, negative, self._empty(), **options
         )
-        return {"latent": latent, "picture": parts.vae.decode(latent)}
+        painted = {"latent": latent, "picture": parts.vae.decode(latent)}
+        self.tell(PICTURE)
+        return painted
 
     def references(self, inputs: Sequence[Wish]) -> list[Tensors]:
         """With parts of their own, which are gone afterwards."""

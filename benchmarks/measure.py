@@ -248,12 +248,10 @@ class Measurement:
         self._write({"case": self._case.name, "variant": variant.name, "left_out": reason})
 
     def _put(self, name: str, row: Row) -> None:
-        versions_of_all = {**self._common["versions"], **row.get("versions", {})}
-        self._write(complete({**self._common, "variant": name, **row, "versions": versions_of_all}))
+        self._write(whole_row(self._common, name, row))
 
     def _put_failure(self, name: str, error: Exception) -> None:
-        lines = str(error).strip().splitlines() or [""]
-        self._put(name, {"samples": [], "failed": f"{type(error).__name__}: {lines[0]}"})
+        self._put(name, failure_of(error))
 
     def _held(self) -> int:
         """Bytes of the GPU's memory that stay with this process."""
@@ -286,6 +284,17 @@ def set_up(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitS
         return job_variants.set_up(variant, subject, workshop, ending)
     assert isinstance(subject, Model)
     return model_variants.set_up(variant, subject, workshop, ending)
+
+
+def whole_row(common: Row, name: str, row: Row) -> Row:
+    """A variant's row with what all rows have in common."""
+    return complete({**common, "variant": name, **row, "versions": {**common["versions"], **row.get("versions", {})}})
+
+
+def failure_of(error: Exception) -> Row:
+    """What a row says where there is nothing else to say."""
+    lines = str(error).strip().splitlines() or [""]
+    return {"samples": [], "failed": f"{type(error).__name__}: {lines[0]}"}
 
 
 def circumstances(subject: Subject) -> Row:

@@ -10,16 +10,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..runtime.settings import BackendChoice
-from . import published, switch_page
+from . import cold_page, published, switch_page
 from .cases import CASES
 from .chart import chart
+from .cold_page import cold_starts
 from .ladder import FILE as LADDER_FILE
 from .ladder import Ladder, is_nothing_else, ladders, section
 from .ladder import picture as ladder_picture
-from .rows import RESULTS, Row, gpu_of, is_of_job, is_of_skipped, is_of_switched, read
+from .rows import RESULTS, Row, gpu_of, is_of_cold, is_of_job, is_of_skipped, is_of_switched, read
 from .switch_page import switches
-from .tables import Group, escaped, tables
-from .variants import LADDER_CASE, OURS, describe
+from .tables import Group, described, escaped, tables
+from .variants import LADDER_CASE, OURS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -32,7 +33,7 @@ def main() -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     climbed = ladders(rows)
-    page, picture = report(newest(rows), climbed, switches(rows))
+    page, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows))
     DOCS.mkdir(exist_ok=True)
     write(DOCS / "benchmarks.md", page)
     write(DOCS / "benchmarks.svg", picture)
@@ -61,11 +62,12 @@ def newest(rows: Iterable[Row]) -> list[Group]:
     """Of each GPU and case the last run; GPUs by name, cases in the order in which they are offered.
 
     A TensorRT may need a Python of its own, in which the other variants do not run: its runs stand beside the others.
-    Runs of the ladder alone have a table of their own, see `ladder`, and so have changes between pictures.
+    Runs of the ladder alone have a table of their own, see `ladder`, and so have changes between pictures and
+    cold starts.
     """
     by_run: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        if not is_of_switched(row):
+        if not is_of_switched(row) and not is_of_cold(row):
             by_run.setdefault((gpu_of(row), row["case"], row["run"]), []).append(row)
     runs = {key: found for key, found in by_run.items() if not is_nothing_else(found)}
     last = {(gpu, case, _is_of_tensorrt(found)): found for (gpu, case, _), found in runs.items()}
@@ -78,11 +80,14 @@ def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
     return any(row["variant"].startswith(f"{OURS}:{BackendChoice.TENSORRT.value}") for row in rows)
 
 
-def report(groups: Sequence[Group], climbed: Sequence[Ladder] = (), switched: Sequence[Row] = ()) -> tuple[str, str]:
+def report(
+    groups: Sequence[Group], climbed: Sequence[Ladder] = (), switched: Sequence[Row] = (), cold: Sequence[Row] = ()
+) -> tuple[str, str]:
     """The page in Markdown, and the chart of `groups` in SVG.
 
     Args:
         switched: rows of changes between pictures.
+        cold: rows of cold starts.
     """
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
     if any(is_of_skipped(row) for group in groups for row in group.rows):
@@ -90,6 +95,7 @@ def report(groups: Sequence[Group], climbed: Sequence[Ladder] = (), switched: Se
     parts = [
         section(climbed, _title(LADDER_CASE), [_circumstances_of(ladder.rows[0]) for ladder in climbed]),
         switch_page.section(switched, map(_circumstances_of, switched)),
+        cold_page.section(cold, map(_circumstances_of, cold)),
         published.section(groups),
     ]
     body = [_HEAD, *_measured(groups), *filter(None, parts), *how, _variants(groups), _YOURSELF]
@@ -143,7 +149,8 @@ def _circumstances_of(row: Row) -> str:
     parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
     driver = f", driver {row['driver']}" if row["driver"] else ""
     commit = f", commit {row['commit'][:12]}" if row["commit"] else ""
-    calls = f"median of {row['repeats']} {'pictures' if is_of_job(row) else 'calls'} after {row['warmup']}"
+    what = "starts" if is_of_cold(row) else "pictures" if is_of_job(row) else "calls"
+    calls = f"median of {row['repeats']} {what} after {row['warmup']}"
     return f"{', '.join(parts)}{driver}; Slipstream {row['versions']['slipstream']}{commit}; {calls}."
 
 
@@ -157,15 +164,8 @@ def _title(case: str) -> str:
 def _variants(groups: Sequence[Group]) -> str:
     cases = dict.fromkeys(group.case for group in groups)
     variants = dict.fromkeys(row["variant"] for group in groups for row in group.rows)
-    lines = [f"- `{case}`: {_title(case)}" for case in cases] + [f"- `{name}`: {_words(name)}" for name in variants]
+    lines = [f"- `{case}`: {_title(case)}" for case in cases] + [f"- `{name}`: {described(name)}" for name in variants]
     return "\n".join(["## Cases and variants\n", *lines, ""]) if lines else ""
-
-
-def _words(variant: str) -> str:
-    try:
-        return describe(variant)
-    except ValueError:
-        return "no longer offered"
 
 
 _HEAD = """# Benchmarks
@@ -216,6 +216,7 @@ python benchmarks/run.py --tables                                 # every case b
 python benchmarks/run.py --tables --side-by-side                  # the same, set up at once: where memory is enough
 python benchmarks/run.py --ladder                                 # SDXL rung by rung
 python benchmarks/run.py --switch                                 # changes of size and of batch
+python benchmarks/run.py --cold-start                             # from a process's start to its first picture
 python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compiled,diffusers,diffusers:compile
 python benchmarks/report.py                                       # this page
 ```

@@ -28,13 +28,17 @@ OF_SWITCHED = ("again_ms", "steady_ms", "other")
 """Of rows of changes between two kinds of pictures, too. There `ms` is of first calls after a change, `again_ms` of
 first calls of pictures like the one before, `steady_ms` of later calls, and `other` has all this for the other kind."""
 
+OF_COLD = ("steady_ms", "marks")
+"""Of rows of cold starts, too. There `ms` is from a process's start to its first picture, `steady_ms` of a later one,
+and `marks` are the seconds from the start to what happened on the way."""
+
 OF_SKIPPED = ("computed",)
 """Of rows of pictures of which steps were skipped, too: how many of the steps the model computed."""
 
 
 def complete(row: Row) -> Row:
     """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
-    of_some = (*OF_JOBS, *OF_SKIPPED, *OF_SWITCHED)
+    of_some = (*OF_JOBS, *OF_SKIPPED, *OF_SWITCHED, *OF_COLD)
     unknown = set(row) - {*FIELDS, *of_some, "failed"}
     assert not unknown, unknown
     known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in of_some if name in row))}
@@ -94,6 +98,21 @@ def is_of_skipped(row: Row) -> bool:
 def is_of_switched(row: Row) -> bool:
     """Whether changes between two kinds of pictures were measured."""
     return "+switch-" in row["variant"]
+
+
+def is_of_cold(row: Row) -> bool:
+    """Whether processes were timed from their start to their first picture."""
+    return "cold" in row["variant"].split("+")
+
+
+def last_of_each(rows: Iterable[Row]) -> list[Row]:
+    """Of each GPU, case and variant the last row, by GPU and in the order in which they were measured."""
+    last: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        key = gpu_of(row), row["case"], row["variant"]
+        last.pop(key, None)
+        last[key] = row
+    return [last[key] for key in sorted(last, key=lambda key: key[0])]
 
 
 def _plain(value: Any) -> Any:

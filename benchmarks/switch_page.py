@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..runtime.settings import Resolution, latent_of
-from .rows import Row, gpu_of, is_of_switched
-from .tables import escaped
-from .variants import SWITCH_BATCH, describe
+from .rows import Row, gpu_of, is_of_switched, last_of_each
+from .tables import failures, words_of
+from .variants import SWITCH_BATCH
 
 
 def switches(rows: Iterable[Row]) -> list[Row]:
     """Of each GPU, case and variant the last row, by GPU and in the order in which they were measured."""
-    last: dict[tuple[str, str, str], Row] = {}
-    for row in rows:
-        if is_of_switched(row):
-            key = gpu_of(row), row["case"], row["variant"]
-            last.pop(key, None)
-            last[key] = row
-    return [last[key] for key in sorted(last, key=lambda key: key[0])]
+    return last_of_each(filter(is_of_switched, rows))
 
 
 def section(found: Sequence[Row], circumstances: Iterable[str]) -> str:
@@ -31,9 +25,7 @@ def section(found: Sequence[Row], circumstances: Iterable[str]) -> str:
         return ""
     sound = [row for row in found if "failed" not in row]
     lines = [_HEAD, *(_table(gpu, sound) for gpu in dict.fromkeys(map(gpu_of, sound)))]
-    failed = [row for row in found if "failed" in row]
-    lines += [f"- not to be trusted: {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
-    lines += ["", "  \n".join(dict.fromkeys(circumstances)), "", _words(found), ""]
+    lines += [*failures(found), "", "  \n".join(dict.fromkeys(circumstances)), "", words_of(found), ""]
     return "\n".join(lines)
 
 
@@ -62,17 +54,6 @@ def _kind(row: Row, shapes: dict[str, list[int]]) -> str:
 
 def _tuples(shapes: dict[str, list[int]]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in shapes.items()}
-
-
-def _words(rows: Sequence[Row]) -> str:
-    return "\n".join(f"- `{name}`: {_described(name)}" for name in dict.fromkeys(row["variant"] for row in rows))
-
-
-def _described(variant: str) -> str:
-    try:
-        return describe(variant)
-    except ValueError:
-        return "no longer offered"
 
 
 _HEAD = """## Changing between pictures

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .rows import Row, is_of_job, is_of_skipped
-from .variants import COMPILE, EAGER
+from .variants import COMPILE, EAGER, describe
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,25 @@ def _cells(columns: Sequence[str], group: Group, row: Row) -> list[str]:
 def escaped(text: str) -> str:
     """What is no Markdown of ours."""
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def failures(rows: Iterable[Row]) -> list[str]:
+    """A line for each row that may not be trusted: why."""
+    failed = [row for row in rows if "failed" in row]
+    return [f"- not to be trusted: {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
+
+
+def words_of(rows: Iterable[Row]) -> str:
+    """A line for each variant: what it is."""
+    return "\n".join(f"- `{name}`: {described(name)}" for name in dict.fromkeys(row["variant"] for row in rows))
+
+
+def described(variant: str) -> str:
+    """What a variant is, or was, in plain words."""
+    try:
+        return describe(variant)
+    except ValueError:
+        return "no longer offered"
 
 
 def _nearest(row: Row) -> float:

@@ -23,6 +23,7 @@ CHANNELS_LAST, MAX, FAST_BUILD, BAKE, AS_EXPORTED = "channels_last", "max", "fas
 FP32, BF16_MATH = OTHER_NUMBERS = Precision.FP32.value, "bf16-math"
 SAGE = "sage"
 SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
+COLD = "cold"
 _OF_CALLS = (*OTHER_NUMBERS, SAGE, *SWITCHES)
 STEPS = ("quality", "balanced", "fast")
 ENGINES, HINT, TEXT, PARALLEL, GRAPH = _LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph"
@@ -30,7 +31,7 @@ OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
 _PRECISIONS = {each.value for each in Precision}
-_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), {*OTHER_NUMBERS, SAGE}, set(SWITCHES))
+_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), {*OTHER_NUMBERS, SAGE}, {*SWITCHES, COLD})
 """Levers of which a name has one at most."""
 
 USUAL = (
@@ -58,6 +59,9 @@ _TABLE_OF_JOBS = (
 
 SWITCHED = tuple(f"{name}+{change}" for change in SWITCHES for name in (EAGER, _COMPILED))
 """What is measured of changes between two pictures."""
+
+COLD_STARTED = tuple(f"{name}+{COLD}" for name in (EAGER, _COMPILED, f"{COMPILE}:reduce-overhead"))
+"""What is measured of cold starts."""
 
 
 def of_tables(case: Case) -> tuple[str, ...]:
@@ -110,6 +114,7 @@ _LEVER_WORDS = {
     SAGE: "attention by the package `sageattention`, as ComfyUI's `--use-sage-attention` has it",
     SWITCH_SIZE: "two pictures, then two half as wide again, and so on",
     SWITCH_BATCH: "two pictures, then two at twice the batch, and so on",
+    COLD: "in a process that is started for it, with engines and compiled code of an earlier one on the disk",
     **{each: f"steps skipped as the preset `{each}` of Step Skip has it" for each in STEPS},
 }
 
@@ -166,6 +171,11 @@ class Variant:
         return next((lever for lever in self.levers if lever in SWITCHES), None)
 
     @property
+    def is_cold(self) -> bool:
+        """Whether a process is timed from its start to its first picture."""
+        return COLD in self.levers
+
+    @property
     def is_plain(self) -> bool:
         """Whether it computes at once: nothing is built, compiled or recorded first."""
         return self.kind == EAGER or self.name == RIVAL
@@ -206,7 +216,7 @@ class Variant:
         return _NOT_OF_JOBS.get(self.kind)
 
     def _why_not_of_model(self, model: Model) -> str | None:
-        if found := [lever for lever in self.levers if lever in OF_JOBS]:
+        if found := [lever for lever in self.levers if lever in (*OF_JOBS, COLD)]:
             return f"{found[0]!r} is about whole pictures"
         if self.kind == NODE and model.patcher is None:
             return "ComfyUI's node compiles diffusion models only"
@@ -232,15 +242,15 @@ def describe(name: str) -> str:
 
 def _levers_of(kind: str, mode: str) -> set[str] | None:
     if kind == EAGER and mode in ("", FAST):
-        return set() if mode else {*_OF_CALLS, *STEPS}
+        return set() if mode else {*_OF_CALLS, *STEPS, COLD}
     if kind == RIVAL and mode in ("", RECIPE):
         return {Quantised.INT8.value} if mode else set()
     if kind == NODE and not mode:
         return set()
     if kind == COMPILE and mode in MODES:
-        return {CHANNELS_LAST, *SWITCHES}
+        return {CHANNELS_LAST, *SWITCHES, COLD}
     if kind == OURS and mode == BackendChoice.TENSORRT.value:
-        return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *SWITCHES, *_PRECISIONS}
+        return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *SWITCHES, COLD, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
-        return {MAX, FAST_BUILD, *OF_JOBS, *SWITCHES, *NUMBERS}
+        return {MAX, FAST_BUILD, *OF_JOBS, *SWITCHES, COLD, *NUMBERS}
     return None

@@ -15,6 +15,7 @@ import torch
 from ..core.protocols import Tensors
 from ..core.spec import Precision, Quantised
 from ..engine_cache import EngineStore
+from ..runtime.settings import BuildPolicy
 
 
 @dataclass
@@ -57,11 +58,18 @@ class Ready:
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where variants are set up: the engines' store, a folder of ours for scratch, and who hears of progress."""
+    """Where variants are set up: the engines' store, a folder of ours for scratch, and who hears of progress.
+
+    Attributes:
+        compiled: where torch keeps what it compiles, and finds what it has compiled; None: an empty folder each time.
+        builds: when an engine is built that a whole picture lacks.
+    """
 
     store: EngineStore
     scratch: Path
     tell: Callable[[str], None]
+    compiled: Path | None = None
+    builds: BuildPolicy = BuildPolicy.FIRST_USE
 
 
 def apart(module: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,9 +85,10 @@ def apart(module: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def compiler_cache(workshop: Workshop) -> Iterator[None]:
-    """An empty one, so that no variant gains from what was compiled for another: `build_s` is of a first time."""
+    """The workshop's, or an empty one: then no variant gains from what was compiled for another, and `build_s` is of a
+    first time."""
     # Only the environment: these folders are asked for at each compilation, and read again later in the process.
-    folder = tempfile.mkdtemp(dir=workshop.scratch)
+    folder = str(workshop.compiled or tempfile.mkdtemp(dir=workshop.scratch))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
     yield

@@ -23,11 +23,12 @@ from slipstream.benchmarks import cases, job_variants, model_variants, models, r
 from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
 from slipstream.benchmarks.profiling import TOP
-from slipstream.benchmarks.rows import FIELDS, OF_JOBS, OF_SWITCHED
+from slipstream.benchmarks.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.workshop import Workshop
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import model_classes
+from slipstream.runtime.settings import BuildPolicy
 from slipstream.runtime.verify import relative_error
 
 
@@ -110,6 +111,25 @@ def test_changes_between_pictures_are_measured(root: Path, comfyui_dir: Path, tm
     assert ours["error"] > 0 and ours["build_s"] > 1
 
 
+@pytest.mark.slow
+def test_cold_starts_are_measured(root: Path, comfyui_dir: Path, tmp_path: Path) -> None:
+    words = ("--cold-start", "--cases", "tiny-sd15-canny-64-3steps", "--comfyui", str(comfyui_dir), "--commit", "abc")
+    done = run(root, tmp_path, *words, "--repeats", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "torch.compile:reduce-overhead+cold is left out: CUDA graphs need a CUDA GPU" in done.stderr
+    (file,) = tmp_path.iterdir()
+    eager, ours = (json.loads(line) for line in file.read_text().splitlines())
+    for row in (eager, ours):
+        assert tuple(row) == (*FIELDS, *OF_JOBS, *OF_COLD) and row["error"] < 1e-4 and row["commit"] == "abc"
+        assert len(row["samples"]) == row["repeats"] == 2 and row["ms"] > row["steady_ms"] > 0
+        assert list(row["marks"]) == ["imports", "model", "ready", "picture"]
+        assert sorted(row["marks"].values()) == list(row["marks"].values()) and row["marks"]["imports"] > 0
+        assert row["ms"] == pytest.approx(1000 * row["marks"]["picture"], abs=1)
+    # Of both starts: 2 later pictures and 2 checked, of 3 steps of model and ControlNet, and a decoder
+    assert eager["engine_calls"] == 0 and ours["engine_calls"] == 2 * 4 * 7
+    assert ours["error"] > 0 and ours["ms"] < 1000 * ours["build_s"], "engines were there before"
+
+
 def run(root: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(root / "benchmarks" / "run.py"), *words],
@@ -158,6 +178,16 @@ def test_a_picture_by_compiled_networks_is_the_picture(name: str, job: Job, tmp_
             assert calls == [Variant.of(name).mode or None] * job.engine_calls
             calls.clear()
     assert bool(ready.copied_bytes) == ("channels_last" in name)
+
+
+def test_a_start_that_finds_no_engine_builds_none_and_says_so(job: Job, tmp_path: Path, monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(job, "tell", told.append)
+    with torch.inference_mode(), ExitStack() as ending:
+        workshop = replace(workshop_in(tmp_path), builds=BuildPolicy.MANUAL)
+        ready = job_variants.set_up(Variant.of("slipstream:compiled+cold"), job, workshop, ending)
+    assert ready.engine_calls() == 0 and "no engine for" in ready.reasons()
+    assert told == ["ready"] * 3 + ["picture"], "each step is told of, then the picture"
 
 
 def tensors(found) -> list[torch.Tensor]:

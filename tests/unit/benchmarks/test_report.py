@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.benchmarks import ladder, page
 from slipstream.benchmarks.cases import CASES
+from slipstream.benchmarks.cold_page import cold_starts
 from slipstream.benchmarks.ladder import ladders
 from slipstream.benchmarks.page import DOCS, newest, read_all, report
 from slipstream.benchmarks.rows import RESULTS, append
@@ -35,7 +36,7 @@ def line_of(text: str, variant: str) -> list[str]:
 def test_the_page_is_what_the_rows_say() -> None:
     rows = read_all(RESULTS)
     climbed = ladders(rows)
-    text, picture = report(newest(rows), climbed, switches(rows))
+    text, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows))
     hint = "run `python benchmarks/report.py`"
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == text, hint
     assert (DOCS / "benchmarks.svg").read_text(encoding="utf-8") == picture, hint

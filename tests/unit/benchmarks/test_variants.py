@@ -34,7 +34,7 @@ def test_a_name_is_taken_apart() -> None:
         ("slipstream", "is no variant"),
         ("slipstream:off", "is no variant"),
         ("eager:max-autotune", "is no variant"),
-        ("eager+max", "'max' is not offered behind eager; there is balanced, bf16-math, fast, fp32, quality"),
+        ("eager+max", "'max' is not offered behind eager; there is balanced, bf16-math, cold, fast, fp32"),
         ("eager:fast+fp32", "'fp32' is not offered behind eager:fast; there is nothing"),
         ("torch.compile+fp8", "'fp8' is not offered behind torch.compile"),
         ("slipstream:tensorrt+fp8", "'fp8' is not offered behind slipstream:tensorrt"),
