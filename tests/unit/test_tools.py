@@ -125,8 +125,9 @@ def test_the_last_line_and_the_exit_status(
 
 
 def test_a_failing_check_fails_the_whole(
-    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
     monkeypatch.setattr(command, "find_comfyui", lambda: [])
     monkeypatch.setattr(command, "_checks", lambda python: [command.Result("ruff check", failed=1)])
