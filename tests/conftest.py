@@ -58,9 +58,17 @@ _OF_A_HOST = ("comfyui", "webui")
 """Folders whose tests all get the marker of that name, so that `-m comfyui` finds them."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder; skip what this machine cannot run, each with its reason."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `tools/test.py` leave out slow tests."""
+    parser.addoption("--without-slow", action="store_true", help="skip tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their folder; skip what this machine cannot run or was told to leave out, each with its reason."""
+    leave_out = pytest.mark.skip(reason="slow: only `python tools/test.py --everything` runs it")
     for item in items:
+        if config.getoption("--without-slow") and item.get_closest_marker("slow"):
+            item.add_marker(leave_out)
         for name in _OF_A_HOST:
             if ROOT / "tests" / name in item.path.parents:
                 item.add_marker(name)

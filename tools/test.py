@@ -1,13 +1,15 @@
 """Lint, types and tests: the one command before a change is handed in.
 
-    python tools/test.py [--every-version] [arguments of pytest]
+    python tools/test.py [--everything] [arguments of pytest]
 
-Of several ComfyUIs, Gradios and WebUIs the newest runs all of its tests, and an older ComfyUI those that are most about
-its version; with `--every-version` each runs what it can, which takes more than twice as long: before a release, and
-whenever a host's seam changes. The closing lines say what was left out.
+Of several Gradios and WebUIs it takes the newest. Of the ComfyUIs the newest runs all files of tests and an older one
+those that are most about its version; where there is a ComfyUI, tests marked `slow` are skipped. With `--everything`
+each host runs what it can, slow tests too, which takes three times as long: before a release, and whenever a host's
+seam changes. The closing lines say what was left out; slow tests count as skipped.
 
 Sets up `.venv`, one environment per ComfyUI found, and one per Gradio on its first run. Arguments go to every pytest;
-a test file or folder among them limits the run to it. The last line reads `N passed, N failed, N skipped`.
+a test file or folder among them limits the run to it, and leaves out nothing of it. The last line reads
+`N passed, N failed, N skipped`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ COMFYUI_TESTS = ROOT / "tests" / "comfyui"
 UI_TESTS = ROOT / "tests" / "ui"
 WEBUI_TESTS = ROOT / "tests" / "webui"
 PYTEST_FOUND_NOTHING = 5
-EVERY_VERSION = "--every-version"
+EVERYTHING = "--everything"
+WITHOUT_SLOW = "--without-slow"
+"""An option of tests/conftest.py: slow tests are skipped."""
+SLOW = "slow: "
+"""How the reason of such a skip begins."""
 ONCE = ("test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py")
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
 SEAMS = (
@@ -51,6 +57,8 @@ SEAMS = (
     "test_routes.py", "test_step_skip.py", "test_unet_engines.py", "test_whole_workflow.py",
 )  # fmt: skip
 """Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
+PAGE = ("test_page.py", "test_page_templates.py", "test_ui.py")
+"""Those that drive ComfyUI's page in a browser: a process of their own, so that two cores share the work."""
 NEWEST_WEBUI = "webui-neo"
 GET_COMFYUI = (
     "no ComfyUI found, so nothing was tried in the program that Slipstream is made for. Get one with "
@@ -79,8 +87,8 @@ class Result:
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit status."""
-    whole = EVERY_VERSION in arguments
-    arguments = [argument for argument in arguments if argument != EVERY_VERSION]
+    whole = EVERYTHING in arguments
+    arguments = [argument for argument in arguments if argument != EVERYTHING]
     try:
         python = project_python()
         hosts = [(checkout, comfyui_python(checkout)) for checkout in find_comfyui()]
@@ -92,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     shutil.rmtree(RESULTS, ignore_errors=True)
     checks = _checks(python)
     tiers = _tiers(_planned(python, hosts, arguments, pages, whole), hosts, arguments, pages)
-    _report(checks, tiers, _left_out(hosts, arguments, whole))
+    _report(checks, tiers, _left_to_others(hosts, arguments, whole), _left_out(tiers, hosts, arguments, whole))
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
     if not passed and not failed:
@@ -192,6 +200,7 @@ def _planned(
 ) -> list[Tier]:
     chosen = _chosen(arguments)
     options = [argument for argument in arguments if argument not in chosen]
+    options += [WITHOUT_SLOW] if _leaves_out_slow(hosts, arguments, whole) else []
     inside = [path for path in chosen if _is_below(COMFYUI_TESTS, path)]
     of_page = [path for path in chosen if _is_below(UI_TESTS, path)]
     of_webui = [path for path in chosen if _is_below(WEBUI_TESTS, path)]
@@ -202,8 +211,9 @@ def _planned(
         tiers.append(Tier("chosen", python, [*outside, *options]))
     if inside or not chosen:
         for found, its_python in hosts:
-            paths = inside or _comfyui_tests(found == hosts[-1][0], whole)
-            tiers.append(Tier(f"comfyui {found.name}", its_python, [*paths, *options], found))
+            parts = {"": inside} if inside else _comfyui_tests(found == hosts[-1][0], whole)
+            for part, paths in parts.items():
+                tiers.append(Tier(f"comfyui {found.name}{part}", its_python, [*paths, *options], found))
     if of_webui or not chosen:
         for webui, its_python in find_webuis():
             name = webui.parent.name if webui.name == "webui" else webui.name
@@ -215,12 +225,20 @@ def _planned(
     return tiers
 
 
-def _comfyui_tests(is_newest: bool, whole: bool) -> list[str]:
-    if is_newest:
-        return [str(COMFYUI_TESTS)]
-    if whole:
-        return [str(COMFYUI_TESTS), *(f"--ignore={COMFYUI_TESTS / name}" for name in ONCE)]
-    return [str(COMFYUI_TESTS / name) for name in SEAMS]
+def _leaves_out_slow(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> bool:
+    """Tell whether slow tests are skipped: a ComfyUI has tests enough, and nobody asked for certain ones."""
+    return bool(hosts) and not whole and not _chosen(arguments)
+
+
+def _comfyui_tests(is_newest: bool, whole: bool) -> dict[str, list[str]]:
+    """Return pytest's arguments for each process of tests in one ComfyUI, by what is added to its name."""
+    if not is_newest and not whole:
+        return {"": [str(COMFYUI_TESTS / name) for name in SEAMS]}
+    elsewhere = PAGE if is_newest else (*PAGE, *ONCE)
+    return {
+        "": [str(COMFYUI_TESTS), *(f"--ignore={COMFYUI_TESTS / name}" for name in elsewhere)],
+        " page": [str(COMFYUI_TESTS / name) for name in PAGE],
+    }
 
 
 def _chosen(arguments: Sequence[str]) -> list[str]:
@@ -274,7 +292,9 @@ def _read(title: str, report: Path) -> Result:
 # --------------------------------------------------------------------------------------------------- report
 
 
-def _report(checks: Sequence[Result], tiers: Sequence[Result], left_out: Sequence[str]) -> None:
+def _report(
+    checks: Sequence[Result], tiers: Sequence[Result], elsewhere: Sequence[str], left_out: Sequence[str]
+) -> None:
     print("\n== summary")
     for check in checks:
         print(f"{check.title:<28} {'FAILED' if check.failed else 'ok':<6} {check.seconds:>31.0f} s")
@@ -282,28 +302,45 @@ def _report(checks: Sequence[Result], tiers: Sequence[Result], left_out: Sequenc
     for tier in tiers:
         counts = f"{tier.passed:>8} {tier.failed:>8} {tier.skipped:>8} {tier.seconds:>10.0f} s"
         print(f"{tier.title:<28} {counts} {tier.note}".rstrip())
-    print("\nnot run here:")
-    for line in (*_absent(), *_skips(tiers), *left_out):
+    _say("not run here:", (*_absent(), *_skips(tiers), *elsewhere))
+    _say(f"LEFT OUT TO SAVE TIME, `python tools/test.py {EVERYTHING}` runs it:", left_out)
+
+
+def _say(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print(f"\n{title}")
+    for line in lines:
         print(f"- {line}")
 
 
 def _skips(tiers: Sequence[Result]) -> list[str]:
-    lines = [f"{tier.title}: {count} x {why}" for tier in tiers for why, count in sorted(tier.skips.items())]
+    """Say why tests were skipped, but for those left out to save time."""
+    reasons = [(tier.title, count, why) for tier in tiers for why, count in sorted(tier.skips.items())]
+    lines = [f"{title}: {count} x {why}" for title, count, why in reasons if not why.startswith(SLOW)]
     return lines or ["no test was skipped"]
 
 
-def _left_out(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> list[str]:
-    """Say what the versions of a host leave to each other."""
-    if _chosen(arguments):
+def _left_to_others(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> list[str]:
+    """Say what is not about a version of ComfyUI, and runs in the newest alone."""
+    older = [checkout.name for checkout, _ in hosts[:-1]]
+    if not older or not whole or _chosen(arguments):
+        return []
+    return [f"of tests/comfyui, {', '.join(older)} ran all but {', '.join(ONCE)}"]
+
+
+def _left_out(
+    tiers: Sequence[Result], hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool
+) -> list[str]:
+    """Say what would run with `--everything`."""
+    if whole or _chosen(arguments):
         return []
     older, lines = [checkout.name for checkout, _ in hosts[:-1]], []
+    if slow := sum(count for tier in tiers for why, count in tier.skips.items() if why.startswith(SLOW)):
+        lines.append(f"{slow} slow tests, which count as skipped")
     if older:
-        only = f"all but {', '.join(ONCE)}" if whole else ", ".join(SEAMS)
-        lines.append(f"of tests/comfyui, {', '.join(older)} ran {only}")
-    if not whole:
-        others = [name for name in GRADIOS if name != NEWEST_GRADIO]
-        lines.append(f"Gradio {', '.join(others)}, and WebUIs other than {NEWEST_WEBUI}: {EVERY_VERSION} runs them")
-    return lines
+        lines.append(f"of tests/comfyui, {', '.join(older)} ran only {', '.join(SEAMS)}")
+    others = [name for name in GRADIOS if name != NEWEST_GRADIO]
+    return [*lines, f"Gradio {', '.join(others)}, and WebUIs other than {NEWEST_WEBUI}"]
 
 
 def _absent() -> list[str]:

@@ -99,6 +99,7 @@ def test_a_batch_runs_picture_by_picture_on_one_engine(provider: EngineProvider)
     assert [use["calls"] for use in module.status.to_json()["engines"]] == [3, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "given", "scale", "part"),
     [("decode_tiled", latents, 1, "decoder"), ("encode_tiled", pictures, 8, "encoder")],
@@ -451,6 +452,7 @@ def overflowing() -> Vae:
     return vae
 
 
+@pytest.mark.slow
 def test_numbers_too_large_for_fp16_give_the_plain_picture(engine_store: EngineStore) -> None:
     provider = EngineProvider(engine_store)
     vae, large = overflowing(), latents() * 3000

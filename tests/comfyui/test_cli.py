@@ -136,7 +136,9 @@ def test_a_file_that_is_no_model(root: Path, comfyui_dir: Path, model_files, tmp
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a signal to one process needs POSIX")
-@pytest.mark.parametrize(("moment", "pause"), [("tracing the model", 0.2), ("compiling", 2.0)])
+@pytest.mark.parametrize(
+    ("moment", "pause"), [pytest.param("tracing the model", 0.2, marks=pytest.mark.slow), ("compiling", 2.0)]
+)
 def test_ctrl_c_leaves_no_files_and_no_processes(
     engines: Engines, root: Path, comfyui_dir: Path, tmp_path: Path, moment: str, pause: float
 ) -> None:

@@ -27,6 +27,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Settings
 from slipstream.runtime.verify import relative_error
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.weights import randomise, randomise_controlnet
 
 from .test_unet_engines import relative_difference, with_lora
@@ -144,7 +145,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, "sdxl", "cfg 1", "batch of two"))
 def test_picture_is_the_plain_one_and_both_engines_made_it(name: str, provider: EngineProvider) -> None:
     case = CASES[name]
     control = tiny.controlnet(case.family)
@@ -211,6 +212,7 @@ def test_accelerated_controlnet_beside_a_plain_model(provider: EngineProvider) -
     assert relative_difference(found, wanted) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_t2i_adapter_through_the_same_residuals(provider: EngineProvider) -> None:
     wanted = tiny.sample(tiny.model(), **prompts(applied(t2i_adapter())))
     fast = Fast(provider)

@@ -17,6 +17,8 @@ SKIPPING = replace(ACCELERATED, name="accelerated+fast", preset="fast")
 PLAIN_SKIPPING = replace(EAGER, name="eager+fast", preset="fast")
 CASE = Case("a red circle on a blue background", width=64, height=64, steps=4)
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Start:

@@ -25,6 +25,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
 from slipstream.runtime.verify import relative_error
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 
 TOLERANCE = 1e-4
@@ -78,7 +79,7 @@ def prompts(family: str, **extras: Any) -> dict[str, Any]:
     return {name: tiny.conditioning(family, seed, **extras) for name, seed in seeds.items()}
 
 
-@pytest.mark.parametrize("family", BUILT)
+@pytest.mark.parametrize("family", with_slow(BUILT, *({"qwen", "wan"} & {*BUILT})))
 def test_picture_is_the_plain_one_and_the_engine_made_it(family: str, provider: EngineProvider) -> None:
     model = tiny.transformer(family)
     fast, module = accelerated(provider, model)

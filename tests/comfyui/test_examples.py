@@ -177,7 +177,6 @@ def test_an_example_shows_engine_info_and_explains_itself(file: Path) -> None:
 # ---- the runs
 
 
-@pytest.mark.slow
 def test_build_before_builds_and_then_samples_on_the_engine(built: Run) -> None:
     assert built.ok, built.error
     saved = workflow("build_before")
@@ -191,7 +190,6 @@ def test_build_before_builds_and_then_samples_on_the_engine(built: Run) -> None:
     assert np.abs(picture - thumbnail("build_before")).mean() < 0.03
 
 
-@pytest.mark.slow
 def test_first_engine_samples_on_an_engine_that_is_there(built: Run, client, object_info, comfy_server) -> None:
     before = engines(comfy_server)
     saved = workflow("first_engine")

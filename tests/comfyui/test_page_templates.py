@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {wh
 
 NEW = tuple(map(int, comfyui_version.__version__.split("."))) >= (0, 30)
 NODES2 = pytest.mark.skipif(not NEW, reason="this ComfyUI has no Nodes 2.0 to speak of")
-RENDERERS = pytest.mark.parametrize("nodes2", [False, pytest.param(True, marks=NODES2)], ids=["classic", "nodes2"])
+CLASSIC, NEW_NODES = pytest.param(False, id="classic"), pytest.param(True, id="nodes2", marks=NODES2)
 PACK = "ComfyUI-Slipstream"  # as it is installed: the template browser says the folder's name
 FIRST = "first_engine"
 ACCELERATE, SAVE = "4", "9"  # nodes of the example
@@ -65,7 +65,7 @@ def newcomer(browser: Any, server_of: Callable[..., ComfyServer]) -> Iterator[Ca
     assert [error for page in pages for error in page.errors] == []
 
 
-@RENDERERS
+@pytest.mark.parametrize("nodes2", [CLASSIC, NEW_NODES])
 def test_the_first_example_makes_a_picture_by_one_click(newcomer: Callable[..., Any], nodes2: bool) -> None:
     """And the next click makes one by an engine, which was built meanwhile."""
     page, server = newcomer(nodes2, **PRETENDED)
@@ -85,7 +85,7 @@ def test_the_first_example_makes_a_picture_by_one_click(newcomer: Callable[..., 
         check_picture(pictures[1])
 
 
-@RENDERERS
+@pytest.mark.parametrize("nodes2", [pytest.param(False, id="classic", marks=pytest.mark.slow), NEW_NODES])
 def test_build_engine_in_the_first_example(newcomer: Callable[..., Any], nodes2: bool) -> None:
     """Before there is any picture. On the canvas that a new ComfyUI shows a real engine is compiled."""
     page, server = newcomer(nodes2, **(PRETENDED if nodes2 else {}))

@@ -366,6 +366,7 @@ def counted(run: Run) -> list[tuple[int, int]]:
     return [(int(one), int(other)) for one, other in re.findall(r"engine calls: (\d+), eager calls: (\d+)", text)]
 
 
+@pytest.mark.slow
 def test_with_accelerated_model_controlnet_and_vae(client: ComfyClient) -> None:
     fast, plain, whole = Workflow("balanced", True), Workflow("balanced", False), Workflow(None, False)
     previews, events = len(client.previews), len(client.events)

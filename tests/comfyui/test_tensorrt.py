@@ -247,6 +247,7 @@ def test_a_plan_of_a_vae_is_built(half: Half, store: EngineStore) -> None:
     assert entry.bytes > 4 * source.architecture.fingerprint.parameters, "its weights are inside"
 
 
+@pytest.mark.slow
 def test_one_of_three_profiles_tells_its_parts_while_it_is_built(source: ComfyUNetSource, store: EngineStore) -> None:
     sizes = (Resolution(128, 128), Resolution(256, 192), Resolution(256, 256))
     said: list[str] = []

@@ -22,6 +22,7 @@ from slipstream.tests.comfyui.support.server import ComfyServer
 from slipstream.tests.ui.support.driver import UiPage
 
 ROUTE = "/slipstream/v1/ui"
+BUILD_SECONDS = 15
 VENV = Path.home() / ".cache" / "slipstream" / "venvs" / "gradio-6"
 GRADIO = next((folder.parent for folder in VENV.glob("lib/python*/site-packages/gradio")), None)
 
@@ -68,7 +69,7 @@ def test_the_sidebars_button_opens_it_and_orders_wait_in_comfyuis_queue(
     start_comfy: Callable[..., ComfyServer], model_files
 ) -> None:
     checkpoint = model_files.checkpoint("sd15")
-    environment = {"PYTHONPATH": str(GRADIO), "SLIPSTREAM_TEST_BUILD_SECONDS": "15"}
+    environment = {"PYTHONPATH": str(GRADIO), "SLIPSTREAM_TEST_BUILD_SECONDS": str(BUILD_SECONDS)}
     server = start_comfy(environment=environment)
     with server.client() as client, chromium() as browser:
         client.run(_anything(client))  # quick builds are put in place by the first prompt
@@ -81,7 +82,9 @@ def test_the_sidebars_button_opens_it_and_orders_wait_in_comfyuis_queue(
         page.until_text("free on its disk", seconds=60)
         page.order(f"checkpoints/{checkpoint}", "64x64")
         page.until_text("ComfyUI's queue", "slipstream_progress")
+        client.builds_take(0.5)
         page.until_text("64×64 batch 2 · done", "slipstream_progress", 60)
+        client.builds_take(BUILD_SECONDS)
         page.order(f"checkpoints/{checkpoint}", "96x64")
         page.until_text("SD15 96×64 batch 2 · running", "slipstream_progress")
         page.press("Cancel")

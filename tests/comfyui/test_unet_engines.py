@@ -20,6 +20,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.cases import with_slow
 
 TOLERANCE = 1e-4
 Patcher = Any
@@ -138,7 +139,11 @@ def accelerated(provider: EngineProvider, patcher: Patcher) -> tuple[Patcher, Ac
     return accelerate_model(patcher, module), module
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("sd2 with v-prediction", "cfg 1", "long prompt", "area", "timestep range")
+"""An engine of its own each; another case shows as much."""
+
+
+@pytest.mark.parametrize("name", with_slow(CASES, *SLOW))
 def test_picture_is_the_plain_one_and_the_engine_made_it(name: str, provider: EngineProvider) -> None:
     case = CASES[name]
     model = case.before(tiny.model(case.family, v_prediction=case.v_prediction))

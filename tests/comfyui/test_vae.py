@@ -33,6 +33,7 @@ def inputs_of(half: Half, seed: int = 1) -> dict[str, torch.Tensor]:
     return {"pixels": torch.rand(1, 3, 64, 96, generator=generator) * 2 - 1}
 
 
+@pytest.mark.slow
 def test_an_engine_decodes_what_the_vae_does(engine_store: EngineStore) -> None:
     vae = tiny.vae()
     source = open_vae(vae)

@@ -20,6 +20,7 @@ from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.cases import with_slow
 
 from .test_controlnet import applied, chained, prompts
 from .test_unet_engines import easy_cache, masked, relative_difference, with_lora
@@ -106,7 +107,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, "v-prediction", "cfg 1", "long prompt"))
 def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: list[Any]) -> None:
     case = CASES[name]
     sample = {"steps": 5, **case.sample}
@@ -231,6 +232,7 @@ def test_conditioning_that_is_replaced_in_the_midst_of_a_run_counts(
     assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 3
 
 
+@pytest.mark.slow
 def test_two_sizes_in_one_run_are_two_kinds_of_steps(provider: EngineProvider, replays: list[Any]) -> None:
     """As samplers do that look at a smaller picture now and then."""
 
@@ -304,6 +306,7 @@ def test_lora_reaches_both_halves(provider: EngineProvider, replays: list[Any]) 
     assert relative_difference(found, wanted) < TOLERANCE and fast.calls == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["off", "on"])
 def test_text_is_projected_once_a_picture(parallel: str, provider: EngineProvider, replays: list[Any]) -> None:
     """By the live layers, so that a LoRA on them reaches the engine."""
@@ -317,6 +320,7 @@ def test_text_is_projected_once_a_picture(parallel: str, provider: EngineProvide
     assert len(texts) == (2 if parallel == "on" else 1) and set(texts) < replays[0][2]
 
 
+@pytest.mark.slow
 def test_projected_text_outside_of_whole_steps(provider: EngineProvider) -> None:
     fast = Fast(provider, "sdxl", levers=Levers(text_once=True))
     wanted, found = (tiny.sample(model, "sdxl", cfg=3.0) for model in (tiny.model("sdxl"), fast.model))

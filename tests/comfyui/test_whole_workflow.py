@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.client import ComfyClient, Run
 from slipstream.tests.comfyui.support.graph import Graph, Node, Output
 
@@ -146,7 +147,7 @@ def counted(run: Run) -> list[tuple[int, int]]:
     return [(int(one), int(other)) for one, other in re.findall(r"engine calls: (\d+), eager calls: (\d+)", text)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, "tiled decode", "img2img", "inpainting mask"))
 def test_the_picture_is_the_plain_one_and_engines_made_all_of_it(name: str, client: ComfyClient, model_files) -> None:
     case, lora = CASES[name], model_files.demo_lora()
     plain = client.run(Workflow(case, lora, fast=False).graph, timeout=120)

@@ -58,6 +58,7 @@ def test_latents_have_the_scale_that_sd1_expects(pipeline):
     assert latents.mean((0, 2, 3)).abs().max() < 0.4
 
 
+@pytest.mark.slow
 def test_the_denoiser_beats_knowing_nothing(pipeline):
     assert evaluate.denoising_loss(pipeline, count=32) < 0.03  # predicting zero noise gives 1
 
@@ -71,6 +72,7 @@ def test_pictures_show_what_the_caption_says(pipeline):
     assert sampled["backdrop_colour"] >= 0.75 and sampled["backdrop_colour"] > chance["backdrop_colour"] + 0.3
 
 
+@pytest.mark.slow
 def test_the_controlnet_draws_along_the_edges(pipeline):
     some = scenes.sample(4, 123)
     hint = canny(scenes.draw(some))

@@ -224,6 +224,7 @@ def test_as_a_tab_of_a_webui(browser: Any, tmp_path: Path) -> None:
         assert not page.errors
 
 
+@pytest.mark.slow
 def test_a_real_build(open_page: OpenPage, tmp_path: Path) -> None:
     store = EngineStore(tmp_path / "engines")
     with serving(store.root) as url:

@@ -125,8 +125,9 @@ def test_the_last_line_and_the_exit_status(
 
 
 def test_a_failing_check_fails_the_whole(
-    command: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
     monkeypatch.setattr(command, "find_comfyui", lambda: [])
     monkeypatch.setattr(command, "_checks", lambda python: [command.Result("ruff check", failed=1)])
@@ -174,18 +175,73 @@ def test_the_tools_need_nothing_but_the_standard_library(root: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def hosts_of(tmp_path: Path) -> list[tuple[Path, Path]]:
+    """An older and a newer ComfyUI."""
+    return [(tmp_path / name, Path(sys.executable)) for name in ("older", "newer")]
+
+
 def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tmp_path: Path) -> None:
-    older, newer = hosts = [(tmp_path / name, Path(sys.executable)) for name in ("older", "newer")]
+    hosts = hosts_of(tmp_path)
 
-    def planned(whole: bool) -> dict[Path, list[str]]:
+    def planned(whole: bool) -> dict[str, list[str]]:
         tiers = command._planned(Path(sys.executable), hosts, [], whole=whole)
-        return {tier.checkout: list(tier.arguments) for tier in tiers if tier.checkout}
+        return {tier.title: list(tier.arguments) for tier in tiers if tier.checkout}
 
-    assert planned(False)[newer[0]] == planned(True)[newer[0]] == [str(command.COMFYUI_TESTS)]
-    assert planned(False)[older[0]] == [str(command.COMFYUI_TESTS / name) for name in command.SEAMS]
-    assert len(planned(True)[older[0]]) == 1 + len(command.ONCE)
-    assert all((command.COMFYUI_TESTS / name).is_file() for name in (*command.ONCE, *command.SEAMS))
-    assert "older ran test_harness.py" in command._left_out(hosts, [], False)[0]
-    assert "older ran all but test_benchmarks.py" in command._left_out(hosts, [], True)[0]
+    def ignored(arguments: list[str]) -> list[str]:
+        return [Path(word).name for word in arguments if word.startswith("--ignore=")]
+
+    usual, whole = planned(False), planned(True)
+    page = [str(command.COMFYUI_TESTS / name) for name in command.PAGE]
+    assert list(usual) == ["comfyui older", "comfyui newer", "comfyui newer page"]
+    assert usual["comfyui older"] == [str(command.COMFYUI_TESTS / name) for name in command.SEAMS] + [NO_SLOW]
+    assert usual["comfyui newer page"] == [*page, NO_SLOW] and whole["comfyui newer page"] == page
+    assert whole["comfyui older page"] == page
+    assert ignored(usual["comfyui newer"]) == ignored(whole["comfyui newer"]) == list(command.PAGE)
+    assert ignored(whole["comfyui older"]) == [*command.PAGE, *command.ONCE]
+    named = (*command.ONCE, *command.SEAMS, *command.PAGE)
+    assert all((command.COMFYUI_TESTS / name).is_file() for name in named)
     chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "test_cli.py")])
-    assert all(not word.startswith("--ignore") for tier in chosen for word in tier.arguments)
+    assert [tier.title for tier in chosen] == ["comfyui older", "comfyui newer"]
+    assert all(not word.startswith("--") for tier in chosen for word in tier.arguments)
+
+
+NO_SLOW = "--without-slow"
+
+
+def test_slow_tests_are_left_out_where_a_comfyui_has_tests_enough(command: ModuleType, tmp_path: Path) -> None:
+    def leave_out(*given: object) -> set[bool]:
+        tiers = command._planned(Path(sys.executable), *given[:2], whole=given[2])
+        return {NO_SLOW in tier.arguments for tier in tiers}
+
+    hosts = hosts_of(tmp_path)
+    assert leave_out(hosts, [], False) == leave_out(hosts, ["-x"], False) == {True}
+    assert leave_out(hosts, [], True) == leave_out([], [], False) == leave_out(hosts, [__file__], False) == {False}
+
+
+def test_what_was_left_out_is_said_apart_and_counted_as_skipped(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = hosts_of(tmp_path)
+    tiers = [command.Result(name, 1, skips=Counter({"slow: why": 2, "no GPU": 1})) for name in ("a", "b")]
+    elsewhere, left_out = command._left_to_others(hosts, [], False), command._left_out(tiers, hosts, [], False)
+    command._report([], tiers, elsewhere, left_out)
+    not_here, by_choice = capsys.readouterr().out.split("not run here:")[1].split("LEFT OUT TO SAVE TIME")
+    assert "a: 1 x no GPU" in not_here and "slow" not in not_here
+    assert "--everything" in by_choice and "4 slow tests" in by_choice and "older ran only test_harness" in by_choice
+    assert "Gradio 3.41.2" in by_choice and [tier.skipped for tier in tiers] == [3, 3]
+    assert command._left_out(tiers, hosts, [], True) == command._left_out(tiers, hosts, [__file__], False) == []
+    (line,) = command._left_to_others(hosts, [], True)
+    assert "older ran all but test_benchmarks.py" in line
+
+
+@pytest.mark.parametrize("given", [[], [NO_SLOW]])
+def test_a_slow_test_is_skipped_with_its_reason(
+    root: Path, command: ModuleType, tmp_path: Path, given: list[str]
+) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text("import pytest\n\n@pytest.mark.slow\ndef test_it(): pass\n", encoding="utf-8")
+    arguments = ["-m", "pytest", "-q", "-rs", "-p", "conftest", *given, str(file)]
+    ours = {**os.environ, "PYTHONPATH": str(root / "tests")}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, env=ours)
+    assert done.returncode == 0, done.stdout
+    assert (command.SLOW in done.stdout, "1 skipped" in done.stdout) == (bool(given), bool(given))

@@ -157,6 +157,10 @@ class ComfyClient:
         queue = self.get("/queue")
         return len(queue["queue_running"]) + len(queue["queue_pending"])
 
+    def builds_take(self, seconds: float) -> None:
+        """Set how long builds take, the one that runs included, where the server only pretends to build."""
+        self.post("/slipstream_test/build_seconds", {"seconds": seconds})
+
     def free(self) -> None:
         """Make ComfyUI unload its models and forget its cached results."""
         self.post("/free", {"unload_models": True, "free_memory": True})

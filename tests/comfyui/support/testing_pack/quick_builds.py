@@ -11,21 +11,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aiohttp import web
 from server import PromptServer
 
 _PHASES = {"export": 0.3, "compile": 0.7}
+_PACE = "/slipstream_test/build_seconds"
 
 
 def use_quick_builds(seconds: float) -> None:
     """From the next prompt on, builds of the pack in this process take so long and compile nothing."""
-    done: list[object] = []
+    pace, done = _Pace(seconds), []
 
     def before_the_prompt(data: Any) -> Any:
         if not done:
-            done.append(_put_in_place(_pack(), seconds))
+            done.append(_put_in_place(_pack(), pace))
         return data
 
     PromptServer.instance.add_on_prompt_handler(before_the_prompt)
+    PromptServer.instance.routes.post(_PACE)(pace.change)
+
+
+class _Pace:
+    """How long builds take, the one that runs included; `ComfyClient.builds_take` changes it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Take the seconds of a request."""
+        self.seconds = float((await request.json())["seconds"])
+        return web.json_response({})
 
 
 def _pack() -> str:
@@ -33,32 +48,32 @@ def _pack() -> str:
     return next(name.removesuffix(".nodes.extension") for name in sys.modules if name.endswith(".nodes.extension"))
 
 
-def _put_in_place(pack: str, seconds: float) -> object:
+def _put_in_place(pack: str, pace: _Pace) -> object:
     def part(name: str) -> Any:
         return importlib.import_module(f"{pack}.{name}")
 
     part("hosts.comfy.host").provider().backends = [_Backend(part)]
-    part("runtime.build").run_build = _Worker(part, seconds)
+    part("runtime.build").run_build = _Worker(part, pace)
     return pack
 
 
 class _Worker:
-    def __init__(self, part: Callable[[str], Any], seconds: float) -> None:
-        self._part, self._seconds = part, seconds
+    def __init__(self, part: Callable[[str], Any], pace: _Pace) -> None:
+        self._part, self._pace = part, pace
 
     def __call__(
         self, job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: Callable[[], bool] = lambda: True
     ) -> Any:
         report, ran, step = self._part("core.progress").Progress, 0.0, 0.05
-        while ran < self._seconds:
+        while ran < self._pace.seconds:
             cancel.raise_if_cancelled("The build")
             is_running = may_run()
             ran += step if is_running else 0.0
-            progress(report("compile", 0.9 * ran / self._seconds, "pretending" if is_running else "paused"))
+            progress(report("compile", 0.9 * ran / self._pace.seconds, "pretending" if is_running else "paused"))
             time.sleep(step)
         (job.directory / "model.pickle").write_bytes(pickle.dumps((job.architecture, job.spec.precision)))
         artifact = self._part("core.protocols").Artifact(job.directory, ("model.pickle",), {"nodes": 3})
-        phases = {name: share * self._seconds for name, share in _PHASES.items()}
+        phases = {name: share * self._pace.seconds for name, share in _PHASES.items()}
         return self._part("runtime.builder").Built(artifact, phases)
 
 
