@@ -215,10 +215,11 @@ class _Judge:
     def limit(
         self, output: str, precision: Precision, is_ours: bool, quantised: Quantised | None = None, skips: bool = False
     ) -> float:
-        """A picture of which steps were skipped must be nearer than those that differ in an input."""
+        """A picture of which steps were skipped must be nearer than those that differ in an input, where the plain
+        model in its own precision is."""
         nearest = min(found[output] for found in self.distances.values())
         if skips:
-            return nearest
+            return max(_TIMES_EAGER * self.eager[output], nearest)
         least = min(_LEAST_LIMIT.get(precision, _LEAST_LIMIT_OF_HALVES), nearest / 2)
         return max(_TIMES_EAGER * self.eager[output], least)
 

@@ -203,8 +203,9 @@ pictures are apart that differ in one input alone (noise, prompts or hint), the 
 """
 
 _HOW_SKIPPED = """Where "steps" says that fewer were computed, Step Skip filled in the others. Such a row may be further
-off, but not as far as "nearest other". A model of random numbers says nothing of what a preset does to pictures:
-[benchmarks/step_skipping.md](../benchmarks/step_skipping.md) does.
+off, but not as far as "nearest other", or as three times the plain model's error if that is more: in many steps, a
+model of random numbers makes another picture of the smallest difference. What a preset does to pictures is told by
+[benchmarks/step_skipping.md](../benchmarks/step_skipping.md) alone.
 """
 
 _YOURSELF = """## Measure it yourself

@@ -135,6 +135,10 @@ def test_a_picture_of_skipped_steps_must_be_nearer_than_any_other() -> None:
     assert found == 0.3 > judged(0.001).limit("picture", Precision.FP16, True)
 
 
+def test_where_the_plain_model_makes_another_picture_skipped_steps_may_too() -> None:
+    assert judged(0.2).limit("picture", Precision.FP16, True, skips=True) == pytest.approx(0.6)
+
+
 def contender(offset: float = 0.0, served: int = 7, reasons: str = "", **more: Any) -> Contender:
     """One that has made a single picture with engines of 7 calls a picture."""
     reference = {"latent": torch.ones(1, 4, 2, 2), "picture": torch.ones(1, 2, 2, 3)}
