@@ -50,7 +50,12 @@ def append(file: Path, rows: Iterable[Row]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "a", encoding="utf-8") as stream:
         for row in rows:
-            stream.write(json.dumps(row, allow_nan=False) + "\n")
+            stream.write(line_of(row))
+
+
+def line_of(row: Row) -> str:
+    """Without blanks: rows are many, and read by programs."""
+    return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read(file: Path, unfinished: bool = False) -> list[Row]:

@@ -21,7 +21,7 @@ from ..core.shapes import Shape
 from ..core.spec import ModelFingerprint
 from .source_code import source_digest
 
-RECIPE = 3
+RECIPE = 4
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ...engine_cache.files import replace_text
 from ...sampling.presets import PRESETS, Preset, Use
 from ...sampling.samplers import kind_of
+from ..rows import line_of
 from . import protocol
 from .fingerprint import fingerprint
 from .protocol import WORST_GAIN, Condition
@@ -98,7 +99,7 @@ def _keep_values(folder: Path, raw: Raw, keys: set[str]) -> None:
 
 
 def _write(file: Path, rows: Sequence[Row]) -> None:
-    replace_text(file, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file.parent)
+    replace_text(file, "".join(map(line_of, rows)), file.parent)
 
 
 # ------------------------------------------------------------------------------------------- what rows decide on
