@@ -19,6 +19,12 @@ from .verify import check, verify
 
 log = logging.getLogger(__name__)
 
+_SLOWER = 1.1
+_SAY_SLOWER = (
+    "Slipstream: the engine for %s takes %.1f ms a call, the plain model %.1f ms. Where the machine was not busy with "
+    "something else, bypass the node for this model, and please report it"
+)
+
 _Contents = tuple[str, tuple[str, ...]]
 """An engine, and what its files hold: one that was refused, deleted and built anew gets another chance."""
 
@@ -139,7 +145,11 @@ class Trust:
             return result
         speed = measure_speed(loaded.engine, source, plan.spec, check_interrupted)
         self._tried_timing.add(case)
-        return result if speed is None else replace(result, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms)
+        if speed is None:
+            return result
+        if speed.engine_ms > _SLOWER * speed.eager_ms:
+            log.warning(_SAY_SLOWER, plan, speed.engine_ms, speed.eager_ms)
+        return replace(result, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms)
 
     def _record(self, loaded: LoadedEngine, case: _Case, result: Verification) -> None:
         try:

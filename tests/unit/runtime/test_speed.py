@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -42,6 +43,21 @@ def test_a_build_ends_with_a_measurement(provider: EngineProvider, source: FakeS
     assert 20 <= result.eager_ms < 200 and result.engine_ms < result.eager_ms
     assert result.speedup == pytest.approx(result.eager_ms / result.engine_ms)
     assert entry.manifest.timed == result
+
+
+@pytest.mark.parametrize(("engine_ms", "said"), [(20.0, True), (10.5, False), (5.0, False)])
+def test_an_engine_that_is_slower_than_the_model_is_named(
+    provider: EngineProvider,
+    source: FakeSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    engine_ms: float,
+    said: bool,
+) -> None:
+    figures = itertools.cycle([engine_ms, 10.0])
+    monkeypatch.setattr("slipstream.runtime.speed.milliseconds", lambda compute, device: next(figures))
+    assert run_once(provider, source).engine is not None
+    assert (f"takes {engine_ms:.1f} ms a call, the plain model 10.0 ms" in caplog.text) == said
 
 
 def test_a_run_is_told(provider: EngineProvider, source: FakeSource) -> None:
