@@ -96,7 +96,7 @@ class _Slots:
             for name, tensor in weights.items():
                 if (slot := self._slots.get(name)) is None:
                     slot = self._slots[name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                slot.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+                slot.set_(tensor)  # type: ignore[call-overload]
         addresses = [tensor.data_ptr() for tensor in self._slots.values()]
         if addresses != self._addresses:  # each hand-over costs a few bytes that are never freed
             self._addresses = []
