@@ -35,9 +35,19 @@ def run_apart(command: Sequence[str], part: Path, limit: int | None) -> tuple[li
     return rows, trouble
 
 
+def end_all() -> None:
+    """Those that other threads run; what they wrote is kept."""
+    for process in list(_running):
+        process.kill()
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+
+
 def _follow(command: Sequence[str], limit: int | None) -> str | None:
     """Run a process to its end; why it did not end well."""
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+        _running.add(process)
         try:
             status = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -46,4 +56,6 @@ def _follow(command: Sequence[str], limit: int | None) -> str | None:
         except BaseException:
             process.kill()
             raise
+        finally:
+            _running.discard(process)
     return f"its process ended with status {status}" if status else None

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 from ..core.errors import SlipstreamError
@@ -22,7 +23,7 @@ from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
 from ..runtime.settings import NUMBERS, BuildPolicy
 from . import turns
-from .apart import PROGRAM, Outcome, run_apart
+from .apart import PROGRAM, Outcome, end_all, run_apart
 from .cases import CASES, Case, enter
 from .cold_start import STARTS, measure_cold
 from .rows import RESULTS, Row, append, result_file
@@ -121,6 +122,10 @@ def _why_not(options: Namespace) -> str | None:
     """Why these options make no sense together."""
     if options.cold_start and (options.side_by_side or options.profile):
         return "--cold-start times one process after another: leave out --side-by-side and --profile"
+    if options.side_by_side and (options.profile or options.limit):
+        return "--side-by-side times nobody before all are set up: leave out --profile and --limit"
+    if options.side_by_side and (reason := turns.why_not()):
+        return reason
     if not options.cold_start and (cold := [each.name for each in options.variants if each.is_cold]):
         return f"{cold[0]} is measured by --cold-start"
     return None
@@ -156,45 +161,53 @@ def _count(text: str) -> int:
 
 def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
-    for name, outcome in _outcomes(options, words):
-        for row in outcome.rows:
-            _say(_line(row))
-        if outcome.rows:
-            file = result_file(options.out, outcome.rows[0], date.today())
-            append(file, outcome.rows)
-            _say(f"{name}: {len(outcome.rows)} rows added to {file}")
-        failures += outcome.trouble
+    writing = Lock()
+
+    def measure_part(part: tuple[str, tuple[Variant, ...]], lock: Sequence[str] = ()) -> None:
+        name, variants = part
+        _say(f"{name}: {CASES[name].title}")
+        outcome = _outcome(name, _with(options, variants), [*words, *lock])
+        with writing:
+            _keep(name, outcome, options.out)
+            failures.extend(outcome.trouble)
+
+    if options.side_by_side:
+        _side_by_side(measure_part, parts(options))
+    else:
+        for part in parts(options):
+            measure_part(part)
     for failure in failures:
         _say(f"FAILED {failure}")
     return FAILED if failures else OK
 
 
-def _outcomes(options: Namespace, words: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
-    """Of each case, as soon as it is known.
+def _outcome(name: str, options: Namespace, words: Sequence[str]) -> Outcome:
+    if options.cold_start:
+        return measure_cold(name, options, [each.name for each in wanted(options)], words)
+    return measure_apart(name, options, [*words, "--variants", ",".join(each.name for each in options.variants)])
 
-    Raises:
-        ValueError: cases cannot be set up side by side here.
-    """
 
-    def measured(part: tuple[str, tuple[Variant, ...]], lock: Sequence[str] = ()) -> tuple[str, Outcome]:
-        name, variants = part
-        _say(f"{name}: {CASES[name].title}")
-        if options.cold_start:
-            return name, measure_cold(name, options, [each.name for each in wanted(_with(options, variants))], words)
-        command = [*words, "--variants", ",".join(each.name for each in variants), *lock]
-        return name, measure_apart(name, _with(options, variants), command)
+def _keep(name: str, outcome: Outcome, folder: Path) -> None:
+    for row in outcome.rows:
+        _say(_line(row))
+    if outcome.rows:
+        file = result_file(folder, outcome.rows[0], date.today())
+        append(file, outcome.rows)
+        _say(f"{name}: {len(outcome.rows)} rows added to {file}")
 
-    if not options.side_by_side:
-        yield from map(measured, parts(options))
-        return
-    if reason := turns.why_not():
-        raise ValueError(reason)
+
+def _side_by_side(measure_part: Callable[..., None], wanted_parts: Sequence[tuple[str, tuple[Variant, ...]]]) -> None:
+    """All at once. When this process is interrupted, theirs are ended, and what they wrote is kept."""
     with tempfile.TemporaryDirectory(prefix="slipstream-turns-") as folder:
         lock = "--lock", os.path.join(folder, "lock")
-        with ThreadPoolExecutor(len(parts(options))) as cases:
-            futures = [cases.submit(measured, part, lock) for part in parts(options)]
-            for future in as_completed(futures):
-                yield future.result()
+        with ThreadPoolExecutor(len(wanted_parts)) as cases:
+            futures = [cases.submit(measure_part, part, lock) for part in wanted_parts]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                end_all()
+                raise
 
 
 def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
@@ -274,10 +287,10 @@ def _say(text: str) -> None:
 
 
 def _measure_here(options: Namespace) -> int:
-    from .measure import Schedule, measure
-
-    common = _common(options)
     with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
+        from .measure import Schedule, measure  # takes seconds, in which nobody must be timed
+
+        common = _common(options)
         schedule = Schedule(options.repeats or _REPEATS, options.warmup, common, place)
         measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
     return OK

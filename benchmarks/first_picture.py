@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,6 +86,8 @@ def _painted(variant: Variant, job: Job, workshop: Workshop, marks: Marks, kept:
 def _challenge(job: Job, file: Path) -> Challenge:
     """The same numbers by the same seeds in every process: the first that comes here has fp32 paint for all."""
     if not file.exists():
-        torch.save(Challenge.of(job), file)
+        new = file.with_suffix(".new")  # a start that is ended in the middle leaves no half of it
+        torch.save(Challenge.of(job), new)
+        os.replace(new, file)
     found: Challenge = torch.load(file, weights_only=False)
     return found

@@ -16,7 +16,7 @@ from ..core.shapes import Shape
 from ..core.spec import Precision, Quantised
 from ..runtime.verify import relative_error
 from .models import SD15, SDXL, SEED, VAE, half, make_patcher, make_vae
-from .rows import Row
+from .rows import TIMES_EAGER, Row
 from .subject import Example, Judge, synchronize
 from .weights import randomise_controlnet, randomise_unet
 
@@ -31,7 +31,6 @@ READY, PICTURE = "ready", "picture"
 _AREA = 16
 """Pixels of a hint's areas in each direction."""
 
-_TIMES_EAGER = 3
 _LEAST_LIMIT = {Precision.FP32: 1e-3}
 _LEAST_LIMIT_OF_HALVES = 5e-2
 
@@ -219,9 +218,9 @@ class _Judge:
         model in its own precision is."""
         nearest = min(found[output] for found in self.distances.values())
         if skips:
-            return max(_TIMES_EAGER * self.eager[output], nearest)
+            return max(TIMES_EAGER * self.eager[output], nearest)
         least = min(_LEAST_LIMIT.get(precision, _LEAST_LIMIT_OF_HALVES), nearest / 2)
-        return max(_TIMES_EAGER * self.eager[output], least)
+        return max(TIMES_EAGER * self.eager[output], least)
 
     def facts(self, errors: Mapping[str, float]) -> Row:
         return {"errors": dict(errors), "distances": self.distances}

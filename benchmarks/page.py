@@ -118,6 +118,8 @@ def _section(gpu: str, groups: Sequence[Group]) -> str:
     if failed:
         lines.append("\nNot to be trusted:\n")
         lines += [f"- {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
+    if blind := [f"`{group.case}`" for group in groups if group.is_blind]:
+        lines.append(_BLIND.format(cases=" and ".join(blind)))
     lines.append(f"\n{_circumstances(groups)}\n")
     lines += [note.read_text(encoding="utf-8") for note in _notes(gpu)]
     return "\n".join(lines)
@@ -206,6 +208,12 @@ _HOW_SKIPPED = """Where "steps" says that fewer were computed, Step Skip filled 
 off, but not as far as "nearest other", or as three times the plain model's error if that is more: in many steps, a
 model of random numbers makes another picture of the smallest difference. What a preset does to pictures is told by
 [benchmarks/step_skipping.md](../benchmarks/step_skipping.md) alone.
+"""
+
+_BLIND = """
+Of {cases} the times count, not the errors: in so many steps a model of random numbers makes another picture of the
+smallest difference. There the plain model in half precision is so far from itself in fp32 that a picture of another
+prompt would pass as well. That engines computed, and how many calls, was counted all the same.
 """
 
 _YOURSELF = """## Measure it yourself

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .rows import Row, is_of_job, is_of_skipped
+from .rows import TIMES_EAGER, Row, is_of_job, is_of_skipped
 from .variants import COMPILE, EAGER, describe
 
 
@@ -30,6 +30,15 @@ class Group:
     def best_compile_ms(self) -> float | None:
         """The fastest mode of torch.compile that computes the right thing."""
         return min((row["ms"] for row in self.sound if row["variant"].startswith(COMPILE)), default=None)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether pictures are so far apart by the plain model's own error that a quite different one would pass."""
+        eager = next((row for row in self.sound if row["variant"] == EAGER and is_of_job(row)), None)
+        return eager is not None and any(
+            TIMES_EAGER * error >= min(found[output] for found in eager["distances"].values())
+            for output, error in eager["errors"].items()
+        )
 
     @property
     def sound(self) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 
@@ -15,11 +15,13 @@ def layers_of(model: torch.nn.Module) -> Layers:
 
     What was found before is looked at again only where some layer has other parts now.
     """
-    known = _known.get(model)
-    if known is not None and (found := known.again()) is not None:
+    known = _known.get(id(model))
+    if known is not None and (found := known.again(model)) is not None:
         return found
     found = _walked(model)
-    _known[model] = _Walk(found)
+    for gone in [place for place, walk in _known.items() if walk.is_over]:
+        _known.pop(gone, None)
+    _known[id(model)] = _Walk(found)
     return found
 
 
@@ -39,21 +41,25 @@ class _Walk:
     def __init__(self, found: Layers) -> None:
         self._found = [(name, ref(layer), _parts_of(layer)) for name, layer in found.items()]
 
-    def again(self) -> Layers | None:
-        """The same layers; None where one of them has other parts now, or is gone."""
+    @property
+    def is_over(self) -> bool:
+        """Whether its model is gone."""
+        return self._found[0][1]() is None
+
+    def again(self, model: torch.nn.Module) -> Layers | None:
+        """The same layers; None where it was another model's, or one of them has other parts now, or is gone."""
         found: Layers = {}
         for name, known, parts in self._found:
             layer = known()
             if layer is None or _parts_of(layer) != parts:
                 return None
             found[name] = layer
-        return found
+        return found if found[""] is model else None
 
 
-def _parts_of(layer: torch.nn.Module) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _parts_of(layer: torch.nn.Module) -> tuple[tuple[str, int], ...]:
     """What tells its parts from others, while all of them live."""
-    parts = layer._modules
-    return tuple(parts), tuple(map(id, parts.values()))
+    return tuple([(name, id(part)) for name, part in layer._modules.items()])
 
 
 def _walked(model: torch.nn.Module) -> Layers:
@@ -72,4 +78,5 @@ def _walked(model: torch.nn.Module) -> Layers:
     return found
 
 
-_known: WeakKeyDictionary[torch.nn.Module, _Walk] = WeakKeyDictionary()
+_known: dict[int, _Walk] = {}
+"""By the model's id: not every model can be a key."""

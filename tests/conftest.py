@@ -67,8 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark tests by their folder; skip what this machine cannot run or was told to leave out, each with its reason."""
     leave_out = pytest.mark.skip(reason="slow: only `python tools/test.py --everything` runs it")
     for item in items:
-        if config.getoption("--without-slow") and item.get_closest_marker("slow"):
-            item.add_marker(leave_out)
         for name in _OF_A_HOST:
             if ROOT / "tests" / name in item.path.parents:
                 item.add_marker(name)
@@ -76,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = _missing(marker.name)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if config.getoption("--without-slow") and item.get_closest_marker("slow"):
+            item.add_marker(leave_out)  # the first reason counts: what cannot run here is not left out to save time
 
 
 @pytest.fixture(scope="session")

@@ -227,7 +227,8 @@ def _planned(
 
 def _leaves_out_slow(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> bool:
     """Tell whether slow tests are skipped: a ComfyUI has tests enough, and nobody asked for certain ones."""
-    return bool(hosts) and not whole and not _chosen(arguments)
+    asks = any(argument.startswith(("-k", "-m")) for argument in arguments)
+    return bool(hosts) and not whole and not asks and not _chosen(arguments)
 
 
 def _comfyui_tests(is_newest: bool, whole: bool) -> dict[str, list[str]]:

@@ -116,8 +116,7 @@ class AcceleratedVae:
     def _memory_used(self, half: Half, estimate: Any) -> Any:
         if self.slipstream.is_tiling(self):  # asked for the whole picture, of which no engine sees more than a tile
             return estimate
-        read = functools.partial(self.slipstream.source, self, half)
-        return functools.partial(memory_needed, read, self.slipstream.module, half, estimate)
+        return functools.partial(memory_needed, self, self.slipstream.module, half, estimate)
 
 
 @functools.cache
@@ -195,15 +194,6 @@ class Acceleration:
             finally:
                 del self._open[id(vae)]
 
-    def source(self, vae: Any, half: Half) -> ComfyVaeSource:
-        """One for each half in a call of the VAE: to look a VAE over takes milliseconds.
-
-        Raises:
-            UnsupportedModel: engines cannot stand for it.
-        """
-        session = self._open.get(id(vae))
-        return ComfyVaeSource(vae, half) if session is None else session.source(half)
-
     def is_tiling(self, vae: Any) -> bool:
         return id(vae) in self._open and self._open[id(vae)].tiled
 
@@ -222,14 +212,8 @@ class Session:
         self.tiled = tiled
         self._module = module
         self._vae = vae
-        self._sources: dict[Half, ComfyVaeSource] = {}
         self._runs: dict[Half, tuple[Run, ComfyVaeSource] | str] = {}
         self._ending = ExitStack()
-
-    def source(self, half: Half) -> ComfyVaeSource:
-        if half not in self._sources:
-            self._sources[half] = ComfyVaeSource(self._vae, half)
-        return self._sources[half]
 
     def compute(self, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = plain_method(model, half)
@@ -249,7 +233,9 @@ class Session:
     def _run(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
         """Or why every call goes to the plain model."""
         if half not in self._runs:
-            self._runs[half] = begin_run(self._module, lambda: self.source(half), self._ending, finite_only=True)
+            self._runs[half] = begin_run(
+                self._module, lambda: ComfyVaeSource(self._vae, half), self._ending, finite_only=True
+            )
         return self._runs[half]
 
     def _tell(self, reason: str) -> None:

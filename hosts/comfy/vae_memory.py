@@ -19,34 +19,26 @@ _COPIES = 4
 
 
 def memory_needed(
-    read: Callable[[], ComfyVaeSource],
-    module: AcceleratedModule,
-    half: Half,
-    estimate: Callable[..., float],
-    shape: Any,
-    dtype: Any,
+    vae: Any, module: AcceleratedModule, half: Half, estimate: Callable[..., float], shape: Any, dtype: Any
 ) -> float:
     """Bytes for each picture of a batch, where its engine is there; else what ComfyUI expects. Never 0.
 
     Args:
-        read: gives the source of that half.
         estimate: ComfyUI's own, given shape and dtype.
     """
     usual = estimate(shape, dtype)
     try:
-        found = _on_engine(read, module, usual, tuple(shape))
+        found = _on_engine(vae, module, half, usual, tuple(shape))
     except Exception as error:  # whatever it is: the call itself will say so, and an estimate must not end it
         log.debug("Slipstream: memory for %s is not known: %s", half.method, error)
         found = None
     return usual if found is None else max(1.0, found)
 
 
-def _on_engine(
-    read: Callable[[], ComfyVaeSource], module: AcceleratedModule, usual: float, shape: Shape
-) -> float | None:
+def _on_engine(vae: Any, module: AcceleratedModule, half: Half, usual: float, shape: Shape) -> float | None:
     if len(shape) != 4:
         return None
-    source = read()
+    source = ComfyVaeSource(vae, half)
     forecast = module.provider.forecast(source, source.call((1, *shape[1:])), module.settings)
     if forecast is None:
         return None

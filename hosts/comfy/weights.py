@@ -111,9 +111,11 @@ _CASTS = "comfy_cast_weights"
 
 def _casts(layer: Any) -> bool:
     """Whether ComfyUI computes this layer's weights anew at every call."""
-    if not (hasattr(type(layer), _CASTS) or _CASTS in vars(layer)) or getattr(layer, "weight", None) is None:
+    own = vars(layer)  # what a layer does not have takes a Module long to say
+    if not (hasattr(type(layer), _CASTS) or _CASTS in own):
         return False
-    return bool(layer.comfy_cast_weights or layer.weight_function or layer.bias_function or hasattr(layer, "_v"))
+    casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or "_v" in own
+    return bool(casts) and getattr(layer, "weight", None) is not None
 
 
 def _kept_layer(name: str, layer: Any, kept: Weights, dtype: torch.dtype, device: torch.device) -> Weights | None:
@@ -203,7 +205,9 @@ def _check_memory(
     copied = [
         tensor
         for name, tensor in own.items()
-        if name in wanted and tensor.is_floating_point() and not _is_at_hand(name, tensor, casting, dtype, device)
+        if name in wanted
+        and _is_copied(name, tensor, casting)
+        and not _is_at_hand(name, tensor, casting, dtype, device)
     ]
     needed = sum(tensor.numel() for tensor in copied) * dtype.itemsize
     if needed and needed > (free := room_beside_sampling(device, needed)):
@@ -212,6 +216,11 @@ def _check_memory(
             f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}; the plain model is "
             "used. A smaller picture or batch, or fewer loaded models, may leave room"
         )
+
+
+def _is_copied(name: str, tensor: torch.Tensor, casting: dict[str, Any]) -> bool:
+    """Whether it is handed out in the engine's dtype: numbers are, and what a layer makes numbers of."""
+    return tensor.is_floating_point() or name.rpartition(".")[0] in casting
 
 
 def _is_at_hand(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -54,6 +56,8 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--precision", "fp12"), "invalid choice: 'fp12'"),
         (("--tables", "--ladder"), "not allowed with argument --tables"),
         (("--ladder", "--switch"), "not allowed with argument --ladder"),
+        (("--side-by-side", "--limit", "5"), "leave out --profile and --limit"),
+        (("--side-by-side", "--profile"), "leave out --profile and --limit"),
     ],
 )
 def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
@@ -121,6 +125,27 @@ def test_cases_side_by_side_share_a_lock_and_keep_all_rows(tmp_path: Path, monke
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(row["case"] for row in rows) == ["sd15-512-b2", "sdxl-1024-b2"]
     assert len({row["run"] for row in rows}) == 1 and Path(rows[0]["run"]).name == "lock"
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_interrupted_side_by_side_everything_ends_and_rows_are_kept(tmp_path: Path) -> None:
+    case = 'sys.argv[sys.argv.index("--case-in-this-process") + 1]'
+    program = child(tmp_path, f'put({{**rows[0], "case": {case}}}); open(part + ".there", "w"); time.sleep(600)')
+    script = f"""
+import sys
+from slipstream.benchmarks import command
+command.measure_apart.__defaults__ = ({program!r},)
+sys.exit(command.main({["--variants", "eager", "--cases", "sd15-512-b2,sdxl-1024-b2", "--side-by-side"]!r}
+    + ["--out", {str(tmp_path / "out")!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("out/*.there"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == command.INTERRUPTED
+    (file,) = tmp_path.glob("out/*.jsonl")
+    assert sorted(json.loads(line)["case"] for line in file.read_text().splitlines()) == ["sd15-512-b2", "sdxl-1024-b2"]
 
 
 def test_the_last_row_of_a_variant_counts(tmp_path: Path) -> None:

@@ -134,6 +134,14 @@ def test_a_run_of_the_ladder_leaves_its_cases_table_alone() -> None:
     assert len(newest(both)) == len(ladders(both)) == 1
 
 
+@pytest.mark.parametrize(("eager", "is_blind"), [(0.05, False), (0.1, True)])
+def test_pictures_that_cannot_be_judged_are_named(eager: float, is_blind: bool) -> None:
+    """0.3 is how far another picture is away, and three times the plain model's error would pass."""
+    more = {"steps": 20, "distances": {"seed": {"latent": 1.0, "picture": 0.3}}}
+    rows = [row("eager", 40.0, case="sd15-512-20steps", errors={"latent": 0.01, "picture": eager}, **more)]
+    assert ("the times count, not the errors" in report(newest(rows))[0]) == is_blind
+
+
 def test_changes_between_pictures_leave_their_cases_table_alone() -> None:
     other = {"shapes": {"x": [2, 4, 64, 96]}, "ms": 9.0, "again_ms": 8.5, "steady_ms": 8.25}
     change = row("slipstream:compiled+switch-size", 6.5, run="later", again_ms=6.25, steady_ms=6.0, other=other)
@@ -167,7 +175,7 @@ def test_versions_of_packages_that_only_some_variants_need_are_named() -> None:
 
 def test_no_ladder_no_section() -> None:
     failed = [rung("eager+fp32", None, failed="no"), rung("slipstream:compiled", None, failed="no")]
-    assert ladders([*ROWS, *failed]) == [] and "Rung by rung" not in report(newest(ROWS), ladders(ROWS))[0]
+    assert ladders([*ROWS, *failed]) == [] and "## Rung by rung" not in report(newest(ROWS), ladders(ROWS))[0]
 
 
 def test_the_command_writes_the_ladders_chart(tmp_path: Path, monkeypatch) -> None:

@@ -72,6 +72,25 @@ def test_a_change_deep_inside_a_new_layer_is_found() -> None:
     assert_same(model)
 
 
+def test_a_scripted_layer_is_one_too() -> None:
+    """Its parts are in no dict of Python's."""
+    model = Model()
+    model.first[1][1] = torch.jit.script(nn.Sequential(nn.SiLU()))
+    for _ in range(2):
+        assert list(layers_of(model)) == [name for name, _ in model.named_modules()]
+
+
+def test_models_that_say_they_are_equal_are_not_mixed_up() -> None:
+    class Equal(Model):
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    for model in (Equal(), Equal()):
+        assert layers_of(model)["second.own"] is model.second["own"]
+
+
 def test_no_model_is_kept_alive() -> None:
     model = Model()
     vars(model.first[0])["whole"] = model  # as some extensions do
