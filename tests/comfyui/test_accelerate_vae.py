@@ -10,6 +10,7 @@ import comfy.model_management
 import comfy.sd
 import pytest
 import torch
+from comfy.patcher_extension import CallbacksMP
 
 import nodes
 from slipstream.core.spec import Optimize, Precision
@@ -333,6 +334,20 @@ def test_a_changed_vae_decodes_as_it_is(
     told = [record for record in caplog.records if "Slipstream uses the plain VAE" in record.getMessage()]
     assert len(told) == 1
     assert (wanted - tiny.vae().decode(latents(2))).abs().max() > 0.01 or change in (without_engines, object_patched)
+
+
+def test_what_is_changed_while_comfyui_loads_the_vae_is_seen(provider: EngineProvider) -> None:
+    """ComfyUI asks what memory a VAE needs before it loads it: what was seen then may no longer be so."""
+    vae = tiny.vae()
+    fast, module = accelerated(provider, vae)
+    fast.decode(latents())
+    assert_calls(module, 1)
+    comfy.model_management.unload_all_models()
+    vae.patcher.add_callback(CallbacksMP.ON_LOAD, lambda *_: hooked(vae))
+    changed = fast.decode(latents())
+    assert_calls(module, 1, 1)
+    assert "watches or changes what decoder computes" in reason_of(module)
+    assert torch.equal(changed, vae.decode(latents()))
 
 
 def test_a_method_that_another_node_replaced_later_is_what_runs(provider: EngineProvider) -> None:
