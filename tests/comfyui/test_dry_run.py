@@ -351,6 +351,7 @@ def test_the_process_of_a_stopped_build_ends_too(real: Page, model_files) -> Non
     real.assert_nothing_is_left()
 
 
+@pytest.mark.slow  # test_page.py does it in a browser
 def test_a_click_compiles_and_the_next_picture_is_made_by_the_engine(real: Page, model_files) -> None:
     graph, model, _ = picture(model_files)
     plain = Graph()

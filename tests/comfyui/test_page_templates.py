@@ -65,7 +65,7 @@ def newcomer(browser: Any, server_of: Callable[..., ComfyServer]) -> Iterator[Ca
     assert [error for page in pages for error in page.errors] == []
 
 
-@pytest.mark.parametrize("nodes2", [CLASSIC, NEW_NODES])
+@pytest.mark.parametrize("nodes2", [CLASSIC, pytest.param(True, id="nodes2", marks=[NODES2, pytest.mark.slow])])
 def test_the_first_example_makes_a_picture_by_one_click(newcomer: Callable[..., Any], nodes2: bool) -> None:
     """And the next click makes one by an engine, which was built meanwhile."""
     page, server = newcomer(nodes2, **PRETENDED)

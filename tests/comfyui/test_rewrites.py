@@ -136,7 +136,10 @@ def test_eight_bits_follow_a_change_of_the_weights(
         assert relative_error(engine(**inputs), wanted) == usual
 
 
-@pytest.mark.parametrize(("quantised", "least", "most"), [(Quantised.FP8, 34.0, 2e-2), (Quantised.INT8, 44.0, 8e-3)])
+_QUALITY = [(Quantised.FP8, 34.0, 2e-2), pytest.param(Quantised.INT8, 44.0, 8e-3, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("quantised", "least", "most"), _QUALITY)
 def test_pictures_in_eight_bits_are_near_those_of_the_model(
     quantised: Quantised, least: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
