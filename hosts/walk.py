@@ -19,7 +19,7 @@ def layers_of(model: torch.nn.Module) -> Layers:
     if known is not None and (found := known.again(model)) is not None:
         return found
     found = _walked(model)
-    for gone in [place for place, walk in _known.items() if walk.is_over]:
+    for gone in [place for place, walk in list(_known.items()) if walk.is_over]:
         _known.pop(gone, None)
     _known[id(model)] = _Walk(found)
     return found
