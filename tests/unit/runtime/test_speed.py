@@ -45,7 +45,7 @@ def test_a_build_ends_with_a_measurement(provider: EngineProvider, source: FakeS
     assert entry.manifest.timed == result
 
 
-@pytest.mark.parametrize(("engine_ms", "said"), [(20.0, True), (10.5, False), (5.0, False)])
+@pytest.mark.parametrize(("engine_ms", "said"), [(20.0, True), (11.5, False), (5.0, False)])
 def test_an_engine_that_is_slower_than_the_model_is_named(
     provider: EngineProvider,
     source: FakeSource,
