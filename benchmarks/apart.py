@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,13 @@ class Outcome:
 
     rows: tuple[Row, ...]
     trouble: tuple[str, ...]
+
+
+def task_of(name: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """A new file for the rows of a case's process, and the hidden words that tell the process of both."""
+    run = uuid.uuid4().hex
+    part = folder.resolve() / f"{name}-{run[:8]}.part"
+    return part, ("--case-in-this-process", name, "--part", str(part), "--run", run)
 
 
 def run_apart(command: Sequence[str], part: Path, limit: int | None) -> tuple[list[Row], str | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from . import tables
 from .rows import Row, gpu_of, is_of_cold, last_of_each
-from .tables import failures, words_of
 
 _MARKS = ("imports", "model", "ready", "picture")
 
@@ -16,17 +16,8 @@ def cold_starts(rows: Iterable[Row]) -> list[Row]:
 
 
 def section(found: Sequence[Row], circumstances: Iterable[str]) -> str:
-    """In Markdown; empty where nothing was measured.
-
-    Args:
-        circumstances: of each row, in words.
-    """
-    if not found:
-        return ""
-    sound = [row for row in found if "failed" not in row]
-    lines = [_HEAD, *(_table(gpu, sound) for gpu in dict.fromkeys(map(gpu_of, sound)))]
-    lines += [*failures(found), "", "  \n".join(dict.fromkeys(circumstances)), "", words_of(found), ""]
-    return "\n".join(lines)
+    """See `tables.section`."""
+    return tables.section(_HEAD, _table, found, circumstances)
 
 
 def _table(gpu: str, rows: Sequence[Row]) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import tempfile
 import time
-import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from ..runtime.measure import statistics_of
-from .apart import PROGRAM, Outcome, run_apart
+from .apart import PROGRAM, Outcome, run_apart, task_of
 from .rows import Row
 
 STARTS = 3
@@ -35,11 +34,9 @@ def measure_cold(
     Args:
         options, words: of the command.
     """
-    run = uuid.uuid4().hex
-    part = options.out.resolve() / f"{name}-{run[:8]}.part"
+    part, hidden = task_of(name, options.out)
     with tempfile.TemporaryDirectory(prefix="slipstream-cold-", ignore_cleanup_errors=True) as caches:
         shared = ("--caches", caches, "--store", str(options.store or Path(caches) / "engines"))
-        hidden = ("--case-in-this-process", name, "--part", str(part), "--run", run)
 
         def start(variant: str, is_first: bool) -> Row | str:
             command = [*program, *words, "--variants", variant, *shared, *hidden, *(["--fill"] if is_first else [])]

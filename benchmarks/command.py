@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import tempfile
-import uuid
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,7 +22,7 @@ from ..core.spec import Optimize, Quantised
 from ..runtime.measure import commit
 from ..runtime.settings import NUMBERS, BuildPolicy
 from . import turns
-from .apart import PROGRAM, Outcome, end_all, run_apart
+from .apart import PROGRAM, Outcome, end_all, run_apart, task_of
 from .cases import CASES, Case, enter
 from .cold_start import STARTS, measure_cold
 from .rows import RESULTS, Row, append, result_file
@@ -244,9 +243,7 @@ def _variants_of(names: Sequence[str]) -> tuple[Variant, ...]:
 
 def measure_apart(name: str, options: Namespace, words: Sequence[str], program: Sequence[str] = PROGRAM) -> Outcome:
     """One case in a process of its own."""
-    run = uuid.uuid4().hex
-    part = options.out.resolve() / f"{name}-{run[:8]}.part"
-    hidden = ("--case-in-this-process", name, "--part", str(part), "--run", run)
+    part, hidden = task_of(name, options.out)
     lines, trouble = run_apart([*program, *words, *hidden], part, options.limit)
     rows = {line["variant"]: line for line in lines if "left_out" not in line}
     left_out = {line["variant"] for line in lines if "left_out" in line}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .rows import TIMES_EAGER, Row, is_of_job, is_of_skipped
+from .rows import TIMES_EAGER, Row, gpu_of, is_of_job, is_of_skipped
 from .variants import COMPILE, EAGER, describe
 
 
@@ -36,8 +36,7 @@ class Group:
         """Whether pictures are so far apart by the plain model's own error that a quite different one would pass."""
         eager = next((row for row in self.sound if row["variant"] == EAGER and is_of_job(row)), None)
         return eager is not None and any(
-            TIMES_EAGER * error >= min(found[output] for found in eager["distances"].values())
-            for output, error in eager["errors"].items()
+            TIMES_EAGER * error >= _nearest(eager, output) for output, error in eager["errors"].items()
         )
 
     @property
@@ -89,6 +88,23 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
+def section(
+    head: str, table: Callable[[str, Sequence[Row]], str], found: Sequence[Row], circumstances: Iterable[str]
+) -> str:
+    """A part of the page with a table for each GPU, in Markdown; empty where nothing was measured.
+
+    Args:
+        table: of a GPU's rows among those that may be trusted.
+        circumstances: of each row, in words.
+    """
+    if not found:
+        return ""
+    sound = [row for row in found if "failed" not in row]
+    lines = [head, *(table(gpu, sound) for gpu in dict.fromkeys(map(gpu_of, sound)))]
+    lines += [*failures(found), "", "  \n".join(dict.fromkeys(circumstances)), "", words_of(found), ""]
+    return "\n".join(lines)
+
+
 def failures(rows: Iterable[Row]) -> list[str]:
     """A line for each row that may not be trusted: why."""
     failed = [row for row in rows if "failed" in row]
@@ -108,9 +124,9 @@ def described(variant: str) -> str:
         return "no longer offered"
 
 
-def _nearest(row: Row) -> float:
+def _nearest(row: Row, output: str = "picture") -> float:
     """How far the picture is away that differs least: by its noise, its prompts or its hint alone."""
-    return min(float(distances["picture"]) for distances in row["distances"].values())
+    return min(float(distances[output]) for distances in row["distances"].values())
 
 
 def _rounded(value: float | None, digits: int) -> str:

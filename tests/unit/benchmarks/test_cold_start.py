@@ -45,21 +45,6 @@ def cold(variant: str = "eager+cold", ms: float | None = 6000.0, **fields: Any) 
 # Options and names
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("--switch", "--cold-start"), "not allowed with argument --switch"),
-        (("--cold-start", "--side-by-side"), "one process after another: leave out --side-by-side and --profile"),
-        (("--cold-start", "--profile"), "leave out --side-by-side and --profile"),
-        (("--variants", "eager,eager+cold"), "eager+cold is measured by --cold-start"),
-    ],
-)
-def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 2 and why in capsys.readouterr().err
-
-
 def test_pictures_that_need_a_gpu_are_measured_by_three_variants() -> None:
     found = parts(make_parser().parse_args(["--cold-start"]))
     assert [name for name, _ in found] == [name for name, case in CASES.items() if case.is_job and case.needs_gpu]

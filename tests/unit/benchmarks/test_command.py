@@ -58,6 +58,10 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--ladder", "--switch"), "not allowed with argument --ladder"),
         (("--side-by-side", "--limit", "5"), "leave out --profile and --limit"),
         (("--side-by-side", "--profile"), "leave out --profile and --limit"),
+        (("--switch", "--cold-start"), "not allowed with argument --switch"),
+        (("--cold-start", "--side-by-side"), "one process after another: leave out --side-by-side and --profile"),
+        (("--cold-start", "--profile"), "leave out --side-by-side and --profile"),
+        (("--variants", "eager,eager+cold"), "eager+cold is measured by --cold-start"),
     ],
 )
 def test_a_mistake_is_explained(words: tuple[str, ...], why: str, capsys) -> None:
