@@ -18,9 +18,9 @@ JOINED_PERCENT = f"{OURS}joined_percent"
 ROWS_AT_ONCE = f"{OURS}rows_at_once"
 """The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
 
-WIDE_ATTENTION = f"{OURS}wide_attention"
-"""Whether attention of very wide heads becomes products that widen, which torch 2.11 does not read back from a saved
-program."""
+PACKAGED = f"{OURS}packaged"
+"""Whether the program may have what torch 2.11 does not read back from a saved one: products that widen, for attention
+of very wide heads, and kernels of our own."""
 
 _ROW = 8192
 
@@ -64,5 +64,5 @@ def package_options(device: torch.device, optimize: Optimize) -> Options:
     quick = device.type == "cuda" or optimize is Optimize.FAST_BUILD
     wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
     fusion = fusion_options(device, optimize)
-    wide = {WIDE_ATTENTION: True} if REWRITES in fusion else {}
-    return {**_WITHOUT_WEIGHTS, **wrapper, **fusion, **wide}
+    packaged = {PACKAGED: True} if REWRITES in fusion else {}
+    return {**_WITHOUT_WEIGHTS, **wrapper, **fusion, **packaged}

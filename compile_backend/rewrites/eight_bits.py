@@ -82,19 +82,36 @@ def fp8_linear(
     Args:
         one: 1 in fp32, on the device.
     """
-    small, by = _in_eight_bits(x, FP8)
-    # Scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel.
-    is_wide = weight.shape[0] > weight.shape[1]
-    scales = (by, scale.t()) if is_wide else (one, one)
-    # Ada's kernels that scale write bf16 alone; what follows is computed in fp32 in either case.
-    y = torch._scaled_mm(small, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return _finished(y if is_wide else y.float() * by * scale.t(), x, bias)
+    return of_product(fp8_product(*in_fp8(x), weight, scale, one), x, bias)
 
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same with a weight in int8."""
     small, by = _in_eight_bits(x, torch.int8)
-    return _finished(torch._int_mm(small, weight.t()).float() * by * scale.t(), x, bias)
+    return of_product(torch._int_mm(small, weight.t()).float() * by * scale.t(), x, bias)
+
+
+def in_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of x [..., columns] in fp8, [samples, columns], and the scale of each, [samples, 1]."""
+    return _in_eight_bits(x, FP8)
+
+
+def fp8_product(
+    small: torch.Tensor, by: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: torch.Tensor
+) -> torch.Tensor:
+    """What `in_fp8` gave by a weight of `fp8_linear`, [samples, rows]."""
+    # Scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel.
+    is_wide = weight.shape[0] > weight.shape[1]
+    scales = (by, scale.t()) if is_wide else (one, one)
+    # Ada's kernels that scale write bf16 alone; what follows is computed in fp32 in either case.
+    y = torch._scaled_mm(small, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return y if is_wide else y.float() * by * scale.t()
+
+
+def of_product(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product y [samples, rows] as a layer of x [..., columns] gives it."""
+    y = y.to(x.dtype)
+    return (y if bias is None else y + bias).reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _in_eight_bits(x: torch.Tensor, eight_bits: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +137,3 @@ def _scale(samples: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
         return scale_of_rows(samples, eight_bits)
     parts = samples.reshape(len(samples), columns // part, part)
     return scale_of_rows(parts.abs().amax(-1), eight_bits)
-
-
-def _finished(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    y = y.to(x.dtype)
-    return (y if bias is None else y + bias).reshape(*x.shape[:-1], y.shape[-1])

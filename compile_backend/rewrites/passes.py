@@ -14,8 +14,9 @@ from ...core.protocols import Tensors
 from ...core.spec import EngineSpec, Quantised
 from ..derived import FP8, DerivedWeight
 from ..modules import module_of
-from ..options import JOINED_PERCENT, REWRITES, WIDE_ATTENTION
+from ..options import JOINED_PERCENT, PACKAGED, REWRITES
 from .eight_bits import CHOOSE_AUTO, quantise_linears, why_not_on
+from .gated import fuse_gates, runs_on
 from .graph import Graph
 from .group_norm import by_channel
 from .joined import join_linears
@@ -74,7 +75,7 @@ def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, dev
     if options.get(REWRITES):
         keep_channels_last(graph)
         by_channel(graph)
-    if options.get(WIDE_ATTENTION):
+    if options.get(PACKAGED):
         by_products(graph)
     count = 0
     if spec.quantised is not None:
@@ -84,6 +85,8 @@ def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, dev
                 f"{spec.fingerprint.architecture_name} has no linear layer that is faster in {spec.numbers} at this "
                 f"size; {CHOOSE_AUTO}"
             )
+        if options.get(PACKAGED) and runs_on(device):
+            fuse_gates(graph)
     join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)
     module = graph.finish(device)
     with torch.no_grad():

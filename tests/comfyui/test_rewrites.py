@@ -14,7 +14,7 @@ from slipstream.benchmarks.skipping.subject import Subject
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.compile_backend.engine import CompiledEngine
 from slipstream.compile_backend.modules import assign
-from slipstream.compile_backend.options import JOINED_PERCENT, REWRITES, WIDE_ATTENTION
+from slipstream.compile_backend.options import JOINED_PERCENT, PACKAGED, REWRITES
 from slipstream.compile_backend.program import export_program, load_constants
 from slipstream.compile_backend.rewrites import eight_bits
 from slipstream.core.progress import ignore_progress
@@ -76,7 +76,7 @@ def job_of(source: ModelSource, shapes: Shapes, folder: Path, quantised: Quantis
     call = CallShape(tuple((name, shape, torch.float32) for name, shape in shapes.items()))
     backend = AOTInductorBackend()
     plan = plans(source.architecture, call, source.precision, source.device, Settings(), [backend])[0]
-    options = {**plan.spec.backend.options, REWRITES: True, JOINED_PERCENT: 100, WIDE_ATTENTION: True}
+    options = {**plan.spec.backend.options, REWRITES: True, JOINED_PERCENT: 100, PACKAGED: True}
     spec = replace(plan.spec, backend=BackendConfig(backend.name, options), quantised=quantised)
     return BuildJob(folder, spec, source.architecture, source.device, plan.key.environment)
 

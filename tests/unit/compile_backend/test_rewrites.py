@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,9 +15,17 @@ from torch.nn import functional as F
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.compile_backend.derived import DerivedWeight, Form
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
-from slipstream.compile_backend.options import JOINED_PERCENT, REWRITES, ROWS_AT_ONCE, WIDE_ATTENTION
+from slipstream.compile_backend.options import JOINED_PERCENT, PACKAGED, REWRITES, ROWS_AT_ONCE
 from slipstream.compile_backend.reductions import whole_rows
-from slipstream.compile_backend.rewrites import Rewritten, eight_bits, group_norm, passes, rewrite, wide_attention
+from slipstream.compile_backend.rewrites import (
+    Rewritten,
+    eight_bits,
+    gated,
+    group_norm,
+    passes,
+    rewrite,
+    wide_attention,
+)
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import BackendConfig, EngineSpec, Quantised
@@ -59,7 +69,7 @@ def inputs_of(side: int = 16, dtype: torch.dtype = torch.float32) -> Tensors:
 
 def spec_of(percent: int = 0, rewrites: bool = True, quantised: Quantised | None = None) -> EngineSpec:
     backend = AOTInductorBackend()
-    options = {REWRITES: rewrites, JOINED_PERCENT: percent, WIDE_ATTENTION: rewrites}
+    options = {REWRITES: rewrites, JOINED_PERCENT: percent, PACKAGED: rewrites}
     return replace(make_spec(backend), backend=BackendConfig(backend.name, options), quantised=quantised)
 
 
@@ -227,6 +237,67 @@ def test_feed_forward_in_eight_bits(
     assert count(found, aten.as_strided.default) == (long < 128)
     scales = [weight for weight in found.derived.values() if weight.form is Form.SCALE]
     assert {weight.sources for weight in scales} == {("wide.weight",), ("narrow.weight",)}
+
+
+class Gated(nn.Module):
+    """A feed-forward block as UNets have it."""
+
+    def __init__(self, columns: int = 80, order: tuple[int, int] = (0, 1), bias: bool = True) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 2 * columns, bias=bias), nn.Linear(columns, 32)
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        halves = self.wide(x).chunk(2, dim=-1)
+        return self.narrow(F.dropout(halves[self.order[0]] * F.gelu(halves[self.order[1]]), 0.1, training=False))
+
+
+@pytest.fixture
+def gates_in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """What stands for the kernel where there is no Triton; the shapes that it was asked for."""
+    asked = []
+
+    def geglu_rows(y: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(tuple(y.shape))
+        x, gate = (y + bias).float().chunk(2, -1)
+        return eight_bits.in_fp8(x * F.gelu(gate))
+
+    kernels = ModuleType("geglu_rows")
+    kernels.geglu_rows = geglu_rows  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, gated.__name__.replace("gated", "geglu_rows"), kernels)
+    monkeypatch.setattr(passes, "runs_on", lambda device: True)
+    return asked
+
+
+@pytest.mark.usefixtures("small_layers_gain")
+def test_a_gate_between_layers_in_fp8_is_one_kernel(gates_in_torch: list[tuple[int, ...]]) -> None:
+    module, inputs = Gated(), {"x": torch.randn(2, 16, 32)}
+    found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
+    assert gates_in_torch == [(32, 160)] and found.eight_bits == 2
+    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+    assert count(found, aten.linear.default) == 0 and count(found, aten.chunk.default) == 1  # of what stands for it
+    assert count(found, aten._scaled_mm.default) == 2
+
+
+@pytest.mark.usefixtures("small_layers_gain")
+@pytest.mark.parametrize(
+    "module",
+    [Gated(112), Gated(order=(1, 0)), Gated(order=(0, 0)), Gated(bias=False)],
+    ids=["columns", "order", "halves", "bias"],
+)
+def test_what_the_kernel_does_not_compute_is_left(module: Gated, gates_in_torch: list[tuple[int, ...]]) -> None:
+    inputs = {"x": torch.randn(2, 16, 32)}
+    found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
+    assert not gates_in_torch and found.eight_bits == 2
+    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+
+
+@pytest.mark.usefixtures("small_layers_gain")
+def test_a_program_that_is_saved_has_no_kernel_of_ours(gates_in_torch: list[tuple[int, ...]]) -> None:
+    spec = spec_of(quantised=Quantised.FP8)
+    options = {**spec.backend.options, PACKAGED: False}
+    rewritten(Gated(), {"x": torch.randn(2, 16, 32)}, replace(spec, backend=BackendConfig(spec.backend.name, options)))
+    assert not gates_in_torch
 
 
 def test_a_model_without_large_layers_says_so() -> None:

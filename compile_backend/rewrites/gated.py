@@ -1,0 +1,98 @@
+"""Gated feed-forward blocks (GEGLU) between two fp8 layers, in a kernel of our own: attacks bandwidth, and compute.
+
+The compiler writes what the gate gave in half precision, finds the largest number of each row, and reads it again to
+quantise it. No library has that in one kernel; `geglu_rows` has.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .eight_bits import fp8_linear, fp8_product, in_fp8, of_product
+from .graph import Graph, aten, shape_of
+
+_LONGEST = 16384
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether code for the device is made by Triton."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def fuse_gates(graph: Graph) -> int:
+    """The number of blocks that were fused, of fp8 layers that are in the graph already."""
+    _drop_dropout(graph)
+    count = 0
+    for narrow in graph.calls(fp8_linear):
+        wide = _gated(narrow.args[0])
+        if wide is not None and parts_of(shape_of(wide)[-1] // 2):
+            graph.replace(narrow, fp8_feed_forward, *wide.args, *narrow.args[1:4])
+            count += 1
+    return count
+
+
+def parts_of(columns: int) -> tuple[int, int] | None:
+    """The two powers of two, or the one and 0, that make up a row which the kernel can hold; else None."""
+    most = 1 << (columns.bit_length() - 1)
+    rest = columns - most
+    return (most, rest) if rest & (rest - 1) == 0 and columns <= _LONGEST else None
+
+
+def fp8_feed_forward(
+    x: torch.Tensor,
+    wide: torch.Tensor,
+    wide_scale: torch.Tensor,
+    wide_bias: torch.Tensor,
+    one: torch.Tensor,
+    narrow: torch.Tensor,
+    narrow_scale: torch.Tensor,
+    narrow_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """`fp8_linear`, GEGLU and `fp8_linear`; see there."""
+    from .geglu_rows import geglu_rows
+
+    y = fp8_product(*in_fp8(x), wide, wide_scale, one)
+    small, by = geglu_rows(y, wide_bias)
+    return of_product(fp8_product(small, by, narrow, narrow_scale, one), x, narrow_bias)
+
+
+def _drop_dropout(graph: Graph) -> None:
+    """What does nothing outside of training still counts as random, so that nobody removes what it reads."""
+    for node in graph.calls(aten.dropout.default):
+        given = node.args[0]
+        if not node.args[2] and isinstance(given, Node):
+            node.replace_all_uses_with(given)
+            graph.module.graph.erase_node(node)
+
+
+def _gated(node: Any) -> Node | None:
+    """The fp8 layer with a bias of whose result `node` is the one half times GELU of the other."""
+    if not _calls(node, aten.mul.Tensor):
+        return None
+    for half, activated in (node.args, reversed(node.args)):
+        if _calls(activated, aten.gelu.default) and activated.kwargs.get("approximate", "none") == "none":
+            wide = _halved(half, activated.args[0])
+            if wide is not None and wide.args[3] is not None:
+                return wide
+    return None
+
+
+def _halved(first: Any, second: Any) -> Node | None:
+    """The fp8 layer whose result's two halves these are."""
+    if not (_calls(first, operator.getitem) and _calls(second, operator.getitem)):
+        return None
+    chunks = first.args[0]
+    halves = second.args[0] is chunks and (first.args[1], second.args[1]) == (0, 1)
+    if not halves or not _calls(chunks, aten.chunk.default, aten.split.Tensor) or len(chunks.meta["val"]) != 2:
+        return None
+    wide = chunks.args[0]
+    along = chunks.args[2] if len(chunks.args) > 2 else chunks.kwargs.get("dim", 0)
+    return wide if _calls(wide, fp8_linear) and along in (-1, len(shape_of(wide)) - 1) else None
+
+
+def _calls(node: Any, *operators: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in operators
