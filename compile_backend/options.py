@@ -19,8 +19,9 @@ ROWS_AT_ONCE = f"{OURS}rows_at_once"
 """The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
 
 PACKAGED = f"{OURS}packaged"
-"""Whether the program may have what torch 2.11 does not read back from a saved one: products that widen, for attention
-of very wide heads, and kernels of our own."""
+"""Whether the program is compiled where it was made, so that it may have what a saved one cannot: products that widen,
+for attention of very wide heads, which torch 2.11 does not read back, and kernels of our own, which whoever reads it
+back would have to know."""
 
 _ROW = 8192
 

@@ -41,7 +41,7 @@ _NAMES |= {
         "rewrites": "graphs rewritten before compiling",
         "joined_percent": "copies of joined layers, % of the weights",
         "rows_at_once": "longest row read at once",
-        "wide_attention": "wide attention by products",
+        "packaged": "kernels of our own",
     }.items()
 }
 

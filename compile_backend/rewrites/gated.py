@@ -13,33 +13,29 @@ import torch
 from torch.fx import Node
 
 from .eight_bits import fp8_linear, fp8_product, in_fp8, of_product
-from .graph import Graph, aten, shape_of
+from .graph import Graph, argument, aten, shape_of
 
-_LONGEST = 16384
+LONGEST = 16384
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether code for the device is made by Triton."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda"
 
 
-def fuse_gates(graph: Graph) -> int:
-    """The number of blocks that were fused, of fp8 layers that are in the graph already."""
+def fuse_gates(graph: Graph) -> None:
+    """Blocks of fp8 layers that are in the graph already."""
     _drop_dropout(graph)
-    count = 0
     for narrow in graph.calls(fp8_linear):
-        wide = _gated(narrow.args[0])
+        wide = _gated(graph, narrow.args[0])
         if wide is not None and parts_of(shape_of(wide)[-1] // 2):
             graph.replace(narrow, fp8_feed_forward, *wide.args, *narrow.args[1:4])
-            count += 1
-    return count
 
 
 def parts_of(columns: int) -> tuple[int, int] | None:
     """The two powers of two, or the one and 0, that make up a row which the kernel can hold; else None."""
     most = 1 << (columns.bit_length() - 1)
     rest = columns - most
-    return (most, rest) if rest & (rest - 1) == 0 and columns <= _LONGEST else None
+    return (most, rest) if rest & (rest - 1) == 0 and columns <= LONGEST else None
 
 
 def fp8_feed_forward(
@@ -69,29 +65,43 @@ def _drop_dropout(graph: Graph) -> None:
             graph.module.graph.erase_node(node)
 
 
-def _gated(node: Any) -> Node | None:
-    """The fp8 layer with a bias of whose result `node` is the one half times GELU of the other."""
-    if not _calls(node, aten.mul.Tensor):
+def _gated(graph: Graph, node: Any) -> Node | None:
+    """The fp8 layer of whose result `node` is the one half times GELU of the other, and which is there for nothing
+    else: what others read, or write into, has to be computed as it was."""
+    if not _alone(node, aten.mul.Tensor):
         return None
-    for half, activated in (node.args, reversed(node.args)):
-        if _calls(activated, aten.gelu.default) and activated.kwargs.get("approximate", "none") == "none":
+    for half, activated in (node.args, node.args[::-1]):
+        if _alone(activated, aten.gelu.default) and activated.kwargs.get("approximate", "none") == "none":
             wide = _halved(half, activated.args[0])
-            if wide is not None and wide.args[3] is not None:
+            if wide is not None and _suits(graph, wide):
                 return wide
     return None
 
 
 def _halved(first: Any, second: Any) -> Node | None:
     """The fp8 layer whose result's two halves these are."""
-    if not (_calls(first, operator.getitem) and _calls(second, operator.getitem)):
+    if not (_alone(first, operator.getitem) and _alone(second, operator.getitem)):
         return None
     chunks = first.args[0]
     halves = second.args[0] is chunks and (first.args[1], second.args[1]) == (0, 1)
-    if not halves or not _calls(chunks, aten.chunk.default, aten.split.Tensor) or len(chunks.meta["val"]) != 2:
+    if not halves or not _calls(chunks, aten.chunk.default, aten.split.Tensor) or len(chunks.users) != 2:
         return None
     wide = chunks.args[0]
-    along = chunks.args[2] if len(chunks.args) > 2 else chunks.kwargs.get("dim", 0)
-    return wide if _calls(wide, fp8_linear) and along in (-1, len(shape_of(wide)) - 1) else None
+    along = argument(chunks, 2, "dim", 0)
+    is_last = _alone(wide, fp8_linear) and along in (-1, len(shape_of(wide)) - 1)
+    return wide if is_last and len(chunks.meta["val"]) == 2 else None
+
+
+def _suits(graph: Graph, wide: Node) -> bool:
+    """Whether its bias is a weight with a number for each column, and its product comes scaled."""
+    x, bias = wide.args[0], graph.weight(wide.args[3])
+    widens = isinstance(x, Node) and shape_of(wide)[-1] > shape_of(x)[-1]
+    return widens and bias is not None and tuple(bias.shape) == shape_of(wide)[-1:]
+
+
+def _alone(node: Any, *operators: Any) -> bool:
+    """Whether it calls one of them, and one other node reads what comes out."""
+    return _calls(node, *operators) and len(node.users) == 1
 
 
 def _calls(node: Any, *operators: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -58,18 +58,25 @@ def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device
         return Rewritten(program, {})
     if spec.quantised is not None and (reason := why_not_on(device, spec.quantised)):
         raise UnsupportedModel(reason)
+    gates = spec.quantised is Quantised.FP8 and bool(options.get(PACKAGED)) and runs_on(device)
     try:
-        return _rewritten(program, spec, example, device)
+        return _rewritten(program, spec, example, device, gates)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever torch raises for a graph that it cannot trace again
+        if gates:
+            log.warning("Slipstream: %s does without a kernel of ours: %s", spec.describe(), first_line(error))
+            without = replace(spec.backend, options={**options, PACKAGED: False})
+            return rewrite(program, replace(spec, backend=without), example, device)
         if spec.quantised is not None:
             raise UnsupportedModel(f"{spec.describe()} cannot be made: {first_line(error)}; {CHOOSE_AUTO}") from error
         log.warning("Slipstream: %s is compiled as it is: %s", spec.describe(), first_line(error))
         return Rewritten(program, {}, as_it_is=first_line(error))
 
 
-def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
+def _rewritten(
+    program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device, gates: bool
+) -> Rewritten:
     options = spec.backend.options
     graph = Graph(module_of(program))
     if options.get(REWRITES):
@@ -85,7 +92,7 @@ def _rewritten(program: ExportedProgram, spec: EngineSpec, example: Tensors, dev
                 f"{spec.fingerprint.architecture_name} has no linear layer that is faster in {spec.numbers} at this "
                 f"size; {CHOOSE_AUTO}"
             )
-        if options.get(PACKAGED) and runs_on(device):
+        if gates:
             fuse_gates(graph)
     join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)
     module = graph.finish(device)

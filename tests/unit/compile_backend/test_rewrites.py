@@ -15,7 +15,14 @@ from torch.nn import functional as F
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.compile_backend.derived import DerivedWeight, Form
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
-from slipstream.compile_backend.options import JOINED_PERCENT, PACKAGED, REWRITES, ROWS_AT_ONCE
+from slipstream.compile_backend.options import (
+    JOINED_PERCENT,
+    PACKAGED,
+    REWRITES,
+    ROWS_AT_ONCE,
+    fusion_options,
+    package_options,
+)
 from slipstream.compile_backend.reductions import whole_rows
 from slipstream.compile_backend.rewrites import (
     Rewritten,
@@ -28,7 +35,7 @@ from slipstream.compile_backend.rewrites import (
 )
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.protocols import Tensors
-from slipstream.core.spec import BackendConfig, EngineSpec, Quantised
+from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Quantised
 from slipstream.tests.unit.compile_backend.support import CPU, SmallModel, make_inputs, make_spec
 
 aten = torch.ops.aten
@@ -85,15 +92,19 @@ def _without_gradients() -> Iterator[None]:
         yield
 
 
-def answer(found: Rewritten, module: nn.Module, inputs: Tensors) -> torch.Tensor:
-    """As an engine computes: derived weights are made of the model's."""
+def with_weights(found: Rewritten, module: nn.Module) -> nn.Module:
+    """The rewritten program as an engine computes it: derived weights are made of the model's."""
     runnable = found.program.module()
     named = dict(module.named_parameters())
     for name, weight in found.derived.items():
         place = torch.empty_like(runnable.get_buffer(name))  # those of the program lie one upon the other
         setattr(runnable, name, weight.write(place, [named[source].detach() for source in weight.sources]))
+    return runnable
+
+
+def answer(found: Rewritten, module: nn.Module, inputs: Tensors) -> torch.Tensor:
     with torch.no_grad():
-        result: torch.Tensor = runnable(**inputs)
+        result: torch.Tensor = with_weights(found, module)(**inputs)
     return result
 
 
@@ -242,14 +253,73 @@ def test_feed_forward_in_eight_bits(
 class Gated(nn.Module):
     """A feed-forward block as UNets have it."""
 
-    def __init__(self, columns: int = 80, order: tuple[int, int] = (0, 1), bias: bool = True) -> None:
+    def __init__(self, columns: int = 80, width: int = 32, bias: bool = True) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(32, 2 * columns, bias=bias), nn.Linear(columns, 32)
-        self.order = order
+        self.wide, self.narrow = nn.Linear(width, 2 * columns, bias=bias), nn.Linear(columns, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        halves = self.wide(x).chunk(2, dim=-1)
-        return self.narrow(F.dropout(halves[self.order[0]] * F.gelu(halves[self.order[1]]), 0.1, training=False))
+        return self.narrow(F.dropout(self.gate(*self.halves(self.wide(x))), 0.1, training=False))
+
+    def halves(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return y.chunk(2, dim=-1)
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * F.gelu(gate)
+
+
+class GateFirst(Gated):
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return F.gelu(gate) * x
+
+
+class Split(Gated):
+    def halves(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return y.split(y.shape[-1] // 2, -1)
+
+
+class Turned(Gated):
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gate * F.gelu(x)
+
+
+class OneHalf(Gated):
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * F.gelu(x)
+
+
+class Tanh(Gated):
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * F.gelu(gate, approximate="tanh")
+
+
+class Written(Gated):
+    """Into what the gate gives."""
+
+    def gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        gate = F.gelu(gate)
+        gate[..., :40] = 0
+        return x * gate
+
+
+class ReadTwice(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated = self.gate(*self.halves(self.wide(x)))
+        return self.narrow(gated) + gated.sum(-1, keepdim=True)
+
+
+class OtherHalves(Gated):
+    """Along another axis."""
+
+    def halves(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return y.chunk(2, dim=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.gate(*self.halves(self.wide(x))).repeat(1, 2, 1)[..., : self.narrow.in_features])
+
+
+class Trained(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(F.dropout(self.gate(*self.halves(self.wide(x))), 1e-6, training=True))
 
 
 @pytest.fixture
@@ -270,8 +340,9 @@ def gates_in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.usefixtures("small_layers_gain")
-def test_a_gate_between_layers_in_fp8_is_one_kernel(gates_in_torch: list[tuple[int, ...]]) -> None:
-    module, inputs = Gated(), {"x": torch.randn(2, 16, 32)}
+@pytest.mark.parametrize("kind", [Gated, GateFirst, Split])
+def test_a_gate_between_layers_in_fp8_is_one_kernel(kind: type[Gated], gates_in_torch: list[tuple[int, ...]]) -> None:
+    module, inputs = kind(), {"x": torch.randn(2, 16, 32)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
     assert gates_in_torch == [(32, 160)] and found.eight_bits == 2
     assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
@@ -282,14 +353,39 @@ def test_a_gate_between_layers_in_fp8_is_one_kernel(gates_in_torch: list[tuple[i
 @pytest.mark.usefixtures("small_layers_gain")
 @pytest.mark.parametrize(
     "module",
-    [Gated(112), Gated(order=(1, 0)), Gated(order=(0, 0)), Gated(bias=False)],
-    ids=["columns", "order", "halves", "bias"],
+    [
+        *(kind() for kind in (Turned, OneHalf, Tanh, Written, ReadTwice, OtherHalves, Trained)),
+        Gated(112),  # columns that the kernel cannot hold
+        Gated(width=160),  # not wider than what it reads
+        Gated(bias=False),
+    ],
+    ids=lambda module: f"{type(module).__name__} {module.wide}",
 )
 def test_what_the_kernel_does_not_compute_is_left(module: Gated, gates_in_torch: list[tuple[int, ...]]) -> None:
-    inputs = {"x": torch.randn(2, 16, 32)}
+    inputs = {"x": torch.randn(2, 16, module.wide.in_features)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
-    assert not gates_in_torch and found.eight_bits == 2
+    assert not gates_in_torch and found.eight_bits
     assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+
+
+@pytest.mark.usefixtures("small_layers_gain", "gates_in_torch")
+def test_a_kernel_that_cannot_be_traced_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, gated.__name__.replace("gated", "geglu_rows"), None)
+    module, inputs = Gated(), {"x": torch.randn(2, 16, 32)}
+    found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
+    assert found.eight_bits == 2 and "does without a kernel of ours" in caplog.text
+    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+
+
+def test_only_packages_have_kernels_of_ours() -> None:
+    """Whoever reads a saved program back does not know them."""
+    device = torch.device("cuda")
+    for optimize in (Optimize.BALANCED, Optimize.MAX):
+        assert package_options(device, optimize)[PACKAGED] is True
+        assert PACKAGED not in fusion_options(device, optimize)
+    assert gated.runs_on(device) and not gated.runs_on(CPU)
 
 
 @pytest.mark.usefixtures("small_layers_gain")
