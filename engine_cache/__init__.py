@@ -4,7 +4,7 @@ from .choices import ChoiceMemo
 from .entry import Entry, Hold
 from .files import identity as file_identity
 from .history import BuildHistory, PastBuild
-from .key import EngineKey, canonical, canonical_json, digest_of
+from .key import EngineKey, canonical, canonical_json, digest_of, key_of
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Verification, is_digest
 from .memo import WeightsMemo
@@ -37,4 +37,5 @@ __all__ = [
     "digest_tensors",
     "file_identity",
     "is_digest",
+    "key_of",
 ]

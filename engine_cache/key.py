@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -99,6 +100,19 @@ class EngineKey:
 
     def __repr__(self) -> str:
         return f"EngineKey({self.short}: {self.spec.describe()})"
+
+
+def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
+    """The key of both: the one from before where the same was asked for lately, as each picture asks."""
+    for known in tuple(_recent):
+        if known.spec == spec and known.environment == environment:
+            return known
+    key = EngineKey(spec, environment)
+    _recent.append(key)
+    return key
+
+
+_recent: deque[EngineKey] = deque(maxlen=32)
 
 
 def factors_of(source: HasFactors | Factors) -> Factors:

@@ -39,27 +39,30 @@ class _Walk:
     """What a walk found. It keeps no layer alive: one may know the whole model."""
 
     def __init__(self, found: Layers) -> None:
-        self._found = [(name, ref(layer), _parts_of(layer)) for name, layer in found.items()]
+        self._names = list(found)
+        self._layers = [ref(layer) for layer in found.values()]
+        self._parts = [_parts_of(layer) for layer in found.values()]
 
     @property
     def is_over(self) -> bool:
         """Whether its model is gone."""
-        return self._found[0][1]() is None
+        return self._layers[0]() is None
 
     def again(self, model: torch.nn.Module) -> Layers | None:
         """The same layers; None where it was another model's, or one of them has other parts now, or is gone."""
-        found: Layers = {}
-        for name, known, parts in self._found:
+        found = []
+        for known, parts in zip(self._layers, self._parts, strict=True):
             layer = known()
-            if layer is None or _parts_of(layer) != parts:
+            if layer is None or (layer._modules or parts) and _parts_of(layer) != parts:  # most have no parts
                 return None
-            found[name] = layer
-        return found if found[""] is model else None
+            found.append(layer)
+        return dict(zip(self._names, found, strict=True)) if found[0] is model else None
 
 
-def _parts_of(layer: torch.nn.Module) -> tuple[tuple[str, int], ...]:
-    """What tells its parts from others, while all of them live."""
-    return tuple([(name, id(part)) for name, part in layer._modules.items()])
+def _parts_of(layer: torch.nn.Module) -> tuple[list[str], list[int]] | None:
+    """What tells its parts from others, while all of them live; None where it has none."""
+    parts = layer._modules
+    return (list(parts.keys()), list(map(id, parts.values()))) if parts else None
 
 
 def _walked(model: torch.nn.Module) -> Layers:

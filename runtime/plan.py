@@ -12,7 +12,7 @@ from ..core.dtypes import WHOLE_NUMBERS, dtype_name, dtype_of
 from ..core.protocols import Architecture, Backend, Tensors
 from ..core.shapes import Shape, ShapeProfile
 from ..core.spec import BackendConfig, EngineSpec, Precision
-from ..engine_cache import EngineKey
+from ..engine_cache import EngineKey, key_of
 from .backends import candidates
 from .settings import Resolution, Settings, latent_of
 from .shapes_wanted import profiles_wanted
@@ -116,9 +116,7 @@ def plans(
     picks = candidates(settings.backend, device, backends)
     specs = [_spec(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
     found = [
-        Plan(
-            architecture, spec, EngineKey(spec, pick.backend.environment(device)), pick.backend, device, host_precision
-        )
+        Plan(architecture, spec, key_of(spec, pick.backend.environment(device)), pick.backend, device, host_precision)
         for spec, pick in zip(specs, picks, strict=True)
     ]
     return sorted(found, key=lambda plan: plan.spec.profiles != profiles_wanted(call.shapes, settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,12 +39,20 @@ def why_not_these_layers(model: torch.nn.Module) -> str | None:
         if layer._forward_hooks or layer._forward_pre_hooks:
             return f"another extension watches or changes what {what} computes"
         # The methods that call engines, decode and encode, may be wrapped: the wrapper is what ComfyUI calls.
-        if replaced := [own for own in vars(layer) if name and callable(getattr(type(layer), own, None))]:
-            return f"another extension changed how {what} computes ({replaced[0]})"
+        kind: Any = type(layer)
+        if name and not (methods := _methods_of(kind)).isdisjoint(vars(layer)):
+            replaced = next(own for own in vars(layer) if own in methods)
+            return f"another extension changed how {what} computes ({replaced})"
         attention = vars(layer).get("optimized_attention")
         if attention is not None and getattr(attention, "__module__", None) != _LAYERS:
             return f"another extension replaced the attention of {what}"
     return why_replaced(model)
+
+
+@functools.lru_cache(maxsize=256)
+def _methods_of(kind: type) -> frozenset[str]:
+    """Whatever an extension adds to a class afterwards is found by `why_replaced`."""
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def why_not_this_call(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -41,17 +41,18 @@ def current_weights(
     own = dict(tensors_of(layers))
     kept = copies.of(device, dtype, token, owner)
     _check_memory(own, casting, wanted - set(kept), dtype, device)
-    found: Weights = {}
+    made: Weights = {}
     with torch.no_grad():
         for name, layer in casting.items():
-            found.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
-        for name in wanted.difference(found).intersection(own):
-            found[name] = _as_needed(name, own[name].detach(), kept, dtype, device)
-    if missing := sorted(wanted.difference(found)):
-        raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
-    found = {name: found[name] for name in wanted}
+            made.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
+        for name, tensor in own.items():
+            if name in wanted and name not in made and not _is_as_needed(tensor, dtype, device):
+                made[name] = kept[name] if name in kept else _as_needed(tensor.detach(), dtype, device)
+        if missing := sorted(wanted.difference(made, own)):
+            raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
+        found = {name: made[name] if name in made else own[name].detach() for name in wanted}
     if token is not None:
-        copies.keep(device, dtype, token, dict(_without_own(own, found)), owner)
+        copies.keep(device, dtype, token, _copies_among(made, own, wanted), owner)
     return found
 
 
@@ -183,18 +184,20 @@ class _Cast:
             self._done = None
 
 
-def _as_needed(
-    name: str, tensor: torch.Tensor, kept: Weights, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    if (tensor.dtype, tensor.device) == (wanted, device):
-        return tensor
-    return kept[name] if name in kept else tensor.to(device=device, dtype=wanted)
+def _is_as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    return tensor.device == device and (tensor.dtype == dtype or not tensor.is_floating_point())
 
 
-def _without_own(own: Weights, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+def _as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def _copies_among(made: Weights, own: Weights, wanted: set[str]) -> Weights:
+    """Those that are no layer's own: a cast may give what it was given."""
+    if not made:
+        return {}
     addresses = {tensor.data_ptr() for tensor in own.values()}
-    return ((name, tensor) for name, tensor in weights.items() if tensor.data_ptr() not in addresses)
+    return {name: tensor for name, tensor in made.items() if name in wanted and tensor.data_ptr() not in addresses}
 
 
 def _check_memory(
