@@ -79,7 +79,7 @@ def prompts(family: str, **extras: Any) -> dict[str, Any]:
     return {name: tiny.conditioning(family, seed, **extras) for name, seed in seeds.items()}
 
 
-@pytest.mark.parametrize("family", with_slow(BUILT, *({"qwen", "wan"} & {*BUILT})))
+@pytest.mark.parametrize("family", with_slow(BUILT, *({"qwen", "wan", "pixart"} & {*BUILT})))
 def test_picture_is_the_plain_one_and_the_engine_made_it(family: str, provider: EngineProvider) -> None:
     model = tiny.transformer(family)
     fast, module = accelerated(provider, model)

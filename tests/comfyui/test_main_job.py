@@ -157,6 +157,7 @@ def test_bad_input_is_refused_in_words(built, model_files) -> None:
     assert not run.ok and "is no resolution" in run.error["exception_message"]
 
 
+@pytest.mark.slow
 def test_two_servers_that_want_the_same_engine_build_it_once(server_of, tmp_path: Path, model_files) -> None:
     shared = tmp_path / "shared"
     graph = main_job(model_files, seed=5)

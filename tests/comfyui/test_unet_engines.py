@@ -139,7 +139,7 @@ def accelerated(provider: EngineProvider, patcher: Patcher) -> tuple[Patcher, Ac
     return accelerate_model(patcher, module), module
 
 
-SLOW = ("sd2 with v-prediction", "cfg 1", "long prompt", "area", "timestep range")
+SLOW = ("sd2 with v-prediction", "cfg 1", "long prompt", "area", "timestep range", "batch of two")
 """An engine of its own each; another case shows as much."""
 
 

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(CASES, "v-prediction", "cfg 1", "long prompt"))
+@pytest.mark.parametrize("name", with_slow(CASES, "v-prediction", "cfg 1", "long prompt", "area", "controlnet sdxl"))
 def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: list[Any]) -> None:
     case = CASES[name]
     sample = {"steps": 5, **case.sample}
