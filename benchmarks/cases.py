@@ -99,6 +99,16 @@ CASES = {
             lambda: sdxl_job(1024, 30),
         ),
         _picture(
+            "sd15-512-20steps-b4",
+            "four whole pictures at once: SD1.5, 512×512, 20 steps of euler, CFG 7, and the VAE's decoder",
+            lambda: sd15_job(512, 20, control=False, batch=4),
+        ),
+        _picture(
+            "sdxl-1024-30steps-b4",
+            "four whole pictures at once: SDXL, 1024×1024, 30 steps of euler, CFG 7, and the VAE's decoder",
+            lambda: sdxl_job(1024, 30, batch=4),
+        ),
+        _picture(
             "tiny-sd15-canny-64-3steps",
             "a whole picture of a tiny model with a ControlNet, to try this out on any machine",
             lambda: sd15_job(64, 3, control=True, unet=TINY_SD15, vae=TINY_VAE),

@@ -82,6 +82,7 @@ class Job:
         make: the parts in a dtype, with numbers by the same seed.
         context: the width of the text.
         pooled: whether the model takes the text as a whole, too.
+        batch: pictures that are made at once.
 
     Attributes:
         tell: hears of each step and of each picture.
@@ -96,6 +97,7 @@ class Job:
         steps: int,
         context: int,
         pooled: bool = False,
+        batch: int = 1,
     ) -> None:
         import comfy.model_management as management
 
@@ -104,7 +106,7 @@ class Job:
         self.parts = make(half(self.device), torch.float32 if self.device.type == "cpu" else torch.bfloat16)
         self.tell: Callable[[str], None] = lambda what: None
         self._make = make
-        self.shapes: Mapping[str, Shape] = {"latent": (1, 4, size // 8, size // 8), "context": (1, TOKENS, context)}
+        self.shapes: Mapping[str, Shape] = {"latent": (batch, 4, size // 8, size // 8), "context": (1, TOKENS, context)}
         if self.parts.control is not None:
             self.shapes = {**self.shapes, "hint": (1, 3, size, size)}
         if pooled:
@@ -119,8 +121,8 @@ class Job:
         return self.engine_calls_of(self.steps)
 
     def engine_calls_of(self, steps: int) -> int:
-        """Model and ControlNet once a step, for both prompts at a time, and the decoder once."""
-        return steps * (1 if self.parts.control is None else 2) + 1
+        """Model and ControlNet once a step, for both prompts at a time, and the decoder once a picture."""
+        return steps * (1 if self.parts.control is None else 2) + self.shapes["latent"][0]
 
     def inputs(self, seed: int) -> Wish:
         import comfy.sample
@@ -250,30 +252,41 @@ def _worst(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 # Models
 
 
-def sd15_job(size: int, steps: int, control: bool, unet: Mapping[str, Any] = SD15, vae: Mapping[str, Any] = VAE) -> Job:
+def sd15_job(
+    size: int,
+    steps: int,
+    control: bool,
+    unet: Mapping[str, Any] = SD15,
+    vae: Mapping[str, Any] = VAE,
+    batch: int = 1,
+) -> Job:
     """
     Args:
         control: with a ControlNet of the model's size.
         unet, vae: the widths of others.
+        batch: pictures that are made at once.
     """
 
     def make(dtype: torch.dtype, vae_dtype: torch.dtype) -> Parts:
         network = make_controlnet(unet, dtype) if control else None
         return Parts(_model("SD15", "BaseModel", unet, dtype), network, make_vae(vae, vae_dtype))
 
-    return Job(make, size, steps, unet["context_dim"])
+    return Job(make, size, steps, unet["context_dim"], batch=batch)
 
 
-def sdxl_job(size: int, steps: int, unet: Mapping[str, Any] = SDXL, vae: Mapping[str, Any] = VAE) -> Job:
+def sdxl_job(
+    size: int, steps: int, unet: Mapping[str, Any] = SDXL, vae: Mapping[str, Any] = VAE, batch: int = 1
+) -> Job:
     """
     Args:
         unet, vae: the widths of others.
+        batch: pictures that are made at once.
     """
 
     def make(dtype: torch.dtype, vae_dtype: torch.dtype) -> Parts:
         return Parts(_model("SDXL", "SDXL", unet, dtype), None, make_vae(vae, vae_dtype))
 
-    return Job(make, size, steps, unet["context_dim"], pooled=True)
+    return Job(make, size, steps, unet["context_dim"], pooled=True, batch=batch)
 
 
 def _model(family: str, kind: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:

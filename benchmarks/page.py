@@ -196,12 +196,12 @@ of the host (or a part of it, where torch finds its own cache), for an engine it
 "load s". "VRAM MB" is what the process reserves at most for the model and this variant alone.
 """
 
-_HOW_JOBS = """Where "ms per picture" is given, a case is a whole picture: ComfyUI's own sampling and VAE, from noise
-that is there to pixels that are there, by the clock, with all that the host does in between. In rows of `torch.compile`
-and of Slipstream, UNet, ControlNet and VAE decoder are compiled or run on engines. Errors are those of the
-finished latent and of the picture, against the same picture in fp32 from end to end. They grow from step to step, so a
-row may be three times as far off as the plain model in its own precision, and 5e-2 at least. "nearest other" is how far
-pictures are apart that differ in one input alone (noise, prompts or hint), the least of these.
+_HOW_JOBS = """Where "ms in all" is given, a case is a whole picture, or several at once: ComfyUI's own sampling and
+VAE, from noise that is there to pixels that are there, by the clock, with all that the host does in between. In rows of
+`torch.compile` and of Slipstream, UNet, ControlNet and VAE decoder are compiled or run on engines. Errors are those of
+the finished latent and of the picture, against the same picture in fp32 from end to end. They grow from step to step,
+so a row may be three times as far off as the plain model in its own precision, and 5e-2 at least. "nearest other" is
+how far pictures are apart that differ in one input alone (noise, prompts or hint), the least of these.
 """
 
 _HOW_SKIPPED = """Where "steps" says that fewer were computed, Step Skip filled in the others. Such a row may be further

@@ -47,7 +47,7 @@ class Group:
 
 _CALLS = ("case", "variant", "ms", "over eager", "over torch.compile", "error", "build s", "load s", "VRAM MB")
 _JOBS = (
-    "case", "variant", "ms per picture", "over eager", "over torch.compile", "error of latent", "error of picture",
+    "case", "variant", "ms in all", "over eager", "over torch.compile", "error of latent", "error of picture",
     "nearest other", "build s", "VRAM MB",
 )  # fmt: skip
 _JOBS_SKIPPED = (*_JOBS[:2], "steps", *_JOBS[2:])

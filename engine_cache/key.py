@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -104,15 +103,17 @@ class EngineKey:
 
 def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
     """The key of both: the one from before where the same was asked for lately, as each picture asks."""
-    for known in tuple(_recent):
-        if known.spec == spec and known.environment == environment:
-            return known
-    key = EngineKey(spec, environment)
-    _recent.append(key)
-    return key
+    asked = repr((spec, environment))  # unlike ==, tells 1 from True, as a key does
+    known = _recent.get(asked)
+    if known is None:
+        known = _recent[asked] = EngineKey(spec, environment)
+        for oldest in list(_recent)[:-_KEPT]:
+            _recent.pop(oldest, None)
+    return known
 
 
-_recent: deque[EngineKey] = deque(maxlen=32)
+_KEPT = 32
+_recent: dict[str, EngineKey] = {}
 
 
 def factors_of(source: HasFactors | Factors) -> Factors:

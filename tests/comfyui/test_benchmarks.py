@@ -379,14 +379,16 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_presets_skip_steps_over_engines(tmp_path: Path) -> None:
-    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
+    """Of several pictures at once: one call of the model, one of the decoder for each."""
+    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE, batch=3)
     with torch.inference_mode(), ExitStack() as ending:
         workshop = workshop_in(tmp_path)
         ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, workshop, ending)
         computed = ready.facts["computed"]
-        assert computed < 12 and ready.wanted_calls == computed + 1
+        assert computed < 12 and ready.wanted_calls == computed + 3
         for number in range(2):
-            ready.compute(ready.prepare(made.inputs(seed=number)))
+            painted = ready.compute(ready.prepare(made.inputs(seed=number)))
+            assert painted["picture"].shape == (3, 64, 64, 3)
         assert ready.engine_calls() == 2 * ready.wanted_calls and not ready.reasons()
 
 

@@ -25,7 +25,7 @@ from slipstream.core.spec import (
     Quantised,
     Role,
 )
-from slipstream.engine_cache import EngineKey, canonical, canonical_json, describe_differences, digest_of
+from slipstream.engine_cache import EngineKey, canonical, canonical_json, describe_differences, digest_of, key, key_of
 from slipstream.tests.unit.engine_cache.support import make_environment, make_key, make_spec
 
 OUT_OF_KEY = {
@@ -111,6 +111,20 @@ def test_every_field_of_the_environment_enters_unless_marked(path: str, in_key: 
     base, other = EngineKey(make_spec(), make_environment()), EngineKey(make_spec(), changed)
     assert (base.digest != other.digest) is in_key
     assert bool(base.diff(other)) is in_key
+
+
+def test_a_key_that_was_asked_for_lately_is_kept() -> None:
+    known = key_of(make_spec(), make_environment())
+    assert key_of(make_spec(), make_environment()) is known
+    others = [(changed, make_environment()) for _, _, changed in changes(make_spec(), "spec")]
+    others += [(make_spec(), changed) for _, _, changed in changes(make_environment(), "environment")]
+    others += [(make_spec(backend=BackendConfig("compiled", {"odd": odd})), make_environment()) for odd in (1, True)]
+    for spec, environment in others:
+        found = key_of(spec, environment)
+        assert (found.spec, found.environment) == (spec, environment)
+        assert found.factors == EngineKey(spec, environment).factors
+        assert found.digest == EngineKey(spec, environment).digest
+    assert len(key._recent) == key._KEPT < len(others)
 
 
 def test_only_the_agreed_fields_are_marked_out() -> None:
