@@ -40,13 +40,17 @@ def current_weights(
     casting = {name: layer for name, layer in layers.items() if _casts(layer)}
     own = dict(tensors_of(layers))
     kept = copies.of(device, dtype, token, owner)
-    _check_memory(own, casting, wanted - set(kept), dtype, device)
+    others = {
+        name: tensor for name, tensor in own.items() if name in wanted and not _is_as_needed(tensor, dtype, device)
+    }
+    if casting or others:
+        _check_memory(own, casting, wanted - set(kept), dtype, device)
     made: Weights = {}
     with torch.no_grad():
         for name, layer in casting.items():
             made.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
-        for name, tensor in own.items():
-            if name in wanted and name not in made and not _is_as_needed(tensor, dtype, device):
+        for name, tensor in others.items():
+            if name not in made:
                 made[name] = kept[name] if name in kept else _as_needed(tensor.detach(), dtype, device)
         if missing := sorted(wanted.difference(made, own)):
             raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
