@@ -125,7 +125,8 @@ class CompiledEngine:
             raise IncompatibleEngine(f"The model has no weight {name!r} that the engine needs; build the engine again")
         if tensor.device != self._device:
             raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
-        return tensor.detach() if tensor.requires_grad else tensor  # of hundreds, each time
+        # Hundreds each time, and those of the hosts are plain already.
+        return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):

@@ -77,41 +77,69 @@ def build_half(kind: Kind, config: Config, half: Half) -> torch.nn.Module:
 
 def why_other_layers(live: torch.nn.Module, built: torch.nn.Module) -> str | None:
     """The first layer of a live autoencoder that is not as in its half that was built; None where all are."""
-    wanted = _looks_of_built(built)
+    wanted = _looks_of(built)
     parts = {name.partition(".")[0] for name in wanted}
-    found = {name: _looks(layer) for name, layer in layers_of(live).items() if name.partition(".")[0] in parts}
-    if found != wanted:
-        return min(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    found = {name: layer for name, layer in layers_of(live).items() if name.partition(".")[0] in parts}
+    others = [name for name in found.keys() & wanted.keys() if not wanted[name].is_of(found[name])]
+    if wrong := [*others, *(found.keys() ^ wanted.keys())]:
+        return min(wrong)
     own = dict(live.named_parameters(recurse=False))
-    wrong = (name for name, each in built.named_parameters(recurse=False) if _shape(own.get(name)) != each.shape)
-    return next(wrong, None)
+    differ = (name for name, each in built.named_parameters(recurse=False) if _shape(own.get(name)) != each.shape)
+    return next(differ, None)
 
 
 @functools.lru_cache(maxsize=8)
-def _looks_of_built(built: torch.nn.Module) -> dict[str, tuple[object, ...]]:
+def _looks_of(built: torch.nn.Module) -> dict[str, _Look]:
     """Of a half that nobody changes."""
-    return {name: _looks(layer) for name, layer in layers_of(built).items() if name}
+    return {name: _Look.of(layer) for name, layer in layers_of(built).items() if name}
 
 
-def _looks(layer: torch.nn.Module) -> tuple[object, ...]:
-    """What decides how a layer computes, its numbers left out: padding, stride and the like."""
-    kind: Any = type(layer)
-    tensors = [
-        (name, tensor.shape)
-        for part in (layer._parameters, layer._buffers)
-        for name, tensor in part.items()
-        if tensor is not None
-    ]
-    return kind, _settings_of(kind)(layer), tensors
+@dataclass(frozen=True)
+class _Look:
+    """What decides how a layer computes, its numbers left out.
+
+    Attributes:
+        settings: padding, stride and the like: whatever plain value its code keeps under a public name.
+        shapes: of its parameters and buffers.
+    """
+
+    kind: type
+    settings: Mapping[str, object]
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def of(cls, layer: torch.nn.Module) -> _Look:
+        settings = {
+            name: value
+            for name, value in vars(layer).items()
+            if _is_plain(value) and not name.startswith(("_", "comfy_")) and name != "training"
+        }
+        return cls(type(layer), settings, _shapes(layer))
+
+    def is_of(self, layer: torch.nn.Module) -> bool:
+        own = vars(layer)
+        return (
+            type(layer) is self.kind
+            and all(_is_same(own.get(name), value) for name, value in self.settings.items())
+            and _shapes(layer) == self.shapes
+        )
 
 
-@functools.lru_cache(maxsize=256)
-def _settings_of(kind: type) -> Callable[[Any], object]:
-    """How to read them from a layer: most kinds list them for torch.jit, in a fraction of a description's time."""
-    listed = getattr(kind, "__constants__", None)
-    if listed:
-        return lambda layer: [getattr(layer, name, None) for name in listed]
-    return lambda layer: layer.extra_repr()
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in (bool, int, float, str, type(None))
+
+
+def _is_same(found: object, wanted: object) -> bool:
+    if type(found) is not type(wanted):
+        return False
+    return repr(found) == repr(wanted) if isinstance(wanted, tuple) else found == wanted
+
+
+def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:
+    tensors = (*layer._parameters.items(), *layer._buffers.items())
+    return {name: tensor.shape for name, tensor in tensors if tensor is not None}
 
 
 def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
@@ -196,6 +224,8 @@ def _build_usual(config: Config, half: Half) -> torch.nn.Module:
         model = AutoencoderKL(ddconfig=layers, embed_dim=config["embed_dim"])
         delattr(model, "quant_conv" if half is DECODER else "post_quant_conv")
     delattr(model, other.part)
+    if half is DECODER:
+        delattr(model, "regularization")  # of what the encoder gives
     built: torch.nn.Module = model
     return built
 

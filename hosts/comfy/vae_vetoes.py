@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from ..source_code import why_replaced
 from ..walk import layers_of
-from .vetoes import why_not_these_tensors
+from .vetoes import replaced_in, why_not_these_tensors
 
 _LAYERS = "comfy.ldm.modules.diffusionmodules.model"
 
@@ -39,20 +38,12 @@ def why_not_these_layers(model: torch.nn.Module) -> str | None:
         if layer._forward_hooks or layer._forward_pre_hooks:
             return f"another extension watches or changes what {what} computes"
         # The methods that call engines, decode and encode, may be wrapped: the wrapper is what ComfyUI calls.
-        kind: Any = type(layer)
-        if name and not (methods := _methods_of(kind)).isdisjoint(vars(layer)):
-            replaced = next(own for own in vars(layer) if own in methods)
+        if name and (replaced := replaced_in(layer)):
             return f"another extension changed how {what} computes ({replaced})"
         attention = vars(layer).get("optimized_attention")
         if attention is not None and getattr(attention, "__module__", None) != _LAYERS:
             return f"another extension replaced the attention of {what}"
     return why_replaced(model)
-
-
-@functools.lru_cache(maxsize=256)
-def _methods_of(kind: type) -> frozenset[str]:
-    """Whatever an extension adds to a class afterwards is found by `why_replaced`."""
-    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 
 def why_not_this_call(

@@ -41,9 +41,24 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
 def why_not_these_layers(unet: torch.nn.Module) -> str | None:
     """Reasons that lie in the layers of a loaded model: what others did to them, perhaps while it was loaded."""
     for name, layer in layers_of(unet).items():
-        if "forward" in vars(layer):
+        own = vars(layer)
+        if "forward" in own or own.get(_COMPILED) is not None:
             return f"another extension changed how {name or 'the model'} computes"
     return why_replaced(unet)
+
+
+def replaced_in(layer: torch.nn.Module) -> str | None:
+    """A method of its class that the layer itself has another one of; None where there is none."""
+    own = vars(layer)
+    if own.get(_COMPILED) is not None:
+        return _COMPILED
+    kind = type(layer)
+    return next((name for name in own if name not in _OF_EVERY_LAYER and callable(getattr(kind, name, None))), None)
+
+
+_COMPILED = "_compiled_call_impl"
+"""What torch calls instead of everything else, once it is there."""
+_OF_EVERY_LAYER = frozenset(vars(torch.nn.Module()))
 
 
 def why_not_this_call(given: Mapping[str, Any]) -> str | None:

@@ -198,7 +198,23 @@ def changed_at_load(patcher: Patcher) -> Patcher:
     return clone
 
 
-@pytest.mark.parametrize(("change", "reason"), [(injected, "injects layers"), (changed_at_load, "changed how")])
+def compiled_at_load(patcher: Patcher) -> Patcher:
+    """As torch itself replaces what a layer computes."""
+
+    def change(owner: Any, *_: Any) -> None:
+        layer = owner.model.diffusion_model.input_blocks[0][0]
+        if layer._compiled_call_impl is None:
+            layer._compiled_call_impl = lambda x, plain=layer._call_impl: plain(x) * 1.2
+
+    clone = patcher.clone()
+    clone.add_callback_with_key(CallbacksMP.ON_LOAD, "another pack", change)
+    return clone
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(injected, "injects layers"), (changed_at_load, "changed how"), (compiled_at_load, "changed how")],
+)
 def test_layers_that_change_while_the_model_is_loaded(
     change: Callable[[Patcher], Patcher], reason: str, engine_store: EngineStore
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -128,6 +130,28 @@ def other_convolution(model: Any) -> None:
     layer._conv_forward = lambda *args: torch.zeros(1)
 
 
+def compiled_in_place(model: Any) -> None:
+    model.decoder.conv_in._compiled_call_impl = lambda x: torch.zeros(1)
+
+
+def other_scale(model: Any) -> None:
+    model.decoder.up[1].upsample.scale_factor = 1.5
+
+
+def odd_settings(model: Any) -> None:
+    """What cannot be compared with a number."""
+    model.decoder.norm_out.eps = torch.ones(2)
+
+
+def raising(model: Any) -> None:
+    class Odd(type(model.decoder.conv_in)):  # type: ignore[misc]
+        @property
+        def loss(self) -> float:
+            raise RuntimeError("not to be asked")
+
+    model.decoder.conv_in.__class__ = Odd
+
+
 def other_attention(model: Any) -> None:
     model.decoder.mid.attn_1.optimized_attention = lambda q, k, v: v
 
@@ -144,6 +168,10 @@ def other_attention(model: Any) -> None:
         (other_forward, r"changed how decoder computes \(forward\)"),
         (other_convolution, r"changed how decoder\.conv_in computes \(_conv_forward\)"),
         (other_attention, r"replaced the attention of decoder\.mid\.attn_1"),
+        (compiled_in_place, r"changed how decoder\.conv_in computes"),
+        (other_scale, r"decoder\.up\.1\.upsample is not as"),
+        (odd_settings, r"decoder\.norm_out is not as"),
+        (raising, r"decoder\.conv_in is not as"),
     ],
 )
 def test_other_vaes_have_no_engines(change: Any, reason: str) -> None:
@@ -152,6 +180,27 @@ def test_other_vaes_have_no_engines(change: Any, reason: str) -> None:
     change(vae.first_stage_model)
     with pytest.raises(UnsupportedModel, match=reason):
         ComfyVaeSource(vae)
+
+
+def known_by_its_layers_class() -> weakref.ref[torch.nn.Module]:
+    """A VAE that was refused, as nodes change one whose functions make classes."""
+    vae = tiny.vae()
+    model = vae.first_stage_model
+
+    class Watched(type(model.decoder.conv_out)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), model
+
+    model.decoder.conv_out.__class__ = Watched
+    with pytest.raises(UnsupportedModel, match=r"decoder\.conv_out is not as"):
+        ComfyVaeSource(vae)
+    return weakref.ref(model)
+
+
+def test_a_vae_that_was_refused_is_let_go_of() -> None:
+    gone = known_by_its_layers_class()
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_encoder_that_draws_random_numbers_has_no_engine() -> None:
