@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -131,7 +131,7 @@ def figures(
         "ci_high": round(gain.high, 3),
         "worst_tenth_gain_db": _worst_tenth(gains),
         "seconds": round(run.seconds, 4),
-        "step_seconds": asdict(compared.costs),
+        "step_seconds": compared.costs.told(),
         "rivals_db": {name: _mean(each) for name, each in near.items()},
         "rivals_seconds": {name: round(each.seconds, 4) for name, each in compared.rivals.items()},
         "commit": commit,
