@@ -121,6 +121,8 @@ class LaidOutWeights:
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
                 copy = self._shared[place] = _empty(device, wanted)
+            # Another may have lain there, and gone with an engine that was never closed.
+            self._holders.pop(copy.data_ptr(), None)
         if name not in self._copies:
             self._copies[name] = copy
             self._holders[copy.data_ptr()] += 1

@@ -145,7 +145,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(CASES, "sdxl", "cfg 1", "batch of two"))
+@pytest.mark.parametrize("name", with_slow(CASES, "sdxl", "cfg 1", "batch of two", "for part of the run"))
 def test_picture_is_the_plain_one_and_both_engines_made_it(name: str, provider: EngineProvider) -> None:
     case = CASES[name]
     control = tiny.controlnet(case.family)

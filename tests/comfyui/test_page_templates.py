@@ -85,7 +85,8 @@ def test_the_first_example_makes_a_picture_by_one_click(newcomer: Callable[..., 
         check_picture(pictures[1])
 
 
-@pytest.mark.parametrize("nodes2", [pytest.param(False, id="classic", marks=pytest.mark.slow), NEW_NODES])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes2", [CLASSIC, NEW_NODES])
 def test_build_engine_in_the_first_example(newcomer: Callable[..., Any], nodes2: bool) -> None:
     """Before there is any picture. On the canvas that a new ComfyUI shows a real engine is compiled."""
     page, server = newcomer(nodes2, **(PRETENDED if nodes2 else {}))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from slipstream.compile_backend import layouts
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout, use_channels_last
 from slipstream.core.skeleton import hollow
 
@@ -44,6 +46,17 @@ def test_engines_share_a_copy() -> None:
     assert one.bytes + other.bytes == host.nbytes, "counted once"
     one.clear()
     assert torch.equal(other.of("w", host, WANTED), host) and other.bytes == host.nbytes
+
+
+def test_an_engine_that_was_never_closed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copy is gone with it, and another comes to lie in its place."""
+    places = torch.empty(weight().numel())
+    monkeypatch.setattr(layouts, "_empty", lambda device, wanted: places.as_strided(wanted.shape, wanted.stride))
+    for _ in range(3):
+        one, host = LaidOutWeights(), weight()
+        one.of("w", host, WANTED)
+        assert one.bytes == host.nbytes
+        del one
 
 
 def test_models_do_not_share_even_at_the_same_address() -> None:
