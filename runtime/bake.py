@@ -11,7 +11,7 @@ import torch
 from ..core.errors import StoreError, UnsupportedModel
 from ..core.protocols import ModelSource
 from ..core.spec import Precision
-from ..engine_cache import EngineKey
+from ..engine_cache import key_of
 from .plan import Plan
 from .settings import BuildPolicy
 
@@ -21,7 +21,7 @@ def baked(plan: Plan, source: ModelSource) -> Plan:
     fingerprint = replace(plan.spec.fingerprint, weights=source.weights_digest())
     spec = replace(plan.spec, fingerprint=fingerprint, backend=replace(plan.spec.backend, contains_weights=True))
     save = functools.partial(_save_weights, source, spec.precision)
-    return replace(plan, spec=spec, key=EngineKey(spec, plan.key.environment), save_weights=save)
+    return replace(plan, spec=spec, key=key_of(spec, plan.key.environment), save_weights=save)
 
 
 def is_baked(plan: Plan) -> bool:

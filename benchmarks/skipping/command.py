@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +125,8 @@ class _Command:
         keep(self._options.results, [machine, rules, *costs], {})
 
     def _costs_row(self, sampler: str, cfg: float) -> Row:
-        costs = asdict(self._shelf.costs(sampler, cfg))
-        return {"case": "costs", "sampler": sampler, "cfg": cfg, **costs, "commit": self._commit}
+        costs = self._shelf.costs(sampler, cfg)
+        return {"case": "costs", "sampler": sampler, "cfg": cfg, **costs.told(), "commit": self._commit}
 
     def _wanted_costs(self) -> list[tuple[str, float]]:
         return timed_samplers([*self._chosen, *_chosen(self._options, protocol.fit_conditions())])

@@ -82,24 +82,19 @@ def fp8_linear(
     Args:
         one: 1 in fp32, on the device.
     """
-    return of_product(fp8_product(*in_fp8(x), weight, scale, one), x, bias)
+    return of_product(fp8_product(*in_eight_bits(x, FP8), weight, scale, one), x, bias)
 
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The same with a weight in int8."""
-    small, by = _in_eight_bits(x, torch.int8)
+    small, by = in_eight_bits(x, torch.int8)
     return of_product(torch._int_mm(small, weight.t()).float() * by * scale.t(), x, bias)
-
-
-def in_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of x [..., columns] in fp8, [samples, columns], and the scale of each, [samples, 1]."""
-    return _in_eight_bits(x, FP8)
 
 
 def fp8_product(
     small: torch.Tensor, by: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: torch.Tensor
 ) -> torch.Tensor:
-    """What `in_fp8` gave by a weight of `fp8_linear`, [samples, rows]."""
+    """What `in_eight_bits` gave by a weight of `fp8_linear`, [samples, rows]."""
     # Scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel.
     is_wide = weight.shape[0] > weight.shape[1]
     scales = (by, scale.t()) if is_wide else (one, one)
@@ -114,7 +109,7 @@ def of_product(y: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> t
     return (y if bias is None else y + bias).reshape(*x.shape[:-1], y.shape[-1])
 
 
-def _in_eight_bits(x: torch.Tensor, eight_bits: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def in_eight_bits(x: torch.Tensor, eight_bits: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of x [..., columns], [samples, columns], and the scale of each, [samples, 1]."""
     samples = _at_hand(x.reshape(-1, x.shape[-1]))
     by = _scale(samples, eight_bits)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .eight_bits import fp8_linear, fp8_product, in_fp8, of_product
-from .graph import Graph, argument, aten, shape_of
+from ..derived import FP8
+from .eight_bits import fp8_linear, fp8_product, in_eight_bits, of_product
+from .graph import Graph, argument, aten, is_call, shape_of
 
 LONGEST = 16384
 
@@ -51,7 +52,7 @@ def fp8_feed_forward(
     """`fp8_linear`, GEGLU and `fp8_linear`; see there."""
     from .geglu_rows import geglu_rows
 
-    y = fp8_product(*in_fp8(x), wide, wide_scale, one)
+    y = fp8_product(*in_eight_bits(x, FP8), wide, wide_scale, one)
     small, by = geglu_rows(y, wide_bias)
     return of_product(fp8_product(small, by, narrow, narrow_scale, one), x, narrow_bias)
 
@@ -84,7 +85,7 @@ def _halved(first: Any, second: Any) -> Node | None:
         return None
     chunks = first.args[0]
     halves = second.args[0] is chunks and (first.args[1], second.args[1]) == (0, 1)
-    if not halves or not _calls(chunks, aten.chunk.default, aten.split.Tensor) or len(chunks.users) != 2:
+    if not halves or not is_call(chunks, aten.chunk.default, aten.split.Tensor) or len(chunks.users) != 2:
         return None
     wide = chunks.args[0]
     along = argument(chunks, 2, "dim", 0)
@@ -101,8 +102,4 @@ def _suits(graph: Graph, wide: Node) -> bool:
 
 def _alone(node: Any, *operators: Any) -> bool:
     """Whether it calls one of them, and one other node reads what comes out."""
-    return _calls(node, *operators) and len(node.users) == 1
-
-
-def _calls(node: Any, *operators: Any) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in operators
+    return is_call(node, *operators) and len(node.users) == 1

@@ -19,7 +19,7 @@ from ..derived import FP8, LARGEST
 from .gated import LONGEST, parts_of
 
 _LARGEST = tl.constexpr(LARGEST[FP8])
-_WARPS = {4096: 4, 6144: 2, 16384: 8}
+_WARPS = {4096: 4, 6144: 2, LONGEST: 8}
 """By the longest row: few wait for each other less, as measured on Hopper, but have room for less."""
 
 

@@ -33,7 +33,7 @@ class Graph:
     def calls(self, *operators: Any) -> Iterator[Node]:
         """Nodes that call one of `operators`; the graph may be changed meanwhile."""
         for node in list(self.module.graph.nodes):
-            if node.op == "call_function" and node.target in operators:
+            if is_call(node, *operators):
                 yield node
 
     def is_written(self, node: Node) -> bool:
@@ -92,7 +92,7 @@ def written_memory(graph: torch.fx.Graph) -> set[Node]:
 
 def _owner(node: Node, owner: dict[Node, Node]) -> Node:
     """The first node whose memory a node's result lies in, by what the operators' schemas say."""
-    if node.op == "call_function" and node.target is operator.getitem:
+    if is_call(node, operator.getitem):
         source = node.args[0]
         return owner[source] if isinstance(source, Node) else node
     for result in _schema(node).returns if _schema(node) else ():
@@ -123,6 +123,11 @@ def _nodes_of(given: Any) -> Iterator[Node]:
 
 def _schema(node: Node) -> Any:
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_call(node: Any, *operators: Any) -> bool:
+    """Whether an argument is what one of `operators` gives."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in operators
 
 
 def shape_of(node: Node) -> tuple[int, ...]:

@@ -83,9 +83,8 @@ def why_other_layers(live: torch.nn.Module, built: torch.nn.Module) -> str | Non
     others = [name for name in found.keys() & wanted.keys() if not wanted[name].is_of(found[name])]
     if wrong := [*others, *(found.keys() ^ wanted.keys())]:
         return min(wrong)
-    own = dict(live.named_parameters(recurse=False))
-    differ = (name for name, each in built.named_parameters(recurse=False) if _shape(own.get(name)) != each.shape)
-    return next(differ, None)
+    own = _shapes(live)
+    return next((name for name, shape in _shapes(built).items() if own.get(name) != shape), None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -140,10 +139,6 @@ def _is_same(found: object, wanted: object) -> bool:
 def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:
     tensors = (*layer._parameters.items(), *layer._buffers.items())
     return {name: tensor.shape for name, tensor in tensors if tensor is not None}
-
-
-def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
-    return None if tensor is None else tensor.shape
 
 
 # ------------------------------------------------------------------------------------ SD1.x, SDXL, SD3, Flux
