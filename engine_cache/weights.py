@@ -1,17 +1,14 @@
-"""Digests of a model's numbers."""
+"""Digests of a model's numbers, computed on the device that they lie on: a model is gigabytes of them."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-import threading
-import weakref
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+import numpy
 import torch
 
 from ..core.errors import UnsupportedModel
@@ -19,29 +16,31 @@ from .files import identity, sha256_of
 from .key import canonical_json
 from .memo import WeightsMemo
 
-_WORKERS = min(4, os.cpu_count() or 1)
-_COLUMNS = 1021
-"""A prime, so that rows of a matrix that change places change columns here."""
-
-_copying = threading.Lock()
+_COLUMNS = 1024
+_WORD = torch.int64.itemsize
+_ROWS_AT_ONCE = 1024
+"""What is computed on the way takes as much memory: 8 MiB."""
 
 
 def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
-    """sha256 over the sorted (name, dtype, shape, bytes) of all tensors; not over strides and device.
+    """sha256 over the sorted (name, dtype, shape, sums) of all tensors; not over strides and device.
 
-    A tensor that was hashed before is not hashed again while it is alive and unchanged.
+    A tensor's bytes in logical order are rows of 1024 words of 64 bits. Each row is multiplied by an odd number of its
+    own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are. So a digest takes as
+    long as memory takes to be read, on a GPU too, where nothing but the sums is copied from. One word that differs
+    always shows; of several, chance alone could hide it, at odds of 2^-63 for each column: multilinear hashing (Lemire
+    and Kaser, "Strongly universal string hashing is fast", 2014). It keeps nobody out who wants two models to agree.
 
     Raises:
         UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one.
     """
     names = sorted(named)
-    with ThreadPoolExecutor(_WORKERS) as pool:
-        contents = list(pool.map(lambda name: _content(name, named[name]), names))
-    rows = [
-        [name, str(named[name].dtype), list(named[name].shape), content]
-        for name, content in zip(names, contents, strict=True)
-    ]
-    return hashlib.sha256(canonical_json(rows).encode("ascii")).hexdigest()
+    sums = dict(_on_cpu({name: _sums(name, named[name]) for name in names}))
+    rows = [[name, str(named[name].dtype), list(named[name].shape)] for name in names]
+    digest = hashlib.sha256(canonical_json(rows).encode("ascii"))
+    for name in names:
+        digest.update(sums[name].numpy().data)
+    return digest.hexdigest()
 
 
 def digest_module_file(path: Path | str, memo: WeightsMemo | None = None) -> str:
@@ -60,87 +59,58 @@ def digest_module_file(path: Path | str, memo: WeightsMemo | None = None) -> str
     return digest
 
 
-@dataclass(frozen=True)
-class _Remembered:
-    storage: weakref.ref[Any]
-    version: int | None
-    checksum: bytes
-    digest: str
-
-
-_Place = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-
-_memory: dict[_Place, _Remembered] = {}
-
-
-def _content(name: str, tensor: torch.Tensor) -> str:
-    """sha256 of one tensor's bytes in logical order.
-
-    The version counter misses writes through `.data` (LoRA fused in place) and is absent in inference
-    mode, so a checksum over all bytes, ten times faster than sha256, must agree as well.
-    """
+def _sums(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes on the tensor's device that stand for all of its bytes."""
     try:
-        tensor = tensor.detach()
-        if tensor.is_quantized or tensor.layout is not torch.strided:
-            raise TypeError(f"it is quantized or {tensor.layout}")
-        if tensor.untyped_storage().device.type == "meta":  # also behind a fake tensor
-            raise TypeError("it has no numbers")
-        place = _place(tensor)
-        version = None if tensor.is_inference() else tensor._version
-        checksum = _checksum(tensor)
-        known = _memory.get(place)
-        same = known is not None and known.storage() is tensor.untyped_storage()
-        if known and same and (known.version, known.checksum) == (version, checksum):
-            return known.digest
-        digest = hashlib.sha256(_on_cpu(tensor).numpy().data).hexdigest()
-        _remember(place, tensor, version, checksum, digest)
+        with torch.no_grad():
+            raw = _bytes_of(tensor.detach())
+            whole = raw.numel() // (_COLUMNS * _WORD) * (_COLUMNS * _WORD)
+            if not whole:
+                return raw
+            words = raw[:whole].view(torch.int64).view(-1, _COLUMNS)
+            return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedModel(
             f"The bytes of the tensor {name} ({tensor.dtype}, on {tensor.device}) cannot be read: {error}. "
             f"Load the model's weights as plain tensors."
         ) from error
-    return digest
-
-
-def _place(tensor: torch.Tensor) -> _Place:
-    return id(tensor.untyped_storage()), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _remember(place: _Place, tensor: torch.Tensor, version: int | None, checksum: bytes, digest: str) -> None:
-    def forget(dead: weakref.ref[Any]) -> None:
-        known = _memory.get(place)
-        if known is not None and known.storage is dead:
-            _memory.pop(place, None)
-
-    storage = weakref.ref(tensor.untyped_storage(), forget)
-    _memory[place] = _Remembered(storage, version, checksum, digest)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """In logical order, and where words of 64 bits may begin."""
+    if tensor.is_quantized or tensor.layout is not torch.strided:
+        raise TypeError(f"it is quantized or {tensor.layout}")
+    if tensor.untyped_storage().device.type == "meta":  # also behind a fake tensor
+        raise TypeError("it has no numbers")
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return raw if raw.data_ptr() % _WORD == raw.storage_offset() % _WORD == 0 else raw.clone()
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes in main memory, in logical order. Copies are made one at a time, views are free."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        return _bytes_of(tensor)
-    with _copying:
-        return _bytes_of(tensor.cpu())
+def _sums_of_columns(words: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
+    factors = _factors((len(words) - 1).bit_length(), words.device)
+    for part, numbers in zip(words.split(_ROWS_AT_ONCE), factors.split(_ROWS_AT_ONCE), strict=False):
+        total += (part * numbers[: len(part)]).sum(0)
+    return total
 
 
-def _checksum(tensor: torch.Tensor) -> bytes:
-    """Sums over the bytes in the order in which they lie in memory: shows a change, proves no identity."""
-    raw = _bytes_of(_in_memory_order(tensor))
-    word = next(kind for kind in _WORDS if raw.data_ptr() % kind.itemsize == raw.storage_offset() % kind.itemsize == 0)
-    row = _COLUMNS * word.itemsize
-    whole = raw.numel() // row * row
-    sums = raw[:whole].view(word).view(-1, _COLUMNS).sum(0, dtype=torch.int64)
-    return sums.cpu().numpy().tobytes() + raw[whole:].cpu().numpy().tobytes()
+@functools.lru_cache(maxsize=64)
+def _factors(bits: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each of 2^bits rows, by SplitMix64 (Steele, Lea and Flood, 2014)."""
+    with numpy.errstate(over="ignore"):
+        state = numpy.arange(1, 2**bits + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+        state = (state ^ (state >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    odd = (state ^ (state >> numpy.uint64(31))) | numpy.uint64(1)
+    with torch.inference_mode(False):
+        return torch.from_numpy(odd.view(numpy.int64)).to(device)[:, None]
 
 
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with axes sorted so that a dense tensor, e.g. a channels_last one, needs no copy."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+def _on_cpu(sums: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """By one copy a device: each waits for the device."""
+    places = defaultdict(list)
+    for name, each in sums.items():
+        places[each.device].append(name)
+    for there in places.values():
+        sizes = [sums[name].numel() for name in there]
+        yield from zip(there, torch.cat([sums[name] for name in there]).cpu().split(sizes), strict=True)

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.engine_cache import digest_tensors, weights
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Sizes of the tensors that were really hashed."""
-    sizes: list[int] = []
-    original = weights._on_cpu
-
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.numel())
-        return original(tensor)
-
-    monkeypatch.setattr(weights, "_on_cpu", count)
-    yield sizes
+from slipstream.engine_cache import digest_tensors
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -66,11 +53,27 @@ def test_names_dtypes_and_shapes_count_and_order_does_not() -> None:
     assert digest_tensors({"b": b, "a": a}) == digest_tensors({"a": a, "b": b})
 
 
-def test_it_is_the_documented_digest() -> None:
-    tensor = torch.arange(6, dtype=torch.int16).reshape(2, 3)
-    content = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-    row = f'[["w","torch.int16",[2,3],"{content}"]]'
-    assert digest_tensors({"w": tensor}) == hashlib.sha256(row.encode()).hexdigest()
+def odd_numbers(count: int) -> list[int]:
+    """SplitMix64 in Python's own numbers."""
+    found = []
+    for state in range(1, count + 1):
+        mixed = state * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        found.append((mixed ^ mixed >> 31) | 1)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1024, 4), (1023, 17), (3, 1024, 1500)])
+def test_it_is_the_documented_digest(shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16)
+    raw = tensor.numpy().tobytes()
+    whole = len(raw) // 8192 * 8192
+    words = numpy.frombuffer(raw[:whole], dtype=numpy.uint64).reshape(-1, 1024)
+    factors = numpy.array(odd_numbers(len(words)), dtype=numpy.uint64)[:, None]
+    sums = (words * factors).sum(0, dtype=numpy.uint64).tobytes() if whole else b""
+    row = f'[["w","torch.int16",[{",".join(map(str, shape))}]]]'
+    assert digest_tensors({"w": tensor}) == hashlib.sha256(row.encode() + sums + raw[whole:]).hexdigest()
 
 
 def test_strides_do_not_count() -> None:
@@ -92,21 +95,19 @@ def test_views_at_odd_places_of_one_buffer() -> None:
         assert digest_tensors({"w": view}) == digest_tensors({"w": view.clone()})
 
 
-def test_unchanged_tensors_are_hashed_once(hashed: list[int]) -> None:
-    net = model()
-    first = digest_tensors(net.state_dict())
-    count = len(hashed)
-    assert count == len(net.state_dict())
-    assert digest_tensors(net.state_dict()) == first
-    assert len(hashed) == count
-    assert digest_tensors(model().state_dict()) == first, "equal numbers in other tensors"
+def test_equal_numbers_in_other_tensors() -> None:
+    assert digest_tensors(model().state_dict()) == digest_tensors(model().state_dict())
+    assert digest_tensors(model(1).state_dict()) != digest_tensors(model().state_dict())
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("way", ["in place", "data", "one element", "swap rows", "replace", "last element"])
-def test_a_changed_tensor_is_hashed_again(hashed: list[int], way: str, inference: bool) -> None:
+@pytest.mark.parametrize(
+    "way", ["in place", "data", "one element", "one bit", "swap rows", "swap far rows", "replace", "last element"]
+)
+def test_a_changed_tensor_is_seen(way: str, inference: bool) -> None:
+    """Also in inference mode, in which ComfyUI loads models and where tensors count no changes."""
     with torch.inference_mode(inference), torch.no_grad():
-        net = torch.nn.Linear(2048, 64).half()
+        net = torch.nn.Linear(2048, 2100).half()
         before = digest_tensors(net.state_dict())
         weight = net.weight
         if way == "in place":
@@ -115,42 +116,32 @@ def test_a_changed_tensor_is_hashed_again(hashed: list[int], way: str, inference
             weight.data += 1
         elif way == "one element":
             weight.data[17, 5] += 1
+        elif way == "one bit":
+            weight.data.view(torch.int16)[1700, 5] ^= -(2**15)
         elif way == "last element":
             weight.data[-1, -1] += 1
         elif way == "swap rows":
             weight.data[[0, 2]] = weight.data[[2, 0]]
+        elif way == "swap far rows":  # as far apart as words that are multiplied by the same number could be
+            weight.data[[0, 2048]] = weight.data[[2048, 0]]
         else:
             net.weight = torch.nn.Parameter(weight + 1)
-        expected = hashlib.sha256(net.weight.detach().numpy().tobytes()).hexdigest()
-        hashed.clear()
         assert digest_tensors(net.state_dict()) != before
-        assert hashed == [2048 * 64], "the bias did not change"
-        assert weights._content("weight", net.weight) == expected
 
 
-def test_inference_tensors_are_remembered_too(hashed: list[int]) -> None:
-    """ComfyUI loads models in inference mode, where tensors have no version."""
-    with torch.inference_mode():
-        tensor = torch.randn(5000)
-        first = digest_tensors({"w": tensor})
-    assert digest_tensors({"w": tensor}) == first
-    assert hashed == [5000]
+def test_what_balances_in_a_plain_sum_is_seen() -> None:
+    words = torch.zeros(8, 1024, dtype=torch.int64)
+    found = {digest_tensors({"w": words})}
+    for rows in ([0, 1], [3, 2], [7, 0]):
+        moved = words.clone()
+        moved[rows[0], 9], moved[rows[1], 9] = 2**40, -(2**40)
+        found.add(digest_tensors({"w": moved}))
+    assert len(found) == 4
 
 
 def test_parameters_that_need_gradients() -> None:
     tensor = torch.randn(10, requires_grad=True)
     assert digest_tensors({"w": tensor}) == digest_tensors({"w": tensor.detach()})
-
-
-def test_what_is_gone_is_forgotten() -> None:
-    gc.collect()
-    before = len(weights._memory)
-    net = model()
-    digest_tensors(net.state_dict())
-    assert len(weights._memory) > before
-    del net
-    gc.collect()
-    assert len(weights._memory) == before
 
 
 def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:
@@ -179,29 +170,25 @@ def fake() -> torch.Tensor:
         return torch.empty(3)
 
 
-def test_device_copies_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Non-contiguous tensors take the same path as those of a GPU."""
-    original = weights._bytes_of
-    inside: list[int] = []
-
-    def watch(tensor: torch.Tensor) -> torch.Tensor:
-        if weights._copying.locked():
-            inside.append(1)
-        return original(tensor)
-
-    monkeypatch.setattr(weights, "_bytes_of", watch)
-    digest_tensors({str(number): torch.randn(64, 65)[:, 1:] for number in range(8)})
-    assert len(inside) >= 8
+def test_nothing_of_a_model_is_kept() -> None:
+    tensor = torch.randn(3000, 1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    digest_tensors({"w": tensor})
+    del tensor
+    gc.collect()
+    assert storage() is None
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_same_digest(hashed: list[int]) -> None:
+def test_a_gpu_gives_the_same_digest() -> None:
     net = model().half()
+    net.append(torch.nn.Linear(3000, 2100))
     plain = digest_tensors(net.state_dict())
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     net.cuda()
     assert digest_tensors(net.state_dict()) == plain
-    count = len(hashed)
-    assert digest_tensors(net.state_dict()) == plain and len(hashed) == count
+    some_moved = {**net.state_dict(), "1.weight": before["1.weight"]}
+    assert digest_tensors(some_moved) == plain, "on two devices"
+    assert digest_tensors(net.to(memory_format=torch.channels_last).state_dict()) == plain
     net[1].weight.data[0, 0] += 1
-    assert digest_tensors(net.state_dict()) != plain and len(hashed) == count + 1
-    assert digest_tensors(net.to(memory_format=torch.channels_last).state_dict()) != plain
+    assert digest_tensors(net.state_dict()) != plain
