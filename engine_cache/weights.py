@@ -17,7 +17,7 @@ from .key import canonical_json
 from .memo import WeightsMemo
 
 _COLUMNS = 1024
-_WORD = torch.int64.itemsize
+_WORD = torch.int32.itemsize
 _ROWS_AT_ONCE = 1024
 """What is computed on the way takes as much memory: 8 MiB."""
 
@@ -25,11 +25,12 @@ _ROWS_AT_ONCE = 1024
 def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
     """sha256 over the sorted (name, dtype, shape, sums) of all tensors; not over strides and device.
 
-    A tensor's bytes in logical order are rows of 1024 words of 64 bits. Each row is multiplied by an odd number of its
-    own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are. So a digest takes as
-    long as memory takes to be read, on a GPU too, where nothing but the sums is copied from. One word that differs
-    always shows; of several, chance alone could hide it, at odds of 2^-63 for each column: multilinear hashing (Lemire
-    and Kaser, "Strongly universal string hashing is fast", 2014). It keeps nobody out who wants two models to agree.
+    A tensor's bytes in logical order are rows of 1024 signed words of 32 bits. Each row is multiplied by an odd number
+    of 64 bits of its own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are. So
+    a digest takes as long as memory takes to be read, on a GPU too, from which nothing but the sums is copied. A column
+    in which one word differs always shows; one in which more do may hide, by chance, at odds of 2^-32 at most:
+    multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). It does not withstand
+    people who want two models to agree.
 
     Raises:
         UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one.
@@ -67,7 +68,7 @@ def _sums(name: str, tensor: torch.Tensor) -> torch.Tensor:
             whole = raw.numel() // (_COLUMNS * _WORD) * (_COLUMNS * _WORD)
             if not whole:
                 return raw
-            words = raw[:whole].view(torch.int64).view(-1, _COLUMNS)
+            words = raw[:whole].view(torch.int32).view(-1, _COLUMNS)
             return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UnsupportedModel(
@@ -77,7 +78,7 @@ def _sums(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """In logical order, and where words of 64 bits may begin."""
+    """In logical order, and where words of 32 bits may begin."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         raise TypeError(f"it is quantized or {tensor.layout}")
     if tensor.untyped_storage().device.type == "meta":  # also behind a fake tensor
