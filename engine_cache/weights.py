@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
@@ -19,7 +20,7 @@ from .memo import WeightsMemo
 _COLUMNS = 1024
 _WORD = torch.int32.itemsize
 _ROWS_AT_ONCE = 1024
-"""What is computed on the way takes as much memory: 8 MiB."""
+"""Their products take 8 MiB."""
 
 
 def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
@@ -27,20 +28,24 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
 
     A tensor's bytes in logical order are rows of 1024 signed words of 32 bits. Each row is multiplied by an odd number
     of 64 bits of its own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are. So
-    a digest takes as long as memory takes to be read, on a GPU too, from which nothing but the sums is copied. A column
-    in which one word differs always shows; one in which more do may hide, by chance, at odds of 2^-32 at most:
+    it is memory that a digest waits for, on a GPU too, from which nothing but the sums is copied. A column in which one
+    word differs always shows; one in which more do would hide at odds of 2^-32 if the numbers were drawn by chance:
     multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). It does not withstand
     people who want two models to agree.
 
     Raises:
-        UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one.
+        UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one, or memory does not suffice.
     """
-    names = sorted(named)
-    sums = dict(_on_cpu({name: _sums(name, named[name]) for name in names}))
+    names, sums = sorted(named), dict[str, torch.Tensor]()
+    for name in names:
+        with _said(f"the tensor {name} ({named[name].dtype}, on {named[name].device})"):
+            sums[name] = _sums(named[name])
+    with _said("the model's tensors"):
+        found = dict(_on_cpu(sums))
     rows = [[name, str(named[name].dtype), list(named[name].shape)] for name in names]
     digest = hashlib.sha256(canonical_json(rows).encode("ascii"))
     for name in names:
-        digest.update(sums[name].numpy().data)
+        digest.update(found[name].numpy().data)
     return digest.hexdigest()
 
 
@@ -60,30 +65,39 @@ def digest_module_file(path: Path | str, memo: WeightsMemo | None = None) -> str
     return digest
 
 
-def _sums(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes on the tensor's device that stand for all of its bytes."""
+@contextmanager
+def _said(what: str) -> Iterator[None]:
+    """
+    Raises:
+        UnsupportedModel: torch or the tensor's class raised something inside.
+    """
     try:
-        with torch.no_grad():
-            raw = _bytes_of(tensor.detach())
-            whole = raw.numel() // (_COLUMNS * _WORD) * (_COLUMNS * _WORD)
-            if not whole:
-                return raw
-            words = raw[:whole].view(torch.int32).view(-1, _COLUMNS)
-            return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UnsupportedModel(
-            f"The bytes of the tensor {name} ({tensor.dtype}, on {tensor.device}) cannot be read: {error}. "
-            f"Load the model's weights as plain tensors."
-        ) from error
+        yield
+    except (RuntimeError, TypeError) as error:
+        short = isinstance(error, torch.OutOfMemoryError)
+        advice = "Free some of the device's memory." if short else "Load the model's weights as plain tensors."
+        raise UnsupportedModel(f"The bytes of {what} cannot be read: {error}. {advice}") from error
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes on the tensor's device that stand for all of its bytes."""
+    raw = _bytes_of(tensor.detach())
+    whole = raw.numel() // (_COLUMNS * _WORD) * (_COLUMNS * _WORD)
+    if not whole:
+        return raw
+    words = raw[:whole].view(torch.int32).view(-1, _COLUMNS)
+    return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """In logical order, and where words of 32 bits may begin."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         raise TypeError(f"it is quantized or {tensor.layout}")
-    if tensor.untyped_storage().device.type == "meta":  # also behind a fake tensor
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).as_subclass(torch.Tensor)
+    storage = raw.untyped_storage()
+    # Meta, behind a fake tensor too; or given back by what moves weights, which torch would read all the same.
+    if storage.device.type == "meta" or storage.nbytes() < raw.storage_offset() + raw.numel():
         raise TypeError("it has no numbers")
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     return raw if raw.data_ptr() % _WORD == raw.storage_offset() % _WORD == 0 else raw.clone()
 
 
@@ -103,8 +117,7 @@ def _factors(bits: int, device: torch.device) -> torch.Tensor:
         state = (state ^ (state >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
     odd = (state ^ (state >> numpy.uint64(31))) | numpy.uint64(1)
-    with torch.inference_mode(False):
-        return torch.from_numpy(odd.view(numpy.int64)).to(device)[:, None]
+    return torch.from_numpy(odd.view(numpy.int64)).to(device)[:, None]
 
 
 def _on_cpu(sums: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.engine_cache import digest_tensors
+from slipstream.engine_cache import digest_tensors, weights
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -139,16 +139,19 @@ def test_what_balances_in_a_plain_sum_is_seen() -> None:
     assert len(found) == 4
 
 
-def test_signs_of_numbers_beside_each_other() -> None:
-    """They are the highest bits of words, so a product modulo 2^64 leaves the fewest of them."""
-    tensor = torch.zeros(4096, 2, dtype=torch.float16)
-    found = set()
-    for one in range(0, 4096, 128):
-        for other in range(one + 128, 4096, 128):
-            changed = tensor.clone()
-            changed[[one, other], 1] = -0.0
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_change_of_a_whole_channel_is_seen(dtype: torch.dtype) -> None:
+    """What is the highest bits of many words, and so would be lost first where sums overflow."""
+    torch.manual_seed(0)
+    weight = torch.randn(640, 1280).to(dtype)
+    found = {digest_tensors({"w": weight})}
+    for channel in range(8):
+        for factor in (-1, 2, 4):
+            changed = weight.clone()
+            changed[:, channel] *= factor
             found.add(digest_tensors({"w": changed}))
-    assert len(found) == 32 * 31 / 2
+    found |= {digest_tensors({"w": -weight}), digest_tensors({"w": weight.flip(0)}), digest_tensors({"w": 2 * weight})}
+    assert len(found) == 1 + 8 * 3 + 3
 
 
 def test_parameters_that_need_gradients() -> None:
@@ -168,11 +171,19 @@ def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:
         torch.empty(3, device="meta"),
         torch.eye(3).to_sparse(),
         pytest.param(lambda: fake(), id="fake"),
+        pytest.param(lambda: given_back(20), id="given back"),
+        pytest.param(lambda: given_back(20_000), id="much given back"),
     ],
 )
 def test_tensors_without_bytes_are_refused_by_name(tensor: Any) -> None:
     with pytest.raises(UnsupportedModel, match=r"blocks\.3\.weight"):
         digest_tensors({"blocks.3.weight": tensor() if callable(tensor) else tensor})
+
+
+def given_back(size: int) -> torch.Tensor:
+    tensor = torch.ones(size)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def fake() -> torch.Tensor:
@@ -189,6 +200,39 @@ def test_nothing_of_a_model_is_kept() -> None:
     del tensor
     gc.collect()
     assert storage() is None
+
+
+def test_words_begin_where_processors_may_read_them() -> None:
+    odd = torch.from_numpy(numpy.zeros(20_001, dtype=numpy.uint8)[1:])
+    assert odd.data_ptr() % 4
+    assert weights._bytes_of(odd).data_ptr() % 4 == 0
+    assert digest_tensors({"w": odd}) == digest_tensors({"w": torch.zeros(20_000, dtype=torch.uint8)})
+
+
+class Lying(torch.Tensor):
+    """As those of formats that torch does not know: bytes that say they have the weight's shape."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size([7, 7])
+
+
+@pytest.mark.parametrize("size", [50, 50_000])
+def test_tensors_of_other_classes(size: int) -> None:
+    numbers = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    first = digest_tensors({"w": numbers.as_subclass(Lying)})
+    assert first == digest_tensors({"w": numbers.clone().as_subclass(Lying)})
+    numbers[size // 2] ^= 1
+    assert digest_tensors({"w": numbers.as_subclass(Lying)}) != first
+
+
+def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(tensors: list[torch.Tensor]) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate much")
+
+    monkeypatch.setattr(torch, "cat", short)
+    with pytest.raises(UnsupportedModel, match="tried to allocate much. Free some"):
+        digest_tensors({"w": torch.zeros(3)})
 
 
 @pytest.mark.gpu
