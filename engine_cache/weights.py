@@ -73,7 +73,7 @@ def _said(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         short = isinstance(error, torch.OutOfMemoryError)
         advice = "Free some of the device's memory." if short else "Load the model's weights as plain tensors."
         raise UnsupportedModel(f"The bytes of {what} cannot be read: {error}. {advice}") from error
@@ -93,12 +93,24 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """In logical order, and where words of 32 bits may begin."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         raise TypeError(f"it is quantized or {tensor.layout}")
+    if type(tensor) is torch.Tensor:  # other classes may hold their numbers elsewhere
+        _check_is_there(tensor)
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).as_subclass(torch.Tensor)
-    storage = raw.untyped_storage()
-    # Meta, behind a fake tensor too; or given back by what moves weights, which torch would read all the same.
-    if storage.device.type == "meta" or storage.nbytes() < raw.storage_offset() + raw.numel():
-        raise TypeError("it has no numbers")
+    _check_is_there(raw)
     return raw if raw.data_ptr() % _WORD == raw.storage_offset() % _WORD == 0 else raw.clone()
+
+
+def _check_is_there(tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        TypeError: it is a meta tensor, also behind a fake one; or what moves weights has given its memory back, which
+            torch would read all the same.
+    """
+    storage = tensor.untyped_storage()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+    if storage.device.type == "meta" or storage.nbytes() < needed:
+        raise TypeError("it has no numbers")
 
 
 def _sums_of_columns(words: torch.Tensor) -> torch.Tensor:

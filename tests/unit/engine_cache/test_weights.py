@@ -171,8 +171,11 @@ def test_a_new_tensor_at_an_old_address_is_not_the_old_one() -> None:
         torch.empty(3, device="meta"),
         torch.eye(3).to_sparse(),
         pytest.param(lambda: fake(), id="fake"),
-        pytest.param(lambda: given_back(20), id="given back"),
-        pytest.param(lambda: given_back(20_000), id="much given back"),
+        pytest.param(lambda: given_back(torch.ones(20)), id="given back"),
+        pytest.param(lambda: given_back(torch.ones(20_000)), id="much given back"),
+        pytest.param(lambda: given_back(torch.ones(6, 6).t()), id="transposed and given back"),
+        pytest.param(lambda: given_back(torch.ones(99, 99)[1:, ::2]), id="part given back"),
+        pytest.param(lambda: torch.nn.UninitializedParameter(), id="not yet there"),
     ],
 )
 def test_tensors_without_bytes_are_refused_by_name(tensor: Any) -> None:
@@ -180,8 +183,7 @@ def test_tensors_without_bytes_are_refused_by_name(tensor: Any) -> None:
         digest_tensors({"blocks.3.weight": tensor() if callable(tensor) else tensor})
 
 
-def given_back(size: int) -> torch.Tensor:
-    tensor = torch.ones(size)
+def given_back(tensor: torch.Tensor) -> torch.Tensor:
     tensor.untyped_storage().resize_(0)
     return tensor
 
