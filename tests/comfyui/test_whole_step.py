@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,25 +133,35 @@ def test_counts_are_as_without(provider: EngineProvider, replays: list[Any]) -> 
     assert fast.calls == (5, 5) and len(replays) == 4
 
 
+def kinds_of(fast: Fast, replays: list[Any], **sample: Any) -> set[Any]:
+    """Of the steps that a picture replays."""
+    replays.clear()
+    tiny.sample(fast.model, steps=3, **sample)
+    return {what for what, *_ in replays}
+
+
 def test_what_is_told_apart(provider: EngineProvider, replays: list[Any]) -> None:
     """Prompts, hints and seeds are inputs of one graph; strengths and CFG are part of it."""
     fast = Fast(provider)
-
-    def kinds(**sample: Any) -> set[Any]:
-        replays.clear()
-        tiny.sample(fast.model, steps=3, **sample)
-        return {what for what, *_ in replays}
-
+    kinds = functools.partial(kinds_of, fast, replays)
     first = kinds(**prompts(applied(fast.control)))
     assert len(first) == 1
     assert kinds(seed=3, **prompts(applied(fast.control, seed=8))) == first
     other = prompts(applied(fast.control))
-    assert kinds(positive=tiny.conditioning(seed=9, control=other["positive"][0][1]["control"])) != first
     other["positive"][0][0] = tiny.conditioning(seed=9)[0][0]
     assert kinds(**other) == first
     assert kinds(**prompts(applied(fast.control, 0.5))) != first
     assert kinds(cfg=3.0, **prompts(applied(fast.control))) != first
     assert kinds() != first
+
+
+@pytest.mark.slow
+def test_a_controlnet_for_one_of_both_prompts_is_told_apart(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    both = prompts(applied(fast.control))
+    first = kinds_of(fast, replays, **both)
+    alone = tiny.conditioning(seed=9, control=both["positive"][0][1]["control"])
+    assert kinds_of(fast, replays, positive=alone) != first
 
 
 def test_what_conditions_a_picture_is_put_in_place_once(provider: EngineProvider, replays: list[Any]) -> None:
