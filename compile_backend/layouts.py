@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +66,17 @@ def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
     return _empty(tensor.device, wanted).copy_(tensor)
 
 
+@dataclass(eq=False)
+class _Copy:
+    """
+    Attributes:
+        holders: engines' weights that it stands for.
+    """
+
+    tensor: torch.Tensor
+    holders: int = 0
+
+
 class LaidOutWeights:
     """Copies of weights in another layout than the host's, and what is made of several.
 
@@ -74,17 +84,15 @@ class LaidOutWeights:
     weight.
     """
 
-    _shared: WeakValueDictionary[tuple[Any, ...], torch.Tensor] = WeakValueDictionary()
-    _holders: Counter[int] = Counter()
-    """Of each copy, by its address."""
+    _shared: WeakValueDictionary[tuple[Any, ...], _Copy] = WeakValueDictionary()
 
     def __init__(self) -> None:
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, _Copy] = {}
 
     @property
     def bytes(self) -> int:
         """This engine's share: the shares of all engines are what there is."""
-        return sum(tensor.nbytes // max(1, self._holders[tensor.data_ptr()]) for tensor in self._copies.values())
+        return sum(copy.tensor.nbytes // copy.holders for copy in self._copies.values())
 
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
         """`tensor` as it is now, in the layout `wanted`."""
@@ -120,13 +128,11 @@ class LaidOutWeights:
             self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
-                copy = self._shared[place] = _empty(device, wanted)
-            # Another may have lain there, and gone with an engine that was never closed.
-            self._holders.pop(copy.data_ptr(), None)
+                copy = self._shared[place] = _Copy(_empty(device, wanted))
         if name not in self._copies:
             self._copies[name] = copy
-            self._holders[copy.data_ptr()] += 1
-        return copy
+            copy.holders += 1
+        return copy.tensor
 
     def clear(self) -> None:
         for name in list(self._copies):
@@ -134,10 +140,7 @@ class LaidOutWeights:
 
     def _let_go(self, name: str) -> None:
         if (copy := self._copies.pop(name, None)) is not None:
-            address = copy.data_ptr()
-            self._holders[address] -= 1
-            if not self._holders[address]:
-                del self._holders[address]
+            copy.holders -= 1
 
 
 def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | None:
