@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +25,7 @@ from ..runtime.measure import commit
 from ..runtime.settings import NUMBERS, BuildPolicy
 from . import turns
 from .apart import PROGRAM, Outcome, end_all, run_apart, task_of
+from .building import Task, build, tasks_of
 from .cases import CASES, Case, enter
 from .cold_start import STARTS, measure_cold
 from .rows import RESULTS, Row, append, result_file
@@ -51,7 +54,11 @@ _SIDE_BY_SIDE = (
     "them; what tries out kernels (max-autotune) chooses better without"
 )
 
-_LIMIT = "for one case, or with --cold-start for one start; what was measured by then is kept"
+_LIMIT = (
+    "for one case, or with --cold-start for one start; what was measured by then is kept. With --side-by-side for "
+    "setting up: what is not ready by then is not measured, and the rest is timed"
+)
+_BUILDERS = "processes that build engines beside --side-by-side: a case builds one after another; default: none"
 
 _Parsed = TypeVar("_Parsed")
 
@@ -63,6 +70,8 @@ def main(words: Sequence[str]) -> int:
     if reason := _why_not(options):
         parser.error(reason)
     try:
+        if options.build_part:
+            return _build_here(options)
         if options.case_in_this_process:
             return _start_here(options) if options.cold_start else _measure_here(options)
         if options.profile:
@@ -105,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--limit", type=_count, metavar="SECONDS", help=_LIMIT)
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
+    add("--builders", type=_count, metavar="N", help=_BUILDERS)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
     add("--profile", action="store_true", help="instead of rows: where one call's or picture's time goes, by variant")
     add("--case-in-this-process", help=argparse.SUPPRESS)
@@ -113,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lock", type=Path, help=argparse.SUPPRESS)
     add("--caches", type=Path, help=argparse.SUPPRESS)
     add("--fill", action="store_true", help=argparse.SUPPRESS)
+    add("--build-part", help=argparse.SUPPRESS)
     add("--started", type=float, help=argparse.SUPPRESS)
     return parser
 
@@ -121,8 +132,10 @@ def _why_not(options: Namespace) -> str | None:
     """Why these options make no sense together."""
     if options.cold_start and (options.side_by_side or options.profile):
         return "--cold-start times one process after another: leave out --side-by-side and --profile"
-    if options.side_by_side and (options.profile or options.limit):
-        return "--side-by-side times nobody before all are set up: leave out --profile and --limit"
+    if options.side_by_side and options.profile:
+        return "--side-by-side times nobody before all are set up: leave out --profile"
+    if options.builders and not options.side_by_side:
+        return "--builders build beside cases that are set up: add --side-by-side"
     if options.side_by_side and (reason := turns.why_not()):
         return reason
     if not options.cold_start and (cold := [each.name for each in options.variants if each.is_cold]):
@@ -171,7 +184,7 @@ def _measure_all(options: Namespace, words: Sequence[str]) -> int:
             failures.extend(outcome.trouble)
 
     if options.side_by_side:
-        _side_by_side(measure_part, parts(options))
+        _side_by_side(measure_part, options, words)
     else:
         for part in parts(options):
             measure_part(part)
@@ -195,18 +208,42 @@ def _keep(name: str, outcome: Outcome, folder: Path) -> None:
         _say(f"{name}: {len(outcome.rows)} rows added to {file}")
 
 
-def _side_by_side(measure_part: Callable[..., None], wanted_parts: Sequence[tuple[str, tuple[Variant, ...]]]) -> None:
+def _side_by_side(measure_part: Callable[..., None], options: Namespace, words: Sequence[str]) -> None:
     """All at once. When this process is interrupted, theirs are ended, and what they wrote is kept."""
-    with tempfile.TemporaryDirectory(prefix="slipstream-turns-") as folder:
-        lock = "--lock", os.path.join(folder, "lock")
-        with ThreadPoolExecutor(len(wanted_parts)) as cases:
-            futures = [cases.submit(measure_part, part, lock) for part in wanted_parts]
+    wanted_parts = parts(options)
+    with tempfile.TemporaryDirectory(prefix="slipstream-turns-", ignore_cleanup_errors=True) as folder:
+        shared = ["--lock", os.path.join(folder, "lock")]
+        if options.builders and not options.store:
+            shared += ["--store", os.path.join(folder, "engines")]
+        with ThreadPoolExecutor(options.builders or 1) as builders, ThreadPoolExecutor(len(wanted_parts)) as cases:
+            futures = [cases.submit(measure_part, part, shared) for part in wanted_parts]
+            if options.builders:
+                tasks = tasks_of((name, wanted(_with(options, variants))) for name, variants in wanted_parts)
+                until = time.monotonic() + (options.limit or math.inf)
+                futures += [builders.submit(_build_apart, task, until, options, [*words, *shared]) for task in tasks]
             try:
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
+                for future in futures:
+                    future.cancel()
                 end_all()
                 raise
+
+
+def _build_apart(
+    task: Task, until: float, options: Namespace, words: Sequence[str], program: Sequence[str] = PROGRAM
+) -> None:
+    """One task in a process of its own. What goes wrong is said; whoever measures comes upon it as well.
+
+    Args:
+        until: when it is ended, by `time.monotonic`.
+    """
+    part, hidden = task_of(task.case, options.out)
+    own = "--variants", task.variant, "--build-part", task.part
+    left = None if until == math.inf else max(1, round(until - time.monotonic()))
+    _, trouble = run_apart([*program, *words, *own, *hidden], part, left)
+    _say(f"{task.case}, {task.variant}: engines of {task.part}: {trouble or 'ready'}")
 
 
 def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
@@ -244,7 +281,7 @@ def _variants_of(names: Sequence[str]) -> tuple[Variant, ...]:
 def measure_apart(name: str, options: Namespace, words: Sequence[str], program: Sequence[str] = PROGRAM) -> Outcome:
     """One case in a process of its own."""
     part, hidden = task_of(name, options.out)
-    lines, trouble = run_apart([*program, *words, *hidden], part, options.limit)
+    lines, trouble = run_apart([*program, *words, *hidden], part, None if options.side_by_side else options.limit)
     rows = {line["variant"]: line for line in lines if "left_out" not in line}
     left_out = {line["variant"] for line in lines if "left_out" in line}
     missing = [each.name for each in wanted(options) if each.name not in {*rows, *left_out}]
@@ -284,12 +321,22 @@ def _say(text: str) -> None:
 
 
 def _measure_here(options: Namespace) -> int:
+    started = time.monotonic()
     with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
         from .measure import Schedule, measure  # takes seconds, in which nobody must be timed
 
         common = _common(options)
-        schedule = Schedule(options.repeats or _REPEATS, options.warmup, common, place)
+        until = started + options.limit if options.side_by_side and options.limit else None
+        schedule = Schedule(options.repeats or _REPEATS, options.warmup, common, place, until)
         measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
+    return OK
+
+
+def _build_here(options: Namespace) -> int:
+    """Nobody is timed meanwhile."""
+    with Place(options.lock), _opened(options, options.case_in_this_process) as (case, workshop):
+        (variant,) = wanted(options)
+        build(case, variant, options.build_part, workshop)
     return OK
 
 

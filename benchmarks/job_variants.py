@@ -14,7 +14,7 @@ from ..core.protocols import Tensors
 from ..core.spec import Quantised
 from ..engine_cache import EngineStore
 from ..runtime.module import AcceleratedModule
-from ..runtime.settings import NUMBERS
+from ..runtime.settings import NUMBERS, BuildPolicy
 from ..sampling.presets import PRESETS
 from ..sampling.run import Skipped
 from . import fast_options
@@ -22,6 +22,9 @@ from .jobs import Applied, Job, Parts
 from .ours import provider_of, settings_of
 from .variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, OURS, Variant
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
+
+PARTS = MODEL, OTHERS = "model", "others"
+"""Whose engines can be built at the same time: the model's, and those of ControlNet and VAE."""
 
 _METHODS = {"AutoencoderKL": "decode"}
 """What is called of a network, where it is not the network itself."""
@@ -130,20 +133,7 @@ def _in_place_of(network: torch.nn.Module, method: str, function: Callable[..., 
 
 def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
     """Engines are built by a first picture, which is not counted as a call."""
-    from ..hosts.comfy.accelerate import accelerate_model
-    from ..hosts.comfy.accelerate_controlnet import accelerate_controlnet
-    from ..hosts.comfy.accelerate_vae import accelerate_vae
-
-    provider = provider_of(variant, workshop.store)
-    ending.callback(provider.pool.clear)
-    settings = settings_of(variant, workshop.builds)
-    modules = [AcceleratedModule(provider, settings) for _ in range(3)]
-    plain = job.parts
-    parts = Parts(
-        accelerate_model(plain.model, modules[0]),
-        None if plain.control is None else accelerate_controlnet(plain.control, modules[1]),
-        accelerate_vae(plain.vae, modules[2]),
-    )
+    parts, modules = _accelerated(variant, job, workshop, ending, dict.fromkeys(PARTS, workshop.builds))
     runs: list[Skipped] = []
     if variant.steps is not None:
         parts, runs = _skipping(parts, variant.steps)
@@ -160,6 +150,38 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
         engine_calls=lambda: _engine_calls(modules) - first,
         reasons=lambda: "; ".join(reason for module in modules for reason in module.status.to_json()["reasons"]),
     )
+
+
+def build(variant: Variant, job: Job, workshop: Workshop, part: str, ending: ExitStack) -> None:
+    """Build what one of `PARTS` lacks in the store, by a picture of which the others build nothing."""
+    policies = {**dict.fromkeys(PARTS, BuildPolicy.MANUAL), part: BuildPolicy.FIRST_USE}
+    parts, _ = _accelerated(variant, job, workshop, ending, policies)
+    workshop.tell(f"{variant.name}: engines of {part}")
+    job.paint(parts, job.apply(parts, job.inputs(seed=0)))
+
+
+def _accelerated(
+    variant: Variant, job: Job, workshop: Workshop, ending: ExitStack, policies: Mapping[str, BuildPolicy]
+) -> tuple[Parts, list[AcceleratedModule]]:
+    """Parts on engines, and what serves each.
+
+    Args:
+        policies: of each of `PARTS`.
+    """
+    from ..hosts.comfy.accelerate import accelerate_model
+    from ..hosts.comfy.accelerate_controlnet import accelerate_controlnet
+    from ..hosts.comfy.accelerate_vae import accelerate_vae
+
+    provider = provider_of(variant, workshop.store)
+    ending.callback(provider.pool.clear)
+    modules = [AcceleratedModule(provider, settings_of(variant, policies[part])) for part in (MODEL, OTHERS, OTHERS)]
+    plain = job.parts
+    parts = Parts(
+        accelerate_model(plain.model, modules[0]),
+        None if plain.control is None else accelerate_controlnet(plain.control, modules[1]),
+        accelerate_vae(plain.vae, modules[2]),
+    )
+    return parts, modules
 
 
 def _numbers(job: Job, module: AcceleratedModule) -> dict[str, Any]:

@@ -7,6 +7,8 @@ written too, marked by being followed by another row of the same variant: a time
 from __future__ import annotations
 
 import gc
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,12 +39,22 @@ Write = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often to call, what all rows have in common, and whom the GPU is shared with."""
+    """How often to call, what all rows have in common, and whom the GPU is shared with.
+
+    Attributes:
+        until: when setting up has to end, by `time.monotonic`; None: whenever it does.
+    """
 
     repeats: int
     warmup: int
     common: Row
     place: Place = field(default_factory=lambda: Place(None))
+    until: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """To set up."""
+        return math.inf if self.until is None else self.until - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,10 @@ def _check_size(reference: Tensors) -> None:
     size = max(float(tensor.abs().max()) for tensor in reference.values())
     if not 1e-3 < size < 1e4:
         raise ValueError(f"The model's random weights make values of size {size:.1e}, by which nothing can be judged")
+
+
+class TooLate(Exception):
+    """Setting up has to end."""
 
 
 class Contender:
@@ -166,12 +182,20 @@ class Measurement:
             self._take_turns(contenders)
 
     def _enter(self, variant: Variant) -> Contender | None:
+        if self._schedule.seconds_left <= 0:
+            self._workshop.tell(f"{variant.name}: not set up, it is too late")
+            return None
         self._workshop.tell(f"{variant.name}: setting up")
         ending = ExitStack()
         try:
-            contender = self._set_up(variant, ending)
+            with cancelled_after(self._schedule.seconds_left):
+                contender = self._set_up(variant, ending)
             if not self._schedule.place.is_shared:
                 self._time_by_itself(contender)
+        except TooLate:
+            ending.close()
+            self._workshop.tell(f"{variant.name}: not ready in time")
+            return None
         except Exception as error:
             ending.close()
             self._give_up(variant, error)
@@ -272,6 +296,30 @@ class Measurement:
         yield
         synchronize(self._device)
         contender.vram_mb = round((torch.cuda.max_memory_reserved(self._device) - others) / 2**20, 1)
+
+
+@contextmanager
+def cancelled_after(seconds: float) -> Iterator[None]:
+    """ComfyUI's cancel button, pressed after so many seconds: whoever waits for a build waits no longer.
+
+    Raises:
+        TooLate: that was cancelled.
+    """
+    if seconds == math.inf:
+        yield
+        return
+    import comfy.model_management as management
+
+    timer = threading.Timer(seconds, management.interrupt_current_processing)
+    timer.start()
+    try:
+        yield
+    except management.InterruptProcessingException:
+        raise TooLate from None
+    finally:
+        timer.cancel()
+        timer.join()
+        management.interrupt_current_processing(False)
 
 
 def set_up(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Ready:

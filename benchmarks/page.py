@@ -223,6 +223,7 @@ python benchmarks/run.py                                          # the usual ca
 python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compiled
 python benchmarks/run.py --tables                                 # every case by the variants of its table: hours
 python benchmarks/run.py --tables --side-by-side                  # the same, set up at once: where memory is enough
+python benchmarks/run.py --tables --side-by-side --builders 6     # engines are built beside that, six at a time
 python benchmarks/run.py --ladder                                 # SDXL rung by rung
 python benchmarks/run.py --switch                                 # changes of size and of batch
 python benchmarks/run.py --cold-start                             # from a process's start to its first picture

@@ -161,6 +161,11 @@ class Variant:
         return next((lever for lever in self.levers if lever in STEPS), None)
 
     @property
+    def without_steps(self) -> Variant:
+        """The same where it computes all steps."""
+        return Variant.of("+".join(each for each in self.name.split("+") if each not in STEPS))
+
+    @property
     def is_quantised(self) -> bool:
         """Whether it asks for 8 bits, in which not every model has anything to gain."""
         return any(isinstance(NUMBERS.get(lever), Quantised) for lever in self.levers)

@@ -19,7 +19,7 @@ from .headers import headers_with_the_cache
 from .kernels import chosen_kernels
 from .options import of_compiler, package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
-from .toolchain import why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
+from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
 
 PACKAGE = "package.pt2"
 
@@ -45,7 +45,7 @@ class AOTInductorBackend:
     def why_cannot_build(self, device: torch.device) -> str | None:
         reason = self.why_unavailable(device) or why_no_cpp_compiler()
         if reason is None and device.type == "cuda":
-            reason = why_no_triton() or why_no_cuda_headers()
+            reason = why_no_triton() or why_no_c_compiler() or why_no_cuda_headers()
         return reason
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:

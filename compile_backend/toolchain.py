@@ -29,8 +29,23 @@ def why_no_cpp_compiler() -> str | None:
     if shutil.which(named or usual):  # torch looks for no other
         return None
     if named:
-        return f"no C++ compiler was found: CXX names {named!r}, which is no program; set it to a compiler, or unset it"
+        return f"no C++ compiler was found: {_no_program('CXX', named)}"
     return f"no C++ compiler was found ({usual}); {_how_to_get_a_compiler()}, or set CXX to another one"
+
+
+def why_no_c_compiler() -> str | None:
+    """Why triton cannot compile what launches its kernels; None when it can. On Windows it brings a compiler along."""
+    named = os.environ.get("CC")
+    tried = ["gcc", "clang"] if named is None else [named]  # triton looks for no other
+    if os.name == "nt" or any(map(shutil.which, tried)):
+        return None
+    if named is not None:
+        return f"no C compiler was found: {_no_program('CC', named)}"
+    return f"no C compiler was found (gcc); {_how_to_get_a_compiler()}, or set CC to another one"
+
+
+def _no_program(variable: str, named: str) -> str:
+    return f"{variable} names {named!r}, which is no program; set it to a compiler, or unset it"
 
 
 def _how_to_get_a_compiler() -> str:

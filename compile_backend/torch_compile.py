@@ -24,7 +24,7 @@ from .layouts import TensorLayout
 from .modules import assign, module_of, tensor_of
 from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
-from .toolchain import why_no_cpp_compiler, why_no_triton
+from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
 
@@ -52,7 +52,7 @@ class TorchCompileBackend:
         return why_no_triton() if device.type == "cuda" else why_no_cpp_compiler()
 
     def why_cannot_build(self, device: torch.device) -> str | None:
-        return self.why_unavailable(device)
+        return self.why_unavailable(device) or (why_no_c_compiler() if device.type == "cuda" else None)
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
         return None if spec.is_static else "compiled engines are made for one exact shape"

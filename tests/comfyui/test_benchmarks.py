@@ -19,7 +19,7 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import cases, job_variants, model_variants, models, rivals
+from slipstream.benchmarks import cases, job_variants, model_variants, models, rivals, turns
 from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
 from slipstream.benchmarks.profiling import TOP
@@ -92,6 +92,28 @@ def test_a_whole_picture_is_measured_and_profiled(root: Path, comfyui_dir: Path,
     for part in (eager, ours):
         assert "no GPU here" in part and 5 < part.count("\n") < TOP + 10
     assert "aten::" in eager
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_engines_are_built_beside_cases_that_are_set_up(root: Path, comfyui_dir: Path, tmp_path: Path) -> None:
+    """Whoever comes first builds, so that each engine is built once. A second time there is nothing left to build."""
+    words = ["--cases", "tiny-sd15-canny-64-3steps", "--variants", "eager,slipstream:compiled"]
+    words += ["--side-by-side", "--builders", "2", "--repeats", "2", "--warmup", "1", "--comfyui", str(comfyui_dir)]
+    store, built = tmp_path / "engines", []
+    for out in ("first", "second"):
+        done = run(root, tmp_path, *words, "--store", str(store), "--out", str(tmp_path / out))
+        assert "slipstream:compiled: engines of model: ready" in done.stderr, done.stderr
+        assert "slipstream:compiled: engines of others: ready" in done.stderr, done.stderr
+        (file,) = (tmp_path / out).iterdir()
+        eager, ours = (json.loads(line) for line in file.read_text().splitlines())
+        assert eager["engine_calls"] == 0 and eager["ms"] > 0
+        assert ours["engine_calls"] > 0 and len(ours["samples"]) == 2
+        assert len(list((store / "engines").iterdir())) == 3
+        modified = {path: path.stat().st_mtime_ns for path in (store / "engines").glob("*/*.pt2")}
+        assert modified
+        built.append(modified)
+    assert built[0] == built[1]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.benchmarks import command, turns
+from slipstream.benchmarks.building import tasks_of
 from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.command import main, make_parser, measure_apart, parts, wanted
 from slipstream.benchmarks.variants import LADDER
@@ -56,8 +57,8 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--precision", "fp12"), "invalid choice: 'fp12'"),
         (("--tables", "--ladder"), "not allowed with argument --tables"),
         (("--ladder", "--switch"), "not allowed with argument --ladder"),
-        (("--side-by-side", "--limit", "5"), "leave out --profile and --limit"),
-        (("--side-by-side", "--profile"), "leave out --profile and --limit"),
+        (("--side-by-side", "--profile"), "times nobody before all are set up: leave out --profile"),
+        (("--builders", "2"), "add --side-by-side"),
         (("--switch", "--cold-start"), "not allowed with argument --switch"),
         (("--cold-start", "--side-by-side"), "one process after another: leave out --side-by-side and --profile"),
         (("--cold-start", "--profile"), "leave out --side-by-side and --profile"),
@@ -129,6 +130,53 @@ def test_cases_side_by_side_share_a_lock_and_keep_all_rows(tmp_path: Path, monke
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(row["case"] for row in rows) == ["sd15-512-b2", "sdxl-1024-b2"]
     assert len({row["run"] for row in rows}) == 1 and Path(rows[0]["run"]).name == "lock"
+
+
+def tasks(*words: str) -> list[tuple[str, str, str]]:
+    found = make_parser().parse_args(words)
+    wanted_parts = [(name, wanted(Namespace(**{**vars(found), "variants": each}))) for name, each in parts(found)]
+    return [(task.case, task.variant, task.part) for task in tasks_of(wanted_parts)]
+
+
+def test_what_there_is_to_build() -> None:
+    """Each engine once: not again for the presets, whose steps run on the same."""
+    picture, call, ours = "tiny-sd15-canny-64-3steps", "tiny-sd15-64-b2", "slipstream:compiled"
+    variants = f"eager,{ours},{ours}+balanced,{ours}+max+fast,torch.compile"
+    assert tasks("--cases", f"{picture},{call}", "--variants", variants) == [
+        (picture, ours, "model"),
+        (picture, ours, "others"),
+        (picture, f"{ours}+max", "model"),
+        (picture, f"{ours}+max", "others"),
+        (call, ours, "all"),
+        (call, f"{ours}+max", "all"),
+    ]
+    assert not tasks("--cold-start", "--cases", picture)
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_engines_are_built_beside_the_cases_into_their_store(tmp_path: Path, monkeypatch) -> None:
+    """By processes that nobody is timed beside; cases do not wait for them to end."""
+    of = 'sys.argv[len(sys.argv) - sys.argv[::-1].index("{}")]'
+    told = tmp_path / "told"
+    said = f"""
+with open({str(told)!r}, "a") as stream:
+    print({of.format("--store")}, {of.format("--lock")}, {of.format("--variants")},
+          {of.format("--build-part")} if "--build-part" in sys.argv else "-", file=stream)
+if "--build-part" not in sys.argv:
+    put({{**rows[0], "variant": "eager"}}, {{**rows[0], "variant": "slipstream:compiled"}})
+"""
+    program = child(tmp_path, *said.splitlines())
+    monkeypatch.setattr(measure_apart, "__defaults__", (program,))
+    monkeypatch.setattr(command._build_apart, "__defaults__", (program,))
+    words = ["--cases", "tiny-sd15-canny-64-3steps", "--variants", "eager,slipstream:compiled"]
+    assert main([*words, "--side-by-side", "--builders", "2", "--out", str(tmp_path / "out")]) == 0
+    lines = [line.split() for line in told.read_text().splitlines()]
+    assert len({(store, lock) for store, lock, *_ in lines}) == 1
+    assert sorted(line[2:] for line in lines) == [
+        ["eager,slipstream:compiled", "-"],
+        ["slipstream:compiled", "model"],
+        ["slipstream:compiled", "others"],
+    ]
 
 
 @pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")

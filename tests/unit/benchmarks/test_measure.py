@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +37,31 @@ CALLS = 1 + WARMUP + Model.sets + 2 * REPEATS + Model.sets + Model.unseen
 Measure = Callable[..., list[Row]]
 
 
+class Cancelled(BaseException):
+    """As ComfyUI's own."""
+
+
+_is_cancelled = threading.Event()
+
+
+def cancel(value: bool = True) -> None:
+    (_is_cancelled.set if value else _is_cancelled.clear)()
+
+
+def throw_if_cancelled() -> None:
+    if _is_cancelled.is_set():
+        raise Cancelled
+
+
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> NullBackend:
     backend = NullBackend("compiled")
     monkeypatch.setattr(ours, "EngineProvider", functools.partial(EngineProvider, backends=[backend]))
     monkeypatch.setattr("slipstream.runtime.build.run_build", FakeWorker([backend]))
+    host = types.SimpleNamespace(InterruptProcessingException=Cancelled, interrupt_current_processing=cancel)
+    monkeypatch.setitem(sys.modules, "comfy", types.SimpleNamespace(model_management=host))
+    monkeypatch.setitem(sys.modules, "comfy.model_management", host)
+    monkeypatch.setattr(model_variants, "throw_if_cancelled", throw_if_cancelled)
     monkeypatch.setitem(sys.modules, "comfyui_version", types.SimpleNamespace(__version__="0.99"))
     return backend
 
@@ -56,12 +78,13 @@ def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
     def call(module: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"out": module(**inputs)[0]}
 
-    def run(*names: str, patcher: object = None, lock: Path | None = None) -> list[Row]:
+    def run(*names: str, patcher: object = None, lock: Path | None = None, seconds: float | None = None) -> list[Row]:
         shapes = {"x": (2, 4, 8, 8), "timesteps": (2,), "context": (2, 3, 5)}
         subject = Model(source, source.model, call, shapes, patcher)
         case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
         rows: list[Row] = []
-        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"}, Place(lock))
+        until = None if seconds is None else time.monotonic() + seconds
+        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"}, Place(lock), until)
         workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
         measure(case, [Variant.of(name) for name in names], schedule, workshop, rows.append)
         return rows
@@ -91,6 +114,18 @@ def test_beside_other_cases_only_turns_are_timed(run: Measure, tmp_path: Path) -
     assert [row["variant"] for row in rows] == ["eager", "slipstream:compiled"]
     assert all(len(row["samples"]) == REPEATS for row in rows)
     assert rows[1]["engine_calls"] == CALLS - REPEATS and "failed" not in rows[1]
+
+
+def test_what_is_not_ready_in_time_is_not_measured_and_the_rest_is(
+    run: Measure, backend: NullBackend, monkeypatch
+) -> None:
+    worker = FakeWorker([backend])
+    worker.gate.clear()
+    monkeypatch.setattr("slipstream.runtime.build.run_build", worker)
+    rows = run("eager", "slipstream:compiled", "slipstream:compiled+max", seconds=5)
+    assert worker.builds == 1, "the second one was not begun"
+    assert [row["variant"] for row in rows] == ["eager"] * 2 and all("failed" not in row for row in rows)
+    assert not _is_cancelled.is_set(), "whatever comes next would be cancelled as well"
 
 
 def test_changes_between_pictures_are_measured_before_the_turns(run: Measure) -> None:

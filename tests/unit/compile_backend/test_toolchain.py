@@ -28,6 +28,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     return folder
 
 
@@ -76,6 +77,33 @@ def test_a_compiler_that_the_user_named_but_is_not_there(
     assert reason is not None and named in reason and "CXX" in reason
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there triton brings a compiler along")
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+def test_a_compiler_for_what_launches_kernels(programs: Path, name: str) -> None:
+    reason = toolchain.why_no_c_compiler()
+    assert reason is not None and "no C compiler was found" in reason and "install" in reason
+    install(programs, name)
+    assert toolchain.why_no_c_compiler() is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there triton brings a compiler along")
+@pytest.mark.parametrize("backend", [AOTInductorBackend(), TorchCompileBackend()], ids=lambda backend: backend.name)
+def test_a_c_compiler_that_is_not_there_is_named_before_a_build(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, backend: AOTInductorBackend
+) -> None:
+    """Triton would try it and no other, minutes later."""
+    for program in ("gcc", "g++"):
+        install(programs, program)
+    for module in ("aot_inductor", "torch_compile"):
+        monkeypatch.setattr(f"slipstream.compile_backend.{module}.why_no_triton", lambda: None)
+    monkeypatch.setattr("slipstream.compile_backend.aot_inductor.why_no_cuda_headers", lambda: None)
+    assert backend.why_cannot_build(CUDA) is None
+    monkeypatch.setenv("CC", "tiny-model")
+    assert "CC names 'tiny-model'" in (backend.why_cannot_build(CUDA) or "")
+    assert backend.why_cannot_build(CPU) is None
+    assert backend.why_unavailable(CUDA) is None
+
+
 def test_no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "_cuda_roots", lambda: [tmp_path])
     reason = toolchain.why_no_cuda_headers()
@@ -116,6 +144,7 @@ def test_without_headers_only_packages_cannot_be_built(monkeypatch: pytest.Monke
     for module in ("aot_inductor", "torch_compile"):
         monkeypatch.setattr(f"slipstream.compile_backend.{module}.why_no_triton", lambda: None)
         monkeypatch.setattr(f"slipstream.compile_backend.{module}.why_no_cpp_compiler", lambda: None)
+        monkeypatch.setattr(f"slipstream.compile_backend.{module}.why_no_c_compiler", lambda: None)
     assert "cuda.h" in (AOTInductorBackend().why_cannot_build(CUDA) or "")
     assert AOTInductorBackend().why_unavailable(CUDA) is None
     assert TorchCompileBackend().why_cannot_build(CUDA) is None
