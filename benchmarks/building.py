@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from . import job_variants, model_variants
 from .cases import CASES, Case
+from .job_variants import MODEL
 from .jobs import Job
 from .models import Model
+from .turns import Place
 from .variants import OURS, Variant
 from .workshop import Workshop
-
-ALL = "all"
-"""Of a single call, which has one engine."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Task:
     """Engines that one process builds, one after another.
 
     Attributes:
-        part: of a picture, see `job_variants.PARTS`; `ALL` of a single call.
+        part: of a picture, see `job_variants.PARTS`; `MODEL` of a single call.
     """
 
     case: str
@@ -36,21 +38,63 @@ def tasks_of(parts: Iterable[tuple[str, Sequence[Variant]]]) -> list[Task]:
     """What there is to build for cases and their variants. Presets that skip steps need no engines of their own."""
     found = []
     for name, variants in parts:
-        pieces = job_variants.PARTS if CASES[name].is_job else (ALL,)
+        pieces = job_variants.PARTS if CASES[name].is_job else (MODEL,)
         ours = [variant.without_steps for variant in variants if variant.kind == OURS and not variant.is_cold]
         found += [Task(name, variant.name, piece) for variant in ours for piece in pieces]
     return list(dict.fromkeys(found))
+
+
+class Builders:
+    """Run tasks in processes beside cases that are set up.
+
+    Args:
+        lock: of the cases, which is held together with them while a process runs, so that nobody is timed meanwhile.
+        seconds: after which no process runs any more.
+        build: runs one process for so many seconds at most; gives what went wrong.
+        tell: hears how each task ended.
+
+    Attributes:
+        ended: cases that need nothing any more.
+    """
+
+    def __init__(
+        self,
+        lock: Path,
+        seconds: float,
+        build: Callable[[Task, int | None], str | None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._lock, self._build, self._tell = lock, build, tell
+        self._until = time.monotonic() + seconds
+        self.ended: set[str] = set()
+        self._is_stopped = False
+
+    def __call__(self, task: Task) -> None:
+        with Place(self._lock):
+            left = self._until - time.monotonic()
+            if self._is_stopped or task.case in self.ended or left <= 0:
+                return
+            try:
+                trouble = self._build(task, None if left == math.inf else math.ceil(left))
+            except OSError as error:
+                trouble = str(error)  # whoever measures builds by itself
+        self._tell(f"{task.case}, {task.variant}, engines of {task.part}: {trouble or 'done'}")
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self._is_stopped = True
 
 
 def build(case: Case, variant: Variant, part: str, workshop: Workshop) -> None:
     """Build a task's engines, for as far as the store lacks them.
 
     Raises:
-        Exception: whatever stops it; whoever measures is told again.
+        Exception: whatever stops it.
     """
     with torch.no_grad():
         subject = case.build()
-    if variant.why_left_out(case, subject):
+    if reason := variant.why_left_out(case, subject):
+        workshop.tell(f"{variant.name} is left out: {reason}")
         return
     with torch.inference_mode(), ExitStack() as ending:
         if isinstance(subject, Job):

@@ -11,7 +11,7 @@ import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -25,7 +25,7 @@ from ..runtime.measure import commit
 from ..runtime.settings import NUMBERS, BuildPolicy
 from . import turns
 from .apart import PROGRAM, Outcome, end_all, run_apart, task_of
-from .building import Task, build, tasks_of
+from .building import Builders, Task, build, tasks_of
 from .cases import CASES, Case, enter
 from .cold_start import STARTS, measure_cold
 from .rows import RESULTS, Row, append, result_file
@@ -58,7 +58,10 @@ _LIMIT = (
     "for one case, or with --cold-start for one start; what was measured by then is kept. With --side-by-side for "
     "setting up: what is not ready by then is not measured, and the rest is timed"
 )
-_BUILDERS = "processes that build engines beside --side-by-side: a case builds one after another; default: none"
+_BUILDERS = (
+    "processes that build engines beside --side-by-side, each with a model of its own on the GPU: a case builds one "
+    "after another; default: none"
+)
 
 _Parsed = TypeVar("_Parsed")
 
@@ -70,7 +73,7 @@ def main(words: Sequence[str]) -> int:
     if reason := _why_not(options):
         parser.error(reason)
     try:
-        if options.build_part:
+        if options.engines_of:
             return _build_here(options)
         if options.case_in_this_process:
             return _start_here(options) if options.cold_start else _measure_here(options)
@@ -123,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lock", type=Path, help=argparse.SUPPRESS)
     add("--caches", type=Path, help=argparse.SUPPRESS)
     add("--fill", action="store_true", help=argparse.SUPPRESS)
-    add("--build-part", help=argparse.SUPPRESS)
+    add("--engines-of", help=argparse.SUPPRESS)
     add("--started", type=float, help=argparse.SUPPRESS)
     return parser
 
@@ -175,10 +178,10 @@ def _measure_all(options: Namespace, words: Sequence[str]) -> int:
     failures: list[str] = []
     writing = Lock()
 
-    def measure_part(part: tuple[str, tuple[Variant, ...]], lock: Sequence[str] = ()) -> None:
+    def measure_part(part: tuple[str, tuple[Variant, ...]], shared: Sequence[str] = ()) -> None:
         name, variants = part
         _say(f"{name}: {CASES[name].title}")
-        outcome = _outcome(name, _with(options, variants), [*words, *lock])
+        outcome = _outcome(name, _with(options, variants), [*words, *shared])
         with writing:
             _keep(name, outcome, options.out)
             failures.extend(outcome.trouble)
@@ -211,39 +214,32 @@ def _keep(name: str, outcome: Outcome, folder: Path) -> None:
 def _side_by_side(measure_part: Callable[..., None], options: Namespace, words: Sequence[str]) -> None:
     """All at once. When this process is interrupted, theirs are ended, and what they wrote is kept."""
     wanted_parts = parts(options)
+    tasks = tasks_of((name, wanted(_with(options, variants))) for name, variants in wanted_parts)
     with tempfile.TemporaryDirectory(prefix="slipstream-turns-", ignore_cleanup_errors=True) as folder:
-        shared = ["--lock", os.path.join(folder, "lock")]
+        lock = Path(folder) / "lock"
+        shared = ["--lock", str(lock)]
         if options.builders and not options.store:
             shared += ["--store", os.path.join(folder, "engines")]
-        with ThreadPoolExecutor(options.builders or 1) as builders, ThreadPoolExecutor(len(wanted_parts)) as cases:
-            futures = [cases.submit(measure_part, part, shared) for part in wanted_parts]
-            if options.builders:
-                tasks = tasks_of((name, wanted(_with(options, variants))) for name, variants in wanted_parts)
-                until = time.monotonic() + (options.limit or math.inf)
-                futures += [builders.submit(_build_apart, task, until, options, [*words, *shared]) for task in tasks]
+
+        def build_apart(task: Task, limit: int | None, program: Sequence[str] = PROGRAM) -> str | None:
+            part, hidden = task_of(task.case, options.out)
+            own = "--variants", task.variant, "--engines-of", task.part
+            return run_apart([*program, *words, *shared, *own, *hidden], part, limit)[1]
+
+        builders = Builders(lock, options.limit or math.inf, build_apart, _say)
+        with ThreadPoolExecutor(options.builders or 1) as building, ThreadPoolExecutor(len(wanted_parts)) as cases:
+            futures: list[Future[None]] = []
             try:
+                for part in wanted_parts:
+                    futures.append(cases.submit(measure_part, part, shared))
+                    futures[-1].add_done_callback(lambda _, name=part[0]: builders.ended.add(name))  # type: ignore[misc]
+                futures += [building.submit(builders, task) for task in tasks if options.builders]
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
-                for future in futures:
-                    future.cancel()
+                builders.stop()
                 end_all()
                 raise
-
-
-def _build_apart(
-    task: Task, until: float, options: Namespace, words: Sequence[str], program: Sequence[str] = PROGRAM
-) -> None:
-    """One task in a process of its own. What goes wrong is said; whoever measures comes upon it as well.
-
-    Args:
-        until: when it is ended, by `time.monotonic`.
-    """
-    part, hidden = task_of(task.case, options.out)
-    own = "--variants", task.variant, "--build-part", task.part
-    left = None if until == math.inf else max(1, round(until - time.monotonic()))
-    _, trouble = run_apart([*program, *words, *own, *hidden], part, left)
-    _say(f"{task.case}, {task.variant}: engines of {task.part}: {trouble or 'ready'}")
 
 
 def parts(options: Namespace) -> list[tuple[str, tuple[Variant, ...]]]:
@@ -323,7 +319,7 @@ def _say(text: str) -> None:
 def _measure_here(options: Namespace) -> int:
     started = time.monotonic()
     with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
-        from .measure import Schedule, measure  # takes seconds, in which nobody must be timed
+        from .measure import Schedule, measure
 
         common = _common(options)
         until = started + options.limit if options.side_by_side and options.limit else None
@@ -333,10 +329,9 @@ def _measure_here(options: Namespace) -> int:
 
 
 def _build_here(options: Namespace) -> int:
-    """Nobody is timed meanwhile."""
-    with Place(options.lock), _opened(options, options.case_in_this_process) as (case, workshop):
+    with _opened(options, options.case_in_this_process) as (case, workshop):
         (variant,) = wanted(options)
-        build(case, variant, options.build_part, workshop)
+        build(case, variant, options.engines_of, workshop)
     return OK
 
 

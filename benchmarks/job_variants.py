@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import BuildFailed
 from ..core.protocols import Tensors
 from ..core.spec import Quantised
 from ..engine_cache import EngineStore
@@ -153,11 +154,18 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
 
 
 def build(variant: Variant, job: Job, workshop: Workshop, part: str, ending: ExitStack) -> None:
-    """Build what one of `PARTS` lacks in the store, by a picture of which the others build nothing."""
+    """Build what one of `PARTS` lacks in the store, by a picture of which the others build nothing.
+
+    Raises:
+        BuildFailed: the picture was made without an engine of this part.
+    """
     policies = {**dict.fromkeys(PARTS, BuildPolicy.MANUAL), part: BuildPolicy.FIRST_USE}
-    parts, _ = _accelerated(variant, job, workshop, ending, policies)
+    parts, modules = _accelerated(variant, job, workshop, ending, policies)
     workshop.tell(f"{variant.name}: engines of {part}")
     job.paint(parts, job.apply(parts, job.inputs(seed=0)))
+    for module in modules[:1] if part == MODEL else modules[1 if job.parts.control is not None else 2 :]:
+        if not module.status.engine_calls:
+            raise BuildFailed("; ".join(module.status.to_json()["reasons"]) or f"no engine served a call of {part}")
 
 
 def _accelerated(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -90,8 +90,8 @@ def _check_size(reference: Tensors) -> None:
         raise ValueError(f"The model's random weights make values of size {size:.1e}, by which nothing can be judged")
 
 
-class TooLate(Exception):
-    """Setting up has to end."""
+class TooLate(BaseException):
+    """Setting up has to end. No `Exception`, which compilers take for a failure of theirs and go on."""
 
 
 class Contender:
@@ -182,19 +182,18 @@ class Measurement:
             self._take_turns(contenders)
 
     def _enter(self, variant: Variant) -> Contender | None:
-        if self._schedule.seconds_left <= 0:
-            self._workshop.tell(f"{variant.name}: not set up, it is too late")
+        if self._is_too_late(variant):
             return None
         self._workshop.tell(f"{variant.name}: setting up")
         ending = ExitStack()
         try:
-            with cancelled_after(self._schedule.seconds_left):
+            with ended_after(self._schedule.seconds_left):
                 contender = self._set_up(variant, ending)
             if not self._schedule.place.is_shared:
                 self._time_by_itself(contender)
         except TooLate:
             ending.close()
-            self._workshop.tell(f"{variant.name}: not ready in time")
+            self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
             return None
         except Exception as error:
             ending.close()
@@ -202,6 +201,12 @@ class Measurement:
             return None
         self._ending.push(ending)
         return contender
+
+    def _is_too_late(self, variant: Variant) -> bool:
+        if self._schedule.seconds_left > 0:
+            return False
+        self._workshop.tell(f"{variant.name}: not begun within the limit, and not measured")
+        return True
 
     def _time_by_itself(self, contender: Contender) -> None:
         """Before its turns, so that something is kept where they are not reached."""
@@ -212,20 +217,25 @@ class Measurement:
 
     def _switch(self, variant: Variant) -> None:
         assert isinstance(self._subject, Model)
+        if self._is_too_late(variant):
+            return
         self._workshop.tell(f"{variant.name}: setting up")
         try:
             sides = sides_of(self._subject, variant)
             challenges = [self._challenge, *(Challenge.of(each) for each in sides[1:])]
             others = self._held() - self._model_bytes
             with ExitStack() as ending:
-                ready = set_up(variant, self._subject, self._workshop, ending)
-                switch = Switch(ready, sides, challenges)
-                with self._peak(switch, others + ready.copied_bytes):
-                    switch.warm_up(self._schedule.warmup)
+                with ended_after(self._schedule.seconds_left):
+                    ready = set_up(variant, self._subject, self._workshop, ending)
+                    switch = Switch(ready, sides, challenges)
+                    with self._peak(switch, others + ready.copied_bytes):
+                        switch.warm_up(self._schedule.warmup)
                 with self._schedule.place.alone():
                     switch.take_turns(self._schedule.repeats)
                 switch.check()
                 self._put(variant.name, switch.row())
+        except TooLate:
+            self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
         except Exception as error:
             self._give_up(variant, error)
 
@@ -299,27 +309,26 @@ class Measurement:
 
 
 @contextmanager
-def cancelled_after(seconds: float) -> Iterator[None]:
-    """ComfyUI's cancel button, pressed after so many seconds: whoever waits for a build waits no longer.
+def ended_after(seconds: float) -> Iterator[None]:
+    """Whatever this thread, the process's first, does for longer is ended in the midst: a picture, a compiler, a wait.
 
     Raises:
-        TooLate: that was cancelled.
+        TooLate: it was.
     """
     if seconds == math.inf:
         yield
         return
-    import comfy.model_management as management
 
-    timer = threading.Timer(seconds, management.interrupt_current_processing)
-    timer.start()
+    def ring(*_: object) -> None:
+        raise TooLate
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
     try:
         yield
-    except management.InterruptProcessingException:
-        raise TooLate from None
     finally:
-        timer.cancel()
-        timer.join()
-        management.interrupt_current_processing(False)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def set_up(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Ready:

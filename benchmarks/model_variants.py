@@ -15,7 +15,6 @@ from ..core.progress import Progress
 from ..core.protocols import Tensors
 from ..core.spec import Precision, Quantised
 from ..hosts.architecture import cast_inputs
-from ..hosts.comfy.waiting import throw_if_cancelled
 from ..runtime.measure import load_seconds, versions
 from ..runtime.module import AcceleratedModule
 from ..runtime.provider import HostHooks
@@ -258,7 +257,7 @@ def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack)
         raise UnsupportedModel(source.why_no_engine)
     provider = provider_of(variant, workshop.store)
     settings = settings_of(variant, BuildPolicy.MANUAL)
-    hooks = HostHooks(_teller(workshop, variant), throw_if_cancelled)
+    hooks = HostHooks(_teller(workshop, variant))
     made = [provider.prepare(source, each.call_shape, settings, hooks) for each in sides_of(model, variant)]
     plan, entry = made[0]
     loading = load_seconds(provider, source, plan, entry)

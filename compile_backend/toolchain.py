@@ -41,7 +41,7 @@ def why_no_c_compiler() -> str | None:
         return None
     if named is not None:
         return f"no C compiler was found: {_no_program('CC', named)}"
-    return f"no C compiler was found (gcc); {_how_to_get_a_compiler()}, or set CC to another one"
+    return f"no C compiler was found (gcc, clang); {_how_to_get_a_compiler()}, or set CC to another one"
 
 
 def _no_program(variable: str, named: str) -> str:

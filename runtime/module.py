@@ -17,7 +17,7 @@ from ..core.spec import EngineSpec, Precision
 from .memory import MemoryWatch
 from .plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
-from .settings import Settings
+from .settings import BuildPolicy, Settings
 from .shapes_wanted import batch_of, largest_batch
 from .status import EngineUse, Status
 from .verify import is_finite
@@ -120,6 +120,25 @@ class Run:
             log.warning("Slipstream uses the plain model: %s", result)
         return eager()
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether the engine that was missing last is being built, or waits for its turn."""
+        return bool(self._wanted) and self._module.provider.queue.find(self._wanted) is not None
+
+    def why_not(self, inputs: Tensors, orders: bool = True) -> str | None:
+        """Why no engine would answer, which is asked for as in a call; None where one would.
+
+        Args:
+            orders: have an engine built that is missing, as the settings say; otherwise none is, and a later call asks
+                anew.
+        """
+        call = CallShape.of(inputs)
+        if orders or call in self._offers:
+            offer = self._offer(call)
+        elif (offer := self._new_offer(call, replace(self.settings, policy=BuildPolicy.MANUAL))).engine is not None:
+            self._offers[call] = offer
+        return None if offer.engine is not None else offer.reason
+
     def ask(self, inputs: Tensors) -> Tensors | str:
         """An engine's answer, or why there is none."""
         call = CallShape.of(inputs)
@@ -193,7 +212,7 @@ class Run:
 
     def _offer(self, call: CallShape) -> Offer:
         if call not in self._offers:
-            self._offers[call] = self._shared_offer(call) or self._new_offer(call)
+            self._offers[call] = self._shared_offer(call) or self._new_offer(call, self.settings)
         return self._offers[call]
 
     def _shared_offer(self, call: CallShape) -> Offer | None:
@@ -203,9 +222,9 @@ class Run:
                 return offer
         return None
 
-    def _new_offer(self, call: CallShape) -> Offer:
+    def _new_offer(self, call: CallShape, settings: Settings) -> Offer:
         module, self._wanted = self._module, ""
-        offer = module.provider.offer(self._source, call, self.settings, self._hooks)
+        offer = module.provider.offer(self._source, call, settings, self._hooks)
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
 from .vetoes import why_not_these_layers, why_not_these_tensors, why_not_this_call
 from .waiting import waiting_hooks
+
+log = logging.getLogger(__name__)
+
+_COMING = "the engines for the model in two halves are being built in the background"
 
 
 class NotServed(SlipstreamError):
@@ -102,6 +107,7 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
         self._in_whole_step = False
+        self._has_whole: bool | None = None
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
 
@@ -128,7 +134,16 @@ class ModelCalls:
             residuals = residuals_of(control, inputs["x"])
         if isinstance(residuals, str):
             veto, residuals = residuals, {}
+        veto = veto or self._why_later({**inputs, **residuals}, control)
         return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
+
+    def _why_later(self, inputs: Tensors, control: Any) -> str | None:
+        """Why the whole model computes by itself, and no engine is built for it: its halves' are on their way."""
+        if self.halves is None or not (self.halves.are_coming and self._in_whole_step and is_for_halves(control)):
+            return None
+        if self._has_whole is None:
+            self._has_whole = self.whole.why_not(inputs, orders=False) is None
+        return None if self._has_whole else _COMING
 
     @contextmanager
     def whole_steps(self) -> Iterator[None]:
@@ -189,6 +204,7 @@ class Halves:
 
     Attributes:
         is_refused: the model runs whole.
+        are_coming: because engines of halves are still being built, and none is known to be impossible.
     """
 
     _proved: set[tuple[str, str]] = set()
@@ -202,6 +218,7 @@ class Halves:
         self._runs: dict[str, Run] = {}
         self.sources: dict[str, ComfyUNetHalfSource] = {}
         self.is_refused = False
+        self.are_coming = False
 
     def __call__(
         self,
@@ -219,27 +236,51 @@ class Halves:
         if self.is_refused or not is_for_halves(control):
             return None
         run = self._run(ENCODER)
-        middle = run.ask({**inputs, **self._text(ENCODER, inputs, calls)})
+        given = {**inputs, **self._text(ENCODER, inputs, calls)}
+        middle = run.ask(given)
         if isinstance(middle, str):
+            if run.is_coming:
+                self._ask_for_second(given, inputs, control, calls)
             return None
-        calls.join()
-        residuals = residuals_of(control, inputs["x"])
-        if isinstance(residuals, str):
+        rest = self._rest(middle, inputs, control, calls)
+        if rest is None:
             return None
         run = self._run(DECODER)
-        result = run.ask({**middle, **self._text(DECODER, inputs, calls), **residuals})
+        result = run.ask(rest)
         if isinstance(result, str):
             self.is_refused = True  # in this run: else each step would compute the first half in vain
+            self.are_coming = run.is_coming
             return None
         if not self._is_right(result, reference):
             return None
         return result["out"]
+
+    def _ask_for_second(self, given: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> None:
+        """Have the second half built while the first is: the live one shows what it will be given."""
+        try:
+            rest = self._rest(self.sources[ENCODER].eager(given), inputs, control, calls)
+        except waiting_hooks().interruptions:
+            raise
+        except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the whole model will show it
+            log.debug("Slipstream: the model's first half by itself: %s", error)
+            return
+        if rest is not None:
+            run = self._run(DECODER)
+            self.is_refused = True
+            self.are_coming = run.why_not(rest) is None or run.is_coming
+
+    def _rest(self, middle: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> Tensors | None:
+        """What the second half is given, once the ControlNet is done; None where it takes no such residuals."""
+        calls.join()
+        residuals = residuals_of(control, inputs["x"])
+        return None if isinstance(residuals, str) else {**middle, **self._text(DECODER, inputs, calls), **residuals}
 
     def answers(self, run: Run) -> bool:
         """Whether a run is that of the second half, which gives the model's answer."""
         return self._runs.get(DECODER) is run
 
     def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
+        self._run(half)  # with which its source begins
         return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
 
     def _run(self, half: str) -> Run:

@@ -19,13 +19,14 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import cases, job_variants, model_variants, models, rivals, turns
+from slipstream.benchmarks import building, cases, job_variants, model_variants, models, rivals
 from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
 from slipstream.benchmarks.profiling import TOP
 from slipstream.benchmarks.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
 from slipstream.benchmarks.variants import Variant
 from slipstream.benchmarks.workshop import Workshop
+from slipstream.core.errors import BuildFailed
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import model_classes
 from slipstream.runtime.settings import BuildPolicy
@@ -95,25 +96,27 @@ def test_a_whole_picture_is_measured_and_profiled(root: Path, comfyui_dir: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
-def test_engines_are_built_beside_cases_that_are_set_up(root: Path, comfyui_dir: Path, tmp_path: Path) -> None:
-    """Whoever comes first builds, so that each engine is built once. A second time there is nothing left to build."""
-    words = ["--cases", "tiny-sd15-canny-64-3steps", "--variants", "eager,slipstream:compiled"]
-    words += ["--side-by-side", "--builders", "2", "--repeats", "2", "--warmup", "1", "--comfyui", str(comfyui_dir)]
-    store, built = tmp_path / "engines", []
-    for out in ("first", "second"):
-        done = run(root, tmp_path, *words, "--store", str(store), "--out", str(tmp_path / out))
-        assert "slipstream:compiled: engines of model: ready" in done.stderr, done.stderr
-        assert "slipstream:compiled: engines of others: ready" in done.stderr, done.stderr
-        (file,) = (tmp_path / out).iterdir()
-        eager, ours = (json.loads(line) for line in file.read_text().splitlines())
-        assert eager["engine_calls"] == 0 and eager["ms"] > 0
-        assert ours["engine_calls"] > 0 and len(ours["samples"]) == 2
-        assert len(list((store / "engines").iterdir())) == 3
-        modified = {path: path.stat().st_mtime_ns for path in (store / "engines").glob("*/*.pt2")}
-        assert modified
-        built.append(modified)
-    assert built[0] == built[1]
+def test_what_builders_build_is_what_the_picture_asks_for(tmp_path: Path, monkeypatch) -> None:
+    """Part by part; afterwards nothing is left to build."""
+    variant = Variant.of("slipstream:compiled")
+    workshop = workshop_in(tmp_path)
+
+    def labels() -> list[str]:
+        return sorted(entry.manifest.label for entry in workshop.store.list())
+
+    case = cases.CASES["tiny-sd15-canny-64-3steps"]
+    building.build(case, variant, job_variants.MODEL, workshop)
+    assert labels() == ["SD15 64×64 batch 2 with control"]
+    building.build(case, variant, job_variants.OTHERS, workshop)
+    assert labels() == ["ControlNet 64×64 batch 2", "SD15 64×64 batch 2 with control", "VAE decoder 64×64 batch 1"]
+    with torch.inference_mode(), ExitStack() as ending:
+        ready = job_variants.set_up(variant, case.build(), replace(workshop, builds=BuildPolicy.MANUAL), ending)
+        assert ready.facts["size_mb"] > 0 and not ready.reasons()
+    empty = workshop_in(tmp_path / "without a compiler")
+    monkeypatch.setenv("CXX", "no-compiler")
+    for part in job_variants.PARTS:
+        with pytest.raises(BuildFailed, match="no-compiler"):
+            building.build(case, variant, part, empty)
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management
@@ -51,9 +53,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 class Fast:
     def __init__(
-        self, provider: EngineProvider, family: str = "sd15", levers: Levers | None = None, **sampling: Any
+        self,
+        provider: EngineProvider,
+        family: str = "sd15",
+        levers: Levers | None = None,
+        policy: BuildPolicy = BuildPolicy.FIRST_USE,
+        **sampling: Any,
     ) -> None:
-        settings = Settings(policy=BuildPolicy.FIRST_USE, levers=levers or Levers())
+        settings = Settings(policy=policy, levers=levers or Levers())
         self.model_module, self.control_module = (AcceleratedModule(provider, settings) for _ in range(2))
         self.model = accelerate_model(tiny.model(family, **sampling), self.model_module)
         self.control = accelerate_controlnet(tiny.controlnet(family), self.control_module)
@@ -279,6 +286,58 @@ def test_a_second_half_without_an_engine_leaves_the_model_whole(
     found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
     assert relative_difference(found, wanted) < TOLERANCE
     assert asked.count("decoder") == 1 and len(replays) == 3 and fast.calls == (5, 5)
+
+
+def ordered(provider: EngineProvider) -> list[str]:
+    """What is to be built; nobody begins to."""
+    labels = [str(ticket.plan) for ticket in provider.queue.pending()]
+    provider.queue.cancel_all("the test is over")
+    return sorted(labels)
+
+
+HALVES = ["ControlNet 64×64 batch 2", "SD15 decoder 64×64 batch 2 with control", "SD15 encoder 64×64 batch 2"]
+
+
+def test_in_the_background_both_halves_are_built_and_not_the_whole(tmp_path: Path, replays: list[Any]) -> None:
+    provider = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
+    fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    assert torch.equal(found, wanted) and not replays
+    assert ordered(provider) == HALVES
+    status = fast.model_module.status
+    assert (status.engine_calls, status.eager_calls) == (0, 5)
+    assert list(status.to_json()["reasons"]) == [
+        "the engines for the model in two halves are being built in the background"
+    ]
+
+
+def test_in_the_background_the_steps_without_a_controlnet_have_an_engine_built_too(
+    tmp_path: Path, replays: list[Any]
+) -> None:
+    provider = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
+    fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    tiny.sample(fast.model, steps=4, **prompts(applied(fast.control, end=0.5)))
+    assert ordered(provider) == sorted([*HALVES, "SD15 64×64 batch 2"])
+
+
+def test_while_halves_are_being_built_a_whole_engine_that_is_there_serves(
+    provider: EngineProvider, tmp_path: Path, replays: list[Any]
+) -> None:
+    whole = Fast(provider, levers=Levers(parallel="off"))
+    tiny.sample(whole.model, steps=2, **prompts(applied(whole.control)))
+    (digest,) = (use["digest"] for use in whole.model_module.status.to_json()["engines"])
+    known = provider.store.lookup(digest)
+    assert known is not None
+    shutil.copytree(known.directory, tmp_path / "engines" / digest)
+    other = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
+    fast = Fast(other, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+    assert relative_difference(found, wanted) < TOLERANCE
+    status = fast.model_module.status
+    assert (status.engine_calls, status.eager_calls) == (5, 0)
+    assert ordered(other) == HALVES
 
 
 def test_halves_give_the_same_picture(provider: EngineProvider, replays: list[Any]) -> None:

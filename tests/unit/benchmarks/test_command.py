@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.benchmarks import command, turns
-from slipstream.benchmarks.building import tasks_of
+from slipstream.benchmarks.building import Builders, Task, tasks_of
 from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.command import main, make_parser, measure_apart, parts, wanted
 from slipstream.benchmarks.variants import LADDER
@@ -147,27 +147,28 @@ def test_what_there_is_to_build() -> None:
         (picture, ours, "others"),
         (picture, f"{ours}+max", "model"),
         (picture, f"{ours}+max", "others"),
-        (call, ours, "all"),
-        (call, f"{ours}+max", "all"),
+        (call, ours, "model"),
+        (call, f"{ours}+max", "model"),
     ]
     assert not tasks("--cold-start", "--cases", picture)
 
 
 @pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
-def test_engines_are_built_beside_the_cases_into_their_store(tmp_path: Path, monkeypatch) -> None:
-    """By processes that nobody is timed beside; cases do not wait for them to end."""
+def test_engines_are_built_into_the_cases_store(tmp_path: Path, monkeypatch, capsys) -> None:
     of = 'sys.argv[len(sys.argv) - sys.argv[::-1].index("{}")]'
     told = tmp_path / "told"
     said = f"""
 with open({str(told)!r}, "a") as stream:
     print({of.format("--store")}, {of.format("--lock")}, {of.format("--variants")},
-          {of.format("--build-part")} if "--build-part" in sys.argv else "-", file=stream)
-if "--build-part" not in sys.argv:
-    put({{**rows[0], "variant": "eager"}}, {{**rows[0], "variant": "slipstream:compiled"}})
+          {of.format("--engines-of")} if "--engines-of" in sys.argv else "-", file=stream)
+if "--engines-of" in sys.argv:
+    sys.exit({of.format("--engines-of")} == "others")
+time.sleep(3)
+put({{**rows[0], "variant": "eager"}}, {{**rows[0], "variant": "slipstream:compiled"}})
 """
     program = child(tmp_path, *said.splitlines())
     monkeypatch.setattr(measure_apart, "__defaults__", (program,))
-    monkeypatch.setattr(command._build_apart, "__defaults__", (program,))
+    monkeypatch.setattr(command, "PROGRAM", program)
     words = ["--cases", "tiny-sd15-canny-64-3steps", "--variants", "eager,slipstream:compiled"]
     assert main([*words, "--side-by-side", "--builders", "2", "--out", str(tmp_path / "out")]) == 0
     lines = [line.split() for line in told.read_text().splitlines()]
@@ -177,6 +178,34 @@ if "--build-part" not in sys.argv:
         ["slipstream:compiled", "model"],
         ["slipstream:compiled", "others"],
     ]
+    said = capsys.readouterr().err
+    assert "slipstream:compiled, engines of model: done" in said
+    assert "slipstream:compiled, engines of others: its process ended with status 1" in said
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_nobody_is_timed_beside_a_builder_and_none_begins_in_vain(tmp_path: Path) -> None:
+    """In vain: after the limit, for a case that has ended, and after an interrupt."""
+    lock, begun, said = tmp_path / "lock", list[tuple[str, int | None]](), list[str]()
+
+    def build(task: Task, limit: int | None) -> str | None:
+        begun.append((task.case, limit))
+        with open(lock, "ab") as stream, pytest.raises(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        raise OSError("no more processes")
+
+    import fcntl
+
+    builders = Builders(lock, 60, build, said.append)
+    builders(Task("one", "slipstream:compiled", "model"))
+    builders.ended.add("one")
+    builders(Task("one", "slipstream:compiled", "others"))
+    Builders(lock, 0, build, said.append)(Task("late", "slipstream:compiled", "model"))
+    builders.stop()
+    builders(Task("other", "slipstream:compiled", "model"))
+    assert begun == [("one", 60)] and said == ["one, slipstream:compiled, engines of model: no more processes"]
+    with open(lock, "ab") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
