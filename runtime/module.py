@@ -101,6 +101,7 @@ class Run:
         self._module = module
         self._source = source
         self._wanted = ""
+        self._ordered: dict[CallShape, str] = {}
         self._hooks = replace(hooks, wants=self._want, by_hand=module.by_hand)
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
@@ -120,10 +121,10 @@ class Run:
             log.warning("Slipstream uses the plain model: %s", result)
         return eager()
 
-    @property
-    def is_coming(self) -> bool:
-        """Whether the engine that was missing last is being built, or waits for its turn."""
-        return bool(self._wanted) and self._module.provider.queue.find(self._wanted) is not None
+    def is_coming(self, inputs: Tensors) -> bool:
+        """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
+        digest = self._ordered.get(CallShape.of(inputs))
+        return digest is not None and self._module.provider.queue.find(digest) is not None
 
     def why_not(self, inputs: Tensors, orders: bool = True) -> str | None:
         """Why no engine would answer, which is asked for as in a call; None where one would.
@@ -225,6 +226,8 @@ class Run:
     def _new_offer(self, call: CallShape, settings: Settings) -> Offer:
         module, self._wanted = self._module, ""
         offer = module.provider.offer(self._source, call, settings, self._hooks)
+        if self._wanted:
+            self._ordered[call] = self._wanted
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:

@@ -14,6 +14,7 @@ import torch
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
+from ...runtime.plan import CallShape
 from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.verify import LIMITS, limit_of, relative_error
@@ -27,8 +28,6 @@ from .vetoes import why_not_these_layers, why_not_these_tensors, why_not_this_ca
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
-
-_COMING = "the engines for the model in two halves are being built in the background"
 
 
 class NotServed(SlipstreamError):
@@ -107,7 +106,7 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
         self._in_whole_step = False
-        self._has_whole: bool | None = None
+        self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
 
@@ -121,11 +120,13 @@ class ModelCalls:
         self.options = given.get("transformer_options") or {}
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
-        veto = self._why_not(module, inputs, given)
+        veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
-            if (out := self.halves(inputs, control, self, reference)) is not None:
-                return out
+            answer = self.halves(inputs, control, self, reference)
+            if isinstance(answer, torch.Tensor):
+                return answer
+            coming = answer
         self._join()
         if veto is None and "context" in inputs:
             inputs["context"] = self.text_of(self.source, inputs["context"])
@@ -134,16 +135,16 @@ class ModelCalls:
             residuals = residuals_of(control, inputs["x"])
         if isinstance(residuals, str):
             veto, residuals = residuals, {}
-        veto = veto or self._why_later({**inputs, **residuals}, control)
+        if coming is not None and not self._has_whole({**inputs, **residuals}):
+            veto = veto or coming
         return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
 
-    def _why_later(self, inputs: Tensors, control: Any) -> str | None:
-        """Why the whole model computes by itself, and no engine is built for it: its halves' are on their way."""
-        if self.halves is None or not (self.halves.are_coming and self._in_whole_step and is_for_halves(control)):
-            return None
-        if self._has_whole is None:
-            self._has_whole = self.whole.why_not(inputs, orders=False) is None
-        return None if self._has_whole else _COMING
+    def _has_whole(self, inputs: Tensors) -> bool:
+        """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""
+        call = CallShape.of(inputs)
+        if call not in self._wholes:
+            self._wholes[call] = self.whole.why_not(inputs, orders=False) is None
+        return self._wholes[call]
 
     @contextmanager
     def whole_steps(self) -> Iterator[None]:
@@ -204,7 +205,6 @@ class Halves:
 
     Attributes:
         is_refused: the model runs whole.
-        are_coming: because engines of halves are still being built, and none is known to be impossible.
     """
 
     _proved: set[tuple[str, str]] = set()
@@ -218,7 +218,7 @@ class Halves:
         self._runs: dict[str, Run] = {}
         self.sources: dict[str, ComfyUNetHalfSource] = {}
         self.is_refused = False
-        self.are_coming = False
+        self._missing: dict[CallShape, str | None] = {}
 
     def __call__(
         self,
@@ -226,22 +226,25 @@ class Halves:
         control: Any,
         calls: ModelCalls,
         reference: Callable[[], Tensors],
-    ) -> torch.Tensor | None:
-        """One call of the model; None where the halves are not for it, or one of them has no engine.
+    ) -> torch.Tensor | str | None:
+        """One call of the model; why to wait, where engines for it are being built; None where the model runs whole.
 
         Args:
             calls: whose call it is.
             reference: the plain model's answer to the same call.
         """
-        if self.is_refused or not is_for_halves(control):
+        if not is_for_halves(control):
             return None
+        call = CallShape.of(inputs)
+        if call in self._missing or self.is_refused:
+            return self._missing.get(call)
         run = self._run(ENCODER)
         given = {**inputs, **self._text(ENCODER, inputs, calls)}
         middle = run.ask(given)
         if isinstance(middle, str):
-            if run.is_coming:
-                self._ask_for_second(given, inputs, control, calls)
-            return None
+            is_coming = run.is_coming(given)
+            self._missing[call] = self._with_second(middle, given, inputs, control, calls) if is_coming else None
+            return self._missing[call]
         rest = self._rest(middle, inputs, control, calls)
         if rest is None:
             return None
@@ -249,25 +252,35 @@ class Halves:
         result = run.ask(rest)
         if isinstance(result, str):
             self.is_refused = True  # in this run: else each step would compute the first half in vain
-            self.are_coming = run.is_coming
-            return None
+            self._missing[call] = result if run.is_coming(rest) else None
+            return self._missing[call]
         if not self._is_right(result, reference):
             return None
         return result["out"]
 
-    def _ask_for_second(self, given: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> None:
-        """Have the second half built while the first is: the live one shows what it will be given."""
+    def _with_second(self, reason: str, given: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> str | None:
+        """Have the second half built while the first is: the live one shows what it will be given.
+
+        Args:
+            reason: why the first has no engine yet.
+
+        Returns:
+            Why to wait for both; None where the second cannot be had.
+        """
         try:
             rest = self._rest(self.sources[ENCODER].eager(given), inputs, control, calls)
         except waiting_hooks().interruptions:
             raise
         except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the whole model will show it
             log.debug("Slipstream: the model's first half by itself: %s", error)
-            return
-        if rest is not None:
-            run = self._run(DECODER)
-            self.is_refused = True
-            self.are_coming = run.why_not(rest) is None or run.is_coming
+            return None
+        if rest is None:
+            return None
+        run = self._run(DECODER)
+        missing = run.why_not(rest)
+        if missing is None:
+            return reason
+        return missing if run.is_coming(rest) else None
 
     def _rest(self, middle: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> Tensors | None:
         """What the second half is given, once the ControlNet is done; None where it takes no such residuals."""

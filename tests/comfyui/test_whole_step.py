@@ -18,6 +18,8 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.node_states import state_of
+from slipstream.hosts.comfy.unet_halves import ComfyUNetHalfSource
 from slipstream.runtime.cuda_graphs import CudaGraphs
 from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
@@ -250,23 +252,24 @@ def test_conditioning_that_is_replaced_in_the_midst_of_a_run_counts(
     assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 3
 
 
+def at_two_sizes(patcher: Any) -> Any:
+    clone = patcher.clone()
+
+    def each(executor: Any, x: Any, timestep: Any, options: Any = None, seed: Any = None) -> Any:
+        small = executor(x[..., ::2, ::2].contiguous(), timestep, options, seed)
+        return executor(x, timestep, options, seed) + 0.01 * small.mean()
+
+    clone.add_wrapper_with_key("predict_noise", "test", each)
+    return clone
+
+
 @pytest.mark.slow
 def test_two_sizes_in_one_run_are_two_kinds_of_steps(provider: EngineProvider, replays: list[Any]) -> None:
     """As samplers do that look at a smaller picture now and then."""
 
-    def change(patcher: Any) -> Any:
-        clone = patcher.clone()
-
-        def each(executor: Any, x: Any, timestep: Any, options: Any = None, seed: Any = None) -> Any:
-            small = executor(x[..., ::2, ::2].contiguous(), timestep, options, seed)
-            return executor(x, timestep, options, seed) + 0.01 * small.mean()
-
-        clone.add_wrapper_with_key("predict_noise", "test", each)
-        return clone
-
     fast = Fast(provider)
-    wanted = tiny.sample(change(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
-    found = tiny.sample(change(fast.model), steps=4, **prompts(applied(fast.control)))
+    wanted = tiny.sample(at_two_sizes(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(at_two_sizes(fast.model), steps=4, **prompts(applied(fast.control)))
     assert relative_difference(found, wanted) < TOLERANCE and len({what for what, *_ in replays}) <= 2
 
 
@@ -307,9 +310,35 @@ def test_in_the_background_both_halves_are_built_and_not_the_whole(tmp_path: Pat
     assert ordered(provider) == HALVES
     status = fast.model_module.status
     assert (status.engine_calls, status.eager_calls) == (0, 5)
-    assert list(status.to_json()["reasons"]) == [
-        "the engines for the model in two halves are being built in the background"
-    ]
+    assert "being built" not in state_of(fast.model_module).text, "nothing is any more"
+    (reason,) = status.to_json()["reasons"]
+    assert reason.startswith("the engine for SD15 decoder 64×64 batch 2 with control is being built in the background")
+
+
+def test_in_the_background_halves_of_all_sizes_are_built(tmp_path: Path, replays: list[Any]) -> None:
+    provider = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
+    fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    wanted = tiny.sample(at_two_sizes(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
+    found = tiny.sample(at_two_sizes(fast.model), steps=4, **prompts(applied(fast.control)))
+    assert torch.equal(found, wanted)
+    assert ordered(provider) == sorted([*HALVES, *(label.replace("64×64", "32×32") for label in HALVES)])
+
+
+def test_a_first_half_that_fails_by_itself_has_the_whole_built(
+    tmp_path: Path, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def fail(source: Any, inputs: Any) -> Any:
+        tried.append(source.owner)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(ComfyUNetHalfSource, "eager", fail)
+    provider = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
+    fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    tiny.sample(fast.model, steps=4, **prompts(applied(fast.control)))
+    assert tried == ["encoder"], "once a run"
+    assert ordered(provider) == sorted([HALVES[0], HALVES[2], "SD15 64×64 batch 2 with control"])
 
 
 def test_in_the_background_the_steps_without_a_controlnet_have_an_engine_built_too(

@@ -104,6 +104,24 @@ def test_an_engine_is_swapped_in_only_between_runs(provider: EngineProvider, sou
     assert counts(module) == (1, 2)
 
 
+def test_what_is_asked_without_a_call(provider: EngineProvider, source: FakeSource) -> None:
+    """Whether an engine would answer, whether one is ordered for that, and whether an ordered one is on its way."""
+    module, other = AcceleratedModule(provider, BACKGROUND), make_inputs(16)
+    with module.run(source) as run:
+        assert "no engine" in (run.why_not(INPUTS, orders=False) or "") and not provider.queue.pending()
+        assert not run.is_coming(INPUTS)
+        assert "being built in the background" in (run.why_not(INPUTS) or "")
+        assert run.is_coming(INPUTS) and not run.is_coming(other)
+        (ticket,) = provider.queue.pending()
+    assert ticket.wait(30)
+    with module.run(source) as run:
+        assert run.why_not(INPUTS, orders=False) is None and not run.is_coming(INPUTS)
+        assert_right(call(run, source), source)
+        assert run.why_not(INPUTS) is None
+    assert counts(module) == (1, 0)
+    assert len(provider.pool._idle) == 1 and not provider.pool._used, "taken once, and given back"
+
+
 def test_a_background_build_begins_when_the_run_is_over(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker
 ) -> None:
