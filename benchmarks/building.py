@@ -11,11 +11,8 @@ from pathlib import Path
 
 import torch
 
-from . import job_variants, model_variants
 from .cases import CASES, Case
-from .job_variants import MODEL
-from .jobs import Job
-from .models import Model
+from .jobs import MODEL, PARTS, Job
 from .turns import Place
 from .variants import OURS, Variant
 from .workshop import Workshop
@@ -26,7 +23,7 @@ class Task:
     """Engines that one process builds, one after another.
 
     Attributes:
-        part: of a picture, see `job_variants.PARTS`; `MODEL` of a single call.
+        part: of a picture, see `jobs.PARTS`; `MODEL` of a single call.
     """
 
     case: str
@@ -38,7 +35,7 @@ def tasks_of(parts: Iterable[tuple[str, Sequence[Variant]]]) -> list[Task]:
     """What there is to build for cases and their variants. Presets that skip steps need no engines of their own."""
     found = []
     for name, variants in parts:
-        pieces = job_variants.PARTS if CASES[name].is_job else (MODEL,)
+        pieces = PARTS if CASES[name].is_job else (MODEL,)
         ours = [variant.without_steps for variant in variants if variant.kind == OURS and not variant.is_cold]
         found += [Task(name, variant.name, piece) for variant in ours for piece in pieces]
     return list(dict.fromkeys(found))
@@ -91,6 +88,9 @@ def build(case: Case, variant: Variant, part: str, workshop: Workshop) -> None:
     Raises:
         Exception: whatever stops it.
     """
+    from . import job_variants  # takes seconds, in which whoever only asks what there is to build does not wait
+    from .measure import set_up
+
     with torch.no_grad():
         subject = case.build()
     if reason := variant.why_left_out(case, subject):
@@ -100,5 +100,4 @@ def build(case: Case, variant: Variant, part: str, workshop: Workshop) -> None:
         if isinstance(subject, Job):
             job_variants.build(variant, subject, workshop, part, ending)
         else:
-            assert isinstance(subject, Model)
-            model_variants.set_up(variant, subject, workshop, ending)
+            set_up(variant, subject, workshop, ending)

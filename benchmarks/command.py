@@ -221,10 +221,10 @@ def _side_by_side(measure_part: Callable[..., None], options: Namespace, words: 
         if options.builders and not options.store:
             shared += ["--store", os.path.join(folder, "engines")]
 
-        def build_apart(task: Task, limit: int | None, program: Sequence[str] = PROGRAM) -> str | None:
+        def build_apart(task: Task, limit: int | None) -> str | None:
             part, hidden = task_of(task.case, options.out)
             own = "--variants", task.variant, "--engines-of", task.part
-            return run_apart([*program, *words, *shared, *own, *hidden], part, limit)[1]
+            return run_apart([*PROGRAM, *words, *shared, *own, *hidden], part, limit)[1]
 
         builders = Builders(lock, options.limit or math.inf, build_apart, _say)
         with ThreadPoolExecutor(options.builders or 1) as building, ThreadPoolExecutor(len(wanted_parts)) as cases:
@@ -319,7 +319,7 @@ def _say(text: str) -> None:
 def _measure_here(options: Namespace) -> int:
     started = time.monotonic()
     with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
-        from .measure import Schedule, measure
+        from .measure import Schedule, measure  # takes seconds, in which nobody must be timed
 
         common = _common(options)
         until = started + options.limit if options.side_by_side and options.limit else None

@@ -19,13 +19,10 @@ from ..runtime.settings import NUMBERS, BuildPolicy
 from ..sampling.presets import PRESETS
 from ..sampling.run import Skipped
 from . import fast_options
-from .jobs import Applied, Job, Parts
+from .jobs import MODEL, OTHERS, PARTS, Applied, Job, Parts
 from .ours import provider_of, settings_of
 from .variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, OURS, Variant
 from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
-
-PARTS = MODEL, OTHERS = "model", "others"
-"""Whose engines can be built at the same time: the model's, and those of ControlNet and VAE."""
 
 _METHODS = {"AutoencoderKL": "decode"}
 """What is called of a network, where it is not the network itself."""

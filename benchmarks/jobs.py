@@ -28,6 +28,9 @@ POOLED = 1280
 READY, PICTURE = "ready", "picture"
 """What a job tells of: a step is computed, a picture is there. The device may still be at it."""
 
+PARTS = MODEL, OTHERS = "model", "others"
+"""Whose engines can be built at the same time: the model's, and those of ControlNet and VAE."""
+
 _AREA = 16
 """Pixels of a hint's areas in each direction."""
 

@@ -182,8 +182,6 @@ class Measurement:
             self._take_turns(contenders)
 
     def _enter(self, variant: Variant) -> Contender | None:
-        if self._is_too_late(variant):
-            return None
         self._workshop.tell(f"{variant.name}: setting up")
         ending = ExitStack()
         try:
@@ -193,7 +191,7 @@ class Measurement:
                 self._time_by_itself(contender)
         except TooLate:
             ending.close()
-            self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
+            self._tell_too_late(variant)
             return None
         except Exception as error:
             ending.close()
@@ -202,11 +200,8 @@ class Measurement:
         self._ending.push(ending)
         return contender
 
-    def _is_too_late(self, variant: Variant) -> bool:
-        if self._schedule.seconds_left > 0:
-            return False
-        self._workshop.tell(f"{variant.name}: not begun within the limit, and not measured")
-        return True
+    def _tell_too_late(self, variant: Variant) -> None:
+        self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
 
     def _time_by_itself(self, contender: Contender) -> None:
         """Before its turns, so that something is kept where they are not reached."""
@@ -217,15 +212,13 @@ class Measurement:
 
     def _switch(self, variant: Variant) -> None:
         assert isinstance(self._subject, Model)
-        if self._is_too_late(variant):
-            return
         self._workshop.tell(f"{variant.name}: setting up")
         try:
-            sides = sides_of(self._subject, variant)
-            challenges = [self._challenge, *(Challenge.of(each) for each in sides[1:])]
-            others = self._held() - self._model_bytes
             with ExitStack() as ending:
                 with ended_after(self._schedule.seconds_left):
+                    sides = sides_of(self._subject, variant)
+                    challenges = [self._challenge, *(Challenge.of(each) for each in sides[1:])]
+                    others = self._held() - self._model_bytes
                     ready = set_up(variant, self._subject, self._workshop, ending)
                     switch = Switch(ready, sides, challenges)
                     with self._peak(switch, others + ready.copied_bytes):
@@ -235,7 +228,7 @@ class Measurement:
                 switch.check()
                 self._put(variant.name, switch.row())
         except TooLate:
-            self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
+            self._tell_too_late(variant)
         except Exception as error:
             self._give_up(variant, error)
 
@@ -313,17 +306,19 @@ def ended_after(seconds: float) -> Iterator[None]:
     """Whatever this thread, the process's first, does for longer is ended in the midst: a picture, a compiler, a wait.
 
     Raises:
-        TooLate: it was.
+        TooLate: it was, or no time is left to begin.
     """
     if seconds == math.inf:
         yield
         return
+    if seconds <= 0:
+        raise TooLate
 
     def ring(*_: object) -> None:
         raise TooLate
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:

@@ -24,28 +24,27 @@ def why_no_packages() -> str | None:
 
 def why_no_cpp_compiler() -> str | None:
     """Why C++ code cannot be compiled here; None when it can."""
-    named = os.environ.get("CXX")
-    usual = "cl" if os.name == "nt" else "clang++" if sys.platform == "darwin" else "g++"
-    if shutil.which(named or usual):  # torch looks for no other
-        return None
-    if named:
-        return f"no C++ compiler was found: {_no_program('CXX', named)}"
-    return f"no C++ compiler was found ({usual}); {_how_to_get_a_compiler()}, or set CXX to another one"
+    usual = "cl" if os.name == "nt" else "clang++" if sys.platform == "darwin" else "g++"  # torch looks for no other
+    return _why_no_compiler("C++", "CXX", os.environ.get("CXX") or None, usual)
 
 
 def why_no_c_compiler() -> str | None:
     """Why triton cannot compile what launches its kernels; None when it can. On Windows it brings a compiler along."""
-    named = os.environ.get("CC")
-    tried = ["gcc", "clang"] if named is None else [named]  # triton looks for no other
-    if os.name == "nt" or any(map(shutil.which, tried)):
+    return None if os.name == "nt" else _why_no_compiler("C", "CC", os.environ.get("CC"), "gcc", "clang")
+
+
+def _why_no_compiler(language: str, variable: str, named: str | None, *usual: str) -> str | None:
+    """
+    Args:
+        variable: of the environment, which names the one compiler that is tried, if any.
+        usual: those that are tried otherwise.
+    """
+    if any(map(shutil.which, usual if named is None else [named])):
         return None
+    missing = f"no {language} compiler was found"
     if named is not None:
-        return f"no C compiler was found: {_no_program('CC', named)}"
-    return f"no C compiler was found (gcc, clang); {_how_to_get_a_compiler()}, or set CC to another one"
-
-
-def _no_program(variable: str, named: str) -> str:
-    return f"{variable} names {named!r}, which is no program; set it to a compiler, or unset it"
+        return f"{missing}: {variable} names {named!r}, which is no program; set it to a compiler, or unset it"
+    return f"{missing} ({', '.join(usual)}); {_how_to_get_a_compiler()}, or set {variable} to another one"
 
 
 def _how_to_get_a_compiler() -> str:

@@ -19,7 +19,7 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import building, cases, job_variants, model_variants, models, rivals
+from slipstream.benchmarks import building, cases, job_variants, jobs, model_variants, models, rivals
 from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
 from slipstream.benchmarks.measure import Challenge
 from slipstream.benchmarks.profiling import TOP
@@ -105,16 +105,16 @@ def test_what_builders_build_is_what_the_picture_asks_for(tmp_path: Path, monkey
         return sorted(entry.manifest.label for entry in workshop.store.list())
 
     case = cases.CASES["tiny-sd15-canny-64-3steps"]
-    building.build(case, variant, job_variants.MODEL, workshop)
+    building.build(case, variant, jobs.MODEL, workshop)
     assert labels() == ["SD15 64×64 batch 2 with control"]
-    building.build(case, variant, job_variants.OTHERS, workshop)
+    building.build(case, variant, jobs.OTHERS, workshop)
     assert labels() == ["ControlNet 64×64 batch 2", "SD15 64×64 batch 2 with control", "VAE decoder 64×64 batch 1"]
     with torch.inference_mode(), ExitStack() as ending:
         ready = job_variants.set_up(variant, case.build(), replace(workshop, builds=BuildPolicy.MANUAL), ending)
         assert ready.facts["size_mb"] > 0 and not ready.reasons()
     empty = workshop_in(tmp_path / "without a compiler")
     monkeypatch.setenv("CXX", "no-compiler")
-    for part in job_variants.PARTS:
+    for part in jobs.PARTS:
         with pytest.raises(BuildFailed, match="no-compiler"):
             building.build(case, variant, part, empty)
 

@@ -266,7 +266,6 @@ def at_two_sizes(patcher: Any) -> Any:
 @pytest.mark.slow
 def test_two_sizes_in_one_run_are_two_kinds_of_steps(provider: EngineProvider, replays: list[Any]) -> None:
     """As samplers do that look at a smaller picture now and then."""
-
     fast = Fast(provider)
     wanted = tiny.sample(at_two_sizes(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
     found = tiny.sample(at_two_sizes(fast.model), steps=4, **prompts(applied(fast.control)))

@@ -134,7 +134,7 @@ def test_cases_side_by_side_share_a_lock_and_keep_all_rows(tmp_path: Path, monke
 
 def tasks(*words: str) -> list[tuple[str, str, str]]:
     found = make_parser().parse_args(words)
-    wanted_parts = [(name, wanted(Namespace(**{**vars(found), "variants": each}))) for name, each in parts(found)]
+    wanted_parts = [(name, wanted(command._with(found, each))) for name, each in parts(found)]
     return [(task.case, task.variant, task.part) for task in tasks_of(wanted_parts)]
 
 
