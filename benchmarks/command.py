@@ -58,6 +58,10 @@ _LIMIT = (
     "for one case, or with --cold-start for one start; what was measured by then is kept. With --side-by-side for "
     "setting up: what is not ready by then is not measured, and the rest is timed"
 )
+_SHARED_LOCK = (
+    "of --side-by-side: commands that are given the same file, as one for each GPU of a machine, time one case at a time "
+    "among all of them, when all that they measure is set up"
+)
 _BUILDERS = (
     "processes that build engines beside --side-by-side, each with a model of its own on the GPU: a case builds one "
     "after another; default: none"
@@ -118,12 +122,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
     add("--builders", type=_count, metavar="N", help=_BUILDERS)
+    add("--lock", type=Path, metavar="FILE", help=_SHARED_LOCK)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
     add("--profile", action="store_true", help="instead of rows: where one call's or picture's time goes, by variant")
     add("--case-in-this-process", help=argparse.SUPPRESS)
     add("--part", type=Path, help=argparse.SUPPRESS)
     add("--run", help=argparse.SUPPRESS)
-    add("--lock", type=Path, help=argparse.SUPPRESS)
     add("--caches", type=Path, help=argparse.SUPPRESS)
     add("--fill", action="store_true", help=argparse.SUPPRESS)
     add("--engines-of", help=argparse.SUPPRESS)
@@ -139,6 +143,8 @@ def _why_not(options: Namespace) -> str | None:
         return "--side-by-side times nobody before all are set up: leave out --profile"
     if options.builders and not options.side_by_side:
         return "--builders build beside cases that are set up: add --side-by-side"
+    if options.lock and not options.side_by_side:
+        return "--lock is shared by commands whose cases are set up at once: add --side-by-side"
     if options.side_by_side and (reason := turns.why_not()):
         return reason
     if not options.cold_start and (cold := [each.name for each in options.variants if each.is_cold]):
@@ -216,7 +222,7 @@ def _side_by_side(measure_part: Callable[..., None], options: Namespace, words: 
     wanted_parts = parts(options)
     tasks = tasks_of((name, wanted(_with(options, variants))) for name, variants in wanted_parts)
     with tempfile.TemporaryDirectory(prefix="slipstream-turns-", ignore_cleanup_errors=True) as folder:
-        lock = Path(folder) / "lock"
+        lock = options.lock or Path(folder) / "lock"
         shared = ["--lock", str(lock)]
         if options.builders and not options.store:
             shared += ["--store", os.path.join(folder, "engines")]

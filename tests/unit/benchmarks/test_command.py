@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,7 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--ladder", "--switch"), "not allowed with argument --ladder"),
         (("--side-by-side", "--profile"), "times nobody before all are set up: leave out --profile"),
         (("--builders", "2"), "add --side-by-side"),
+        (("--lock", "file"), "shared by commands whose cases are set up at once: add --side-by-side"),
         (("--switch", "--cold-start"), "not allowed with argument --switch"),
         (("--cold-start", "--side-by-side"), "one process after another: leave out --side-by-side and --profile"),
         (("--cold-start", "--profile"), "leave out --side-by-side and --profile"),
@@ -130,6 +133,41 @@ def test_cases_side_by_side_share_a_lock_and_keep_all_rows(tmp_path: Path, monke
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert sorted(row["case"] for row in rows) == ["sd15-512-b2", "sdxl-1024-b2"]
     assert len({row["run"] for row in rows}) == 1 and Path(rows[0]["run"]).name == "lock"
+
+
+@pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
+def test_two_commands_take_turns_by_one_lock(tmp_path: Path, monkeypatch) -> None:
+    """The second command's case is set up while the first's waits to be timed; no two are timed at once."""
+    told, lock = tmp_path / "told", tmp_path / "shared.lock"
+    case, given = (f'sys.argv[sys.argv.index("{word}") + 1]' for word in ("--case-in-this-process", "--lock"))
+    said = f"""
+import pathlib
+sys.path.insert(0, {os.path.dirname(turns.__file__)!r})
+from turns import Place
+def tell(what):
+    with open({str(told)!r}, "a") as stream:
+        print({case}, what, file=stream)
+with Place(pathlib.Path({given})) as place:
+    tell("sets up")
+    time.sleep(0.5 if {case} == "sd15-512-b2" else 3)
+    tell("is ready")
+    with place.alone():
+        tell("begins")
+        time.sleep(0.5)
+        tell("ends")
+put({{**rows[0], "case": {case}}})
+"""
+    monkeypatch.setattr(measure_apart, "__defaults__", (child(tmp_path, *said.splitlines()),))
+
+    def measure(name: str) -> int:
+        words = ["--variants", "eager", "--cases", name, "--side-by-side", "--lock", str(lock)]
+        return main([*words, "--out", str(tmp_path / name)])
+
+    with ThreadPoolExecutor(2) as commands:
+        assert list(commands.map(measure, ["sd15-512-b2", "sdxl-1024-b2"])) == [0, 0]
+    lines = [line.split(maxsplit=1) for line in told.read_text().splitlines()]
+    assert [what for _, what in lines[-4:]] == ["begins", "ends"] * 2, lines
+    assert {what for _, what in lines[:4]} == {"sets up", "is ready"}
 
 
 def tasks(*words: str) -> list[tuple[str, str, str]]:
