@@ -59,8 +59,8 @@ _LIMIT = (
     "setting up: what is not ready by then is not measured, and the rest is timed"
 )
 _SHARED_LOCK = (
-    "of --side-by-side: commands that are given the same file, as one for each GPU of a machine, time one case at a time "
-    "among all of them, when all that they measure is set up"
+    "of --side-by-side: commands that are given the same file, as one for each GPU of a machine, time one case at a "
+    "time among all of them, when all that they measure is set up"
 )
 _BUILDERS = (
     "processes that build engines beside --side-by-side, each with a model of its own on the GPU: a case builds one "

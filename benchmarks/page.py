@@ -119,7 +119,7 @@ def _section(gpu: str, groups: Sequence[Group]) -> str:
         lines.append("\nNot to be trusted:\n")
         lines += [f"- {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
     if blind := [f"`{group.case}`" for group in groups if group.is_blind]:
-        lines.append(_BLIND.format(cases=" and ".join(blind)))
+        lines.append(_BLIND.format(cases=", ".join(blind)))
     lines.append(f"\n{_circumstances(groups)}\n")
     lines += [note.read_text(encoding="utf-8") for note in _notes(gpu)]
     return "\n".join(lines)
