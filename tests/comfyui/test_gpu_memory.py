@@ -1,4 +1,4 @@
-"""Device memory on a real GPU, with an SD1.5 of reduced size. Run with SLIPSTREAM_TEST_DEVICE=cuda; under a minute.
+"""Device memory on a real GPU, with an SD1.5 of reduced size. Run with SLIPSTREAM_TEST_DEVICE=cuda; two minutes.
 
 The last tests switch DynamicVRAM on, where ComfyUI has it, and it stays on: keep them last.
 """

@@ -314,6 +314,26 @@ def test_in_the_background_both_halves_are_built_and_not_the_whole(tmp_path: Pat
     assert reason.startswith("the engine for SD15 decoder 64×64 batch 2 with control is being built in the background")
 
 
+@pytest.mark.slow
+def test_halves_that_were_built_in_the_background_serve(tmp_path: Path, replays: list[Any]) -> None:
+    """The first picture has three engines built, the second runs on them and has none built."""
+    provider = EngineProvider(EngineStore(tmp_path))
+    fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
+    modules = fast.model_module, fast.control_module
+    wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
+
+    def picture() -> torch.Tensor:
+        return tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
+
+    first, ordered = picture(), provider.queue.pending()
+    assert torch.equal(first, wanted) and not replays
+    assert sorted(str(ticket.plan) for ticket in ordered) == HALVES
+    assert all(ticket.wait(400) for ticket in ordered)
+    assert relative_difference(picture(), wanted) < TOLERANCE and len(replays) == 4
+    assert [(each.status.engine_calls, each.status.eager_calls) for each in modules] == [(5, 5)] * 2
+    assert len(provider.store.list()) == len(HALVES) and not provider.queue.pending()
+
+
 def test_in_the_background_halves_of_all_sizes_are_built(tmp_path: Path, replays: list[Any]) -> None:
     provider = EngineProvider(EngineStore(tmp_path), is_idle=lambda: False)
     fast = Fast(provider, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
