@@ -13,7 +13,7 @@ import torch
 
 from .cases import CASES, Case
 from .jobs import MODEL, PARTS, Job
-from .turns import Place
+from .turns import Place, Unwanted
 from .variants import OURS, Variant
 from .workshop import Workshop
 
@@ -46,7 +46,7 @@ class Builders:
 
     Args:
         lock: of the cases, which is held together with them while a process runs, so that nobody is timed meanwhile.
-        seconds: after which no process runs any more.
+        seconds: after which no process runs any more; they begin when the lock is had for the first time.
         build: runs one process for so many seconds at most; gives what went wrong.
         tell: hears how each task ended.
 
@@ -62,20 +62,30 @@ class Builders:
         tell: Callable[[str], None],
     ) -> None:
         self._lock, self._build, self._tell = lock, build, tell
-        self._until = time.monotonic() + seconds
+        self._seconds, self._began = seconds, math.inf
         self.ended: set[str] = set()
         self._is_stopped = False
 
     def __call__(self, task: Task) -> None:
-        with Place(self._lock):
-            left = self._until - time.monotonic()
-            if self._is_stopped or task.case in self.ended or left <= 0:
-                return
-            try:
+        try:
+            with Place(self._lock, lambda: self._is_unwanted(task)):
+                self._began = min(self._began, time.monotonic())
+                if self._is_unwanted(task):
+                    return
+                left = self._seconds_left
                 trouble = self._build(task, None if left == math.inf else math.ceil(left))
-            except OSError as error:
-                trouble = str(error)  # whoever measures builds by itself
+        except Unwanted:
+            return
+        except OSError as error:
+            trouble = str(error)  # whoever measures builds by itself
         self._tell(f"{task.case}, {task.variant}, engines of {task.part}: {trouble or 'done'}")
+
+    @property
+    def _seconds_left(self) -> float:
+        return self._seconds if self._began == math.inf else self._began + self._seconds - time.monotonic()
+
+    def _is_unwanted(self, task: Task) -> bool:
+        return self._is_stopped or task.case in self.ended or self._seconds_left <= 0
 
     def stop(self) -> None:
         """Begin nothing more."""

@@ -59,8 +59,8 @@ _LIMIT = (
     "setting up: what is not ready by then is not measured, and the rest is timed"
 )
 _SHARED_LOCK = (
-    "of --side-by-side: commands that are given the same file, as one for each GPU of a machine, time one case at a "
-    "time among all of them, when all that they measure is set up"
+    "of --side-by-side: commands that are started together with the same FILE, as one for each GPU of a machine "
+    "(CUDA_VISIBLE_DEVICES), time one case at a time among all of them; it is made, and stays behind"
 )
 _BUILDERS = (
     "processes that build engines beside --side-by-side, each with a model of its own on the GPU: a case builds one "
@@ -137,14 +137,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _why_not(options: Namespace) -> str | None:
     """Why these options make no sense together."""
-    if options.cold_start and (options.side_by_side or options.profile):
-        return "--cold-start times one process after another: leave out --side-by-side and --profile"
+    if options.cold_start and (options.side_by_side or options.profile or options.lock):
+        return "--cold-start times one process after another: leave out --side-by-side, --lock and --profile"
     if options.side_by_side and options.profile:
         return "--side-by-side times nobody before all are set up: leave out --profile"
     if options.builders and not options.side_by_side:
         return "--builders build beside cases that are set up: add --side-by-side"
     if options.lock and not options.side_by_side:
         return "--lock is shared by commands whose cases are set up at once: add --side-by-side"
+    if options.lock and (options.lock.is_dir() or not options.lock.absolute().parent.is_dir()):
+        return f"--lock {options.lock}: a file in a folder that is there is wanted"
     if options.side_by_side and (reason := turns.why_not()):
         return reason
     if not options.cold_start and (cold := [each.name for each in options.variants if each.is_cold]):

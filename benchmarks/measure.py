@@ -54,7 +54,7 @@ class Schedule:
     @property
     def seconds_left(self) -> float:
         """To set up."""
-        return math.inf if self.until is None else self.until - time.monotonic()
+        return math.inf if self.until is None else self.until + self.place.waited - time.monotonic()
 
 
 @dataclass(frozen=True)

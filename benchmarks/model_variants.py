@@ -108,7 +108,7 @@ def _by_sage(variant: Variant, model: Model, workshop: Workshop) -> Ready:
     workshop.tell(
         f"{variant.name}: {sage.PACKAGE} computes {sum(answers)} of {len(answers)} attentions, torch the rest"
     )
-    return Ready(compute, model.source.precision, prepare)
+    return Ready(compute, model.source.precision, prepare, facts={"versions": sage.versions()})
 
 
 def _plain_products(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -119,7 +119,8 @@ def _section(gpu: str, groups: Sequence[Group]) -> str:
         lines.append("\nNot to be trusted:\n")
         lines += [f"- {row['case']}, `{row['variant']}`: {escaped(row['failed'])}" for row in failed]
     if blind := [f"`{group.case}`" for group in groups if group.is_blind]:
-        lines.append(_BLIND.format(cases=", ".join(blind)))
+        *others, last = blind
+        lines.append(_BLIND.format(cases=f"{', '.join(others)} and {last}" if others else last))
     lines.append(f"\n{_circumstances(groups)}\n")
     lines += [note.read_text(encoding="utf-8") for note in _notes(gpu)]
     return "\n".join(lines)
@@ -146,7 +147,7 @@ def _with_all_versions(rows: Sequence[Row]) -> Row:
 
 def _circumstances_of(row: Row) -> str:
     names = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "cudnn": "cuDNN", "comfyui": "ComfyUI"}
-    names |= {name: name for name in ("diffusers", "torchao")}
+    names |= {name: name for name in ("diffusers", "torchao", "sageattention")}
     names |= {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
     parts = [f"{title} {row['versions'][name]}" for name, title in names.items() if name in row["versions"]]
     driver = f", driver {row['driver']}" if row["driver"] else ""
@@ -224,6 +225,7 @@ python benchmarks/run.py --cases sd15-512-b2 --variants eager,slipstream:compile
 python benchmarks/run.py --tables                                 # every case by the variants of its table: hours
 python benchmarks/run.py --tables --side-by-side                  # the same, set up at once: where memory is enough
 python benchmarks/run.py --tables --side-by-side --builders 6     # engines are built beside that, six at a time
+CUDA_VISIBLE_DEVICES=1 python benchmarks/run.py --cases sd15-512-b2 --side-by-side --lock turns   # one for each GPU
 python benchmarks/run.py --ladder                                 # SDXL rung by rung
 python benchmarks/run.py --switch                                 # changes of size and of batch
 python benchmarks/run.py --cold-start                             # from a process's start to its first picture

@@ -21,5 +21,5 @@ def why_not(ready: Ready, judge: Judge, errors: Mapping[str, float], wanted: int
     for output, error in errors.items():
         limit = judge.limit(output, ready.precision, served is not None, ready.quantised, ready.skips)
         if not error <= limit:
-            return f"differs from fp32 by {error:.1e}, allowed is {limit:.0e} in {ready.numbers}"
+            return f"differs from fp32 by {error:.1e}, allowed is {limit:.1e} in {ready.numbers}"
     return None

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
+
+_POLL_SECONDS = 0.2
+
+
+class Unwanted(Exception):
+    """Nobody wants the place any more that was waited for."""
 
 
 class Place:
@@ -17,20 +24,34 @@ class Place:
 
     Args:
         file: of the lock; None: the GPU is shared with no other case.
+        is_unwanted: asked while it is waited for.
+
+    Attributes:
+        waited: seconds, for others.
     """
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, is_unwanted: Callable[[], bool] | None = None) -> None:
         self._file = file
+        self._is_unwanted = is_unwanted
         self._stream: IO[bytes] | None = None
+        self.waited = 0.0
 
     @property
     def is_shared(self) -> bool:
         return self._file is not None
 
     def __enter__(self) -> Place:
+        """
+        Raises:
+            Unwanted: see `is_unwanted`.
+        """
         if self._file is not None:
-            self._stream = open(self._file, "ab")  # noqa: SIM115 (closed by __exit__)
-            self._lock(alone=False)
+            self._stream = open(self._file, "a+b")  # noqa: SIM115 (closed by __exit__); NFS shares what can be read
+            try:
+                self._lock(alone=False)
+            except BaseException:
+                self._stream.close()
+                raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -53,7 +74,25 @@ class Place:
         import fcntl
 
         # Changing from one to the other lets go first, so that two who both want to be alone do not wait for ever.
-        fcntl.flock(self._stream, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        kind, began = fcntl.LOCK_EX if alone else fcntl.LOCK_SH, time.monotonic()
+        if self._is_unwanted is None:
+            fcntl.flock(self._stream, kind)
+        else:
+            self._poll(kind, self._is_unwanted)
+        self.waited += time.monotonic() - began
+
+    def _poll(self, kind: int, is_unwanted: Callable[[], bool]) -> None:
+        """A thread that is waiting in the system itself could not be told that its command was interrupted."""
+        import fcntl
+
+        assert self._stream is not None
+        while True:
+            if is_unwanted():
+                raise Unwanted
+            try:
+                return fcntl.flock(self._stream, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_POLL_SECONDS)
 
 
 def why_not() -> str | None:

@@ -54,6 +54,7 @@ _MORE_OF_USUAL = _MAX, _INT8
 _TABLE_OF_JOBS = (
     EAGER, EAGER_FAST, *(f"{EAGER}+{steps}" for steps in STEPS), _COMPILED,
     *(f"{_COMPILED}+{steps}" for steps in STEPS), f"{COMPILE}:reduce-overhead",
+    f"{COMPILE}:reduce-overhead+{CHANNELS_LAST}",
 )  # fmt: skip
 
 
@@ -83,8 +84,8 @@ def ladder_to_measure() -> tuple[str, ...]:
 
 _WORDS = {
     EAGER: "the model as ComfyUI runs it",
-    EAGER_FAST: "the same with ComfyUI's `--fast fp16_accumulation autotune`",
-    EAGER_GRAPH: "the same, recorded once as a CUDA graph and replayed, so that the CPU never holds the GPU up",
+    EAGER_FAST: "the model as ComfyUI runs it with `--fast fp16_accumulation autotune`",
+    EAGER_GRAPH: "the model recorded once as a CUDA graph and replayed, so that the CPU never holds the GPU up",
     NODE: "ComfyUI's own node of this name, which compiles with torch's defaults; timed as sampling calls it",
     COMPILE: "`torch.compile` around the model, in its default mode",
     f"{COMPILE}:reduce-overhead": "`torch.compile` with its own CUDA graphs",

@@ -62,9 +62,15 @@ def child(tmp_path: Path, *steps: str) -> list[str]:
         (("--side-by-side", "--profile"), "times nobody before all are set up: leave out --profile"),
         (("--builders", "2"), "add --side-by-side"),
         (("--lock", "file"), "shared by commands whose cases are set up at once: add --side-by-side"),
+        (("--lock", ".", "--side-by-side"), "a file in a folder that is there is wanted"),
+        (("--lock", "nowhere/lock", "--side-by-side"), "a file in a folder that is there is wanted"),
+        (("--cold-start", "--lock", "file"), "one process after another: leave out"),
         (("--switch", "--cold-start"), "not allowed with argument --switch"),
-        (("--cold-start", "--side-by-side"), "one process after another: leave out --side-by-side and --profile"),
-        (("--cold-start", "--profile"), "leave out --side-by-side and --profile"),
+        (
+            ("--cold-start", "--side-by-side"),
+            "one process after another: leave out --side-by-side, --lock and --profile",
+        ),
+        (("--cold-start", "--profile"), "leave out --side-by-side, --lock and --profile"),
         (("--variants", "eager,eager+cold"), "eager+cold is measured by --cold-start"),
     ],
 )
@@ -149,7 +155,9 @@ def tell(what):
         print({case}, what, file=stream)
 with Place(pathlib.Path({given})) as place:
     tell("sets up")
-    time.sleep(0.5 if {case} == "sd15-512-b2" else 3)
+    while not all(f"{{name}} sets up" in open({str(told)!r}).read() for name in ("sd15-512-b2", "sdxl-1024-b2")):
+        time.sleep(0.05)
+    time.sleep(0.5 if {case} == "sd15-512-b2" else 1.5)
     tell("is ready")
     with place.alone():
         tell("begins")

@@ -163,7 +163,7 @@ def test_a_good_picture_is_a_row() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"offset": 0.1}, "differs from fp32 by 1.0e-01, allowed is 5e-02 in fp16"),
+        ({"offset": 0.1}, "differs from fp32 by 1.0e-01, allowed is 5.0e-02 in fp16"),
         ({"offset": float("nan")}, "differs from fp32 by inf"),
         ({"served": 6}, "the engine served 6 of 7 calls: no reason was given"),
         ({"served": 8}, "the engine served 8 of 7 calls"),
@@ -177,7 +177,7 @@ def test_a_picture_that_may_not_be_trusted_fails_its_row(given: dict[str, Any], 
 def test_a_picture_of_skipped_steps_takes_fewer_calls() -> None:
     few = {"served": 4, "wanted_calls": 4, "skips": True}
     assert contender(0.2, **few).row([5.0])["failed"] is None
-    assert "allowed is 3e-01" in contender(0.4, **few).row([5.0])["failed"]
+    assert "allowed is 3.0e-01" in contender(0.4, **few).row([5.0])["failed"]
     assert "served 7 of 4 calls" in contender(0.2, **{**few, "served": 7}).row([5.0])["failed"]
 
 

@@ -178,7 +178,7 @@ def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBac
     monkeypatch.setattr(EngineProvider, "prepare", prepare_and_spoil)
     eager, ours = run("eager", "slipstream:compiled")[-2:]
     assert "failed" not in eager
-    assert ours["failed"] == "differs from fp32 by 1.0e-02, allowed is 1e-04 in fp32"
+    assert ours["failed"] == "differs from fp32 by 1.0e-02, allowed is 1.0e-04 in fp32"
     assert ours["engine_calls"] == CALLS
 
 
