@@ -126,6 +126,11 @@ class CudaGraphs:
         self._graphs.move_to_end(call)
         return graph.replay(tensors)
 
+    def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
+        """Whether `run` would replay what was captured before."""
+        known = self._graphs.get(_call_of(tensors, what))
+        return known is not None and known.generation == generation
+
     def forget(self, what: Hashable, for_good: bool = False) -> None:
         """Drop the graphs of one function.
 

@@ -163,7 +163,7 @@ class Run:
             reason = f"the engine failed ({type(error).__name__}: {error})"
             ran_out = watch.ran_out(error)
         # Out here the error is gone, and with it the frames that kept tensors alive.
-        calls = [each for each, answer in self._offers.items() if answer is offer]
+        calls = self.calls_of(offer)
         for each in calls:
             del self._offers[each]
         provider = self._module.provider
@@ -192,6 +192,14 @@ class Run:
         del self._offers[call]
         if offer.engine is not None and all(other is not offer for other in self._offers.values()):
             self._module.provider.pool.give_back(offer.engine)
+
+    def offer_for(self, call: CallShape) -> Offer:
+        """The engine that answers calls like this one, or why there is none, as a call would find it."""
+        return self._offer(call)
+
+    def calls_of(self, offer: Offer) -> list[CallShape]:
+        """What it answers in this run."""
+        return [call for call, each in self._offers.items() if each is offer]
 
     def offers(self, offer: Offer) -> bool:
         """Whether this run still answers calls by it."""

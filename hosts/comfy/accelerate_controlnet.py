@@ -22,6 +22,7 @@ from ...runtime.module import AcceleratedModule, Run
 from ..architecture import version_of
 from .accelerate import KEY
 from .controlnet import ComfyControlNet, ComfyControlNetSource
+from .model_calls import NotServed
 from .running import RunRecorder, begin_run, recorded
 from .vetoes import why_not_these_tensors
 
@@ -187,6 +188,7 @@ class ControlCalls:
         self._ending = ExitStack()
         self._ending.enter_context(recorded(module, after_run))
         self._embedded: list[tuple[_Picture, Tensors]] = []
+        self._is_hint_wanted_only = False
         self._given: dict[int, Tensors] = {}
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending)
         self._veto = self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
@@ -224,6 +226,10 @@ class ControlCalls:
         veto = self._veto or _why_not_this_call(inputs, extra) or self._why_not_these_types(extra.get("control_type"))
         if veto is None:
             inputs |= self._once(source, hint, extra.get("control_type"))
+        if self._is_hint_wanted_only:
+            if veto is not None:
+                raise NotServed(veto)
+            return _by_kind({})
         return _by_kind(run(inputs, lambda: _by_name(plain()), veto))
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
@@ -250,6 +256,15 @@ class ControlCalls:
     def embedding_of(self, hint: torch.Tensor) -> Tensors:
         """What a hint that was used in this run was embedded to; nothing where it is not kept."""
         return next((embedded for picture, embedded in self._embedded if picture[0] is hint), {})
+
+    @contextmanager
+    def hint_only(self) -> Iterator[None]:
+        """Meanwhile a call embeds its hint and gives nothing, or raises `NotServed` where no engine may answer."""
+        self._is_hint_wanted_only = True
+        try:
+            yield
+        finally:
+            self._is_hint_wanted_only = False
 
     @contextmanager
     def given(self, hint: torch.Tensor, embedded: Tensors) -> Iterator[None]:

@@ -115,7 +115,7 @@ class ModelCalls:
         try:
             given = self._kind.arguments(args, kwargs)
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
-            reason = self._veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
+            reason = self.veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
             return self.whole({}, lambda: self._plain(plain, args, kwargs), reason)["out"]
         self.options = given.get("transformer_options") or {}
         control = given.pop("control", None)
@@ -163,7 +163,7 @@ class ModelCalls:
         self.join()
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
-        if veto := self._veto_of_run:
+        if veto := self.veto_of_run:
             return veto
         if module is not self.source.unet:
             return "this part of the batch runs on another GPU's copy of the model"
@@ -174,7 +174,8 @@ class ModelCalls:
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
     @functools.cached_property
-    def _veto_of_run(self) -> str | None:
+    def veto_of_run(self) -> str | None:
+        """Why no call of the run may go to an engine."""
         # Not before the first call: in between ComfyUI loads the model, and other packs change it then.
         return self._run_veto or why_not_these_layers(self.source.unet)
 
@@ -238,7 +239,7 @@ class Halves:
         call = CallShape.of(inputs)
         if call in self._missing or self.is_refused:
             return self._missing.get(call)
-        run = self._run(ENCODER)
+        run = self.run(ENCODER)
         given = {**inputs, **self._text(ENCODER, inputs, calls)}
         middle = run.ask(given)
         if isinstance(middle, str):
@@ -248,7 +249,7 @@ class Halves:
         rest = self._rest(middle, inputs, control, calls)
         if rest is None:
             return None
-        run = self._run(DECODER)
+        run = self.run(DECODER)
         result = run.ask(rest)
         if isinstance(result, str):
             self.is_refused = True  # in this run: else each step would compute the first half in vain
@@ -276,7 +277,7 @@ class Halves:
             return None
         if rest is None:
             return None
-        run = self._run(DECODER)
+        run = self.run(DECODER)
         missing = run.why_not(rest)
         if missing is None:
             return reason
@@ -288,15 +289,20 @@ class Halves:
         residuals = residuals_of(control, inputs["x"])
         return None if isinstance(residuals, str) else {**middle, **self._text(DECODER, inputs, calls), **residuals}
 
+    def half_of(self, run: Run) -> str | None:
+        """Whose run it is."""
+        return next((half for half, each in self._runs.items() if each is run), None)
+
     def answers(self, run: Run) -> bool:
         """Whether a run is that of the second half, which gives the model's answer."""
         return self._runs.get(DECODER) is run
 
     def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
-        self._run(half)  # with which its source begins
+        self.run(half)  # with which its source begins
         return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
 
-    def _run(self, half: str) -> Run:
+    def run(self, half: str) -> Run:
+        """Of this half."""
         if half not in self._runs:
             projected = self._settings.levers.text_once
             source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
@@ -308,19 +314,28 @@ class Halves:
 
     def _is_right(self, result: Tensors, reference: Callable[[], Tensors]) -> bool:
         """Each engine was compared with its half; whether the halves are the whole is asked once in a process."""
-        source = self.sources[DECODER]
-        case = source.architecture.fingerprint.architecture, source.weights_digest()
-        if case in self._proved:
+        if self.is_proved:
             return True
         error = relative_error(result, reference())
+        source = self.sources[DECODER]
         precision, quantised = self._settings.compute_precision(source.precision), self._settings.quantised
         limit = max(LIMITS[source.precision], limit_of(precision, quantised))
         self.is_refused = not error <= limit
         if self.is_refused:
             self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
         else:
-            self._proved.add(case)
+            self._proved.add(self._case)
         return not self.is_refused
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether they were found to be what the whole model is."""
+        return self._case in self._proved
+
+    @property
+    def _case(self) -> tuple[str, str]:
+        source = self.sources[DECODER]
+        return source.architecture.fingerprint.architecture, source.weights_digest()
 
 
 def halves_of(

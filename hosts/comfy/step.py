@@ -36,6 +36,7 @@ class Pattern:
     Attributes:
         order: which prompts make up a batch, as ComfyUI put it together: 0 the prompt, 1 the negative one.
         served: calls of engines, of which the first that counts for the model owns the graphs.
+        is_known: whether pictures after this one may begin with it, see `outline`.
         residuals: shapes and dtypes of what ControlNets give, once known.
     """
 
@@ -46,6 +47,7 @@ class Pattern:
     way: str = SERIAL
     is_chosen: bool = False
     checked: bool = False
+    is_known: bool = False
     residuals: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
@@ -64,6 +66,7 @@ class Step:
 
     Attributes:
         kind: equal for steps that are the same work.
+        calls: of the run.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Step:
         self.guider = guider
         self.chain = chain
         self.active = active
-        self._calls = calls
+        self.calls = calls
         self._options = model_options.get("transformer_options", {})
         self._model = guider.inner_model
         controls = tuple(
@@ -87,7 +90,7 @@ class Step:
         self.kind: Hashable = (kind_of_sampling(self._model), guider.cfg, active, controls, tuple(shape))
 
     @property
-    def _used(self) -> list[Any]:
+    def used(self) -> list[Any]:
         """The ControlNets whose windows this step lies in."""
         return [control for control, is_active in zip(self.chain, self.active, strict=True) if is_active]
 
@@ -98,8 +101,8 @@ class Step:
     @contextmanager
     def noted(self) -> Iterator[list[Served]]:
         """Meanwhile all calls of engines are noted, not counted."""
-        tally = self._calls.tally
-        runs = {id(run): run for control in self._used if (run := control.calls().run) is not None}
+        tally = self.calls.tally
+        runs = {id(run): run for control in self.used if (run := control.calls().run) is not None}
         before = [(run, run.tally) for run in runs.values()]
         for run in runs.values():
             tally.follow(run)
@@ -112,11 +115,11 @@ class Step:
 
     def pattern(self, served: list[Served]) -> Pattern | None:
         """What a step consisted of; None where that is not one call of each part."""
-        order, halves = self._calls.options.get("cond_or_uncond"), self._calls.halves
-        controls = {id(control.calls().run) for control in self._used}
+        order, halves = self.calls.options.get("cond_or_uncond"), self.calls.halves
+        controls = {id(control.calls().run) for control in self.used}
         of_model = [each for each in served if id(each.run) not in controls]
         answers = [each for each in of_model if each.counts]
-        if order is None or len(answers) != 1 or len(served) - len(of_model) != len(self._used):
+        if order is None or len(answers) != 1 or len(served) - len(of_model) != len(self.used):
             return None
         owner = answers[0].offer.engine
         is_halved = halves is not None and halves.answers(answers[0].run)
@@ -128,7 +131,7 @@ class Step:
         """Whether engines and hints are those that the pattern was found with, so that nothing has to be made anew."""
         if not all(each.run.offers(each.offer) for each in pattern.served):
             return False
-        return all(_fits(control, x, len(pattern.order)) for control in self._used)
+        return all(_fits(control, x, len(pattern.order)) for control in self.used)
 
     def generation(self, pattern: Pattern) -> Hashable:
         """Changes when anything lies elsewhere that a graph reads where it is."""
@@ -139,7 +142,7 @@ class Step:
     def hints(self) -> Tensors:
         """The embedded hints by name, as they are in this run."""
         found: Tensors = {}
-        for place, control in enumerate(self._used):
+        for place, control in enumerate(self.used):
             for name, tensor in control.calls().embedding_of(control.cond_hint).items():
                 found[f"hint_{place}_{name}"] = tensor
         return found
@@ -154,8 +157,8 @@ class Step:
         return conditions.texts
 
     def _sources(self, pattern: Pattern) -> list[ComfyUNetSource]:
-        halves = self._calls.halves
-        return [*halves.sources.values()] if pattern.is_halved and halves is not None else [self._calls.source]
+        halves = self.calls.halves
+        return [*halves.sources.values()] if pattern.is_halved and halves is not None else [self.calls.source]
 
     def compute(self, pattern: Pattern, way: str, **tensors: torch.Tensor) -> Tensors:
         """The step by ComfyUI's own code, on engines alone and without a wait.
@@ -169,13 +172,13 @@ class Step:
         """
         with ExitStack() as ending:
             ending.enter_context(inlined())
-            ending.enter_context(self._calls.whole_steps())
+            ending.enter_context(self.calls.whole_steps())
             served = ending.enter_context(self.noted())
             ending.enter_context(self._engines_only())
             self._decide(ending, tensors)
             for place, source in enumerate(self._sources(pattern)):
                 if (text := tensors.get(f"text_{place}")) is not None:
-                    self._calls.texts[source.within] = text
+                    self.calls.texts[source.within] = text
             if not pattern.checked and tensors["x"].device.type == "cuda":
                 ending.enter_context(_without_waits())
             result = self._denoised(pattern, way, tensors)
@@ -187,31 +190,55 @@ class Step:
     def _decide(self, ending: ExitStack, tensors: Tensors) -> None:
         for control, is_active in zip(self.chain, self.active, strict=True):
             ending.enter_context(control.decided(is_active))
-        for place, control in enumerate(self._used):
+        for place, control in enumerate(self.used):
             given = behind(f"hint_{place}_", tensors)
             ending.enter_context(control.calls().given(control.cond_hint, given))
 
     @contextmanager
     def _engines_only(self) -> Iterator[None]:
-        self._calls.engines_only = True
+        self.calls.engines_only = True
         try:
             yield
         finally:
-            self._calls.engines_only = False
-            self._calls.texts = {}
-            self._calls.join = lambda: None
+            self.calls.engines_only = False
+            self.calls.texts = {}
+            self.calls.join = lambda: None
+
+    def prepare_hints(self, order: tuple[int, ...], tensors: Tensors) -> None:
+        """Have all hints embedded, which a first step does in passing.
+
+        Args:
+            tensors: x, sigma, and what conditions the model.
+
+        Raises:
+            NotServed: an engine may not answer.
+        """
+        if not any(self.active):
+            return
+        with ExitStack() as ending:
+            for control, is_active in zip(self.chain, self.active, strict=True):
+                ending.enter_context(control.decided(is_active))
+            for control in self.used:
+                ending.enter_context(control.calls().hint_only())
+            batch, times, given = self._as_batch(order, tensors)
+            self.chain[-1].get_control(batch, times, given, len(order), given["transformer_options"])
+
+    def _as_batch(self, order: tuple[int, ...], tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """The latents, their noise, and everything else that the model is called with."""
+        x, sigma = tensors["x"], tensors["sigma"]
+        given: dict[str, Any] = Conditions.named(tensors)
+        uuids = [cond.get("uuid") for cond in conds_of(self.guider, order)]
+        options = {**self._options, "cond_or_uncond": list(order), "uuids": uuids}
+        given["transformer_options"] = {**options, "sigmas": sigma}
+        return torch.cat([x] * len(order)), torch.cat([sigma] * len(order)), given
 
     def _denoised(self, pattern: Pattern, way: str, tensors: Tensors) -> torch.Tensor:
-        x, sigma, count = tensors["x"], tensors["sigma"], len(pattern.order)
-        batch, times = torch.cat([x] * count), torch.cat([sigma] * count)
-        given: dict[str, Any] = Conditions.named(tensors)
-        uuids = [cond.get("uuid") for cond in conds_of(self.guider, pattern.order)]
-        options = {**self._options, "cond_or_uncond": list(pattern.order), "uuids": uuids}
-        given["transformer_options"] = {**options, "sigmas": sigma}
+        x = tensors["x"]
+        batch, times, given = self._as_batch(pattern.order, tensors)
         if any(self.active):
             given["control"] = self._control(pattern, way, batch, times, given)
-        parts = self._model.apply_model(batch, times, **given).chunk(count)
-        self._calls.join()
+        parts = self._model.apply_model(batch, times, **given).chunk(len(pattern.order))
+        self.calls.join()
         predicted = dict(zip(pattern.order, parts, strict=True))
         without = predicted.get(1, torch.zeros_like(x))
         result: torch.Tensor = without + (predicted[0] - without) * self.guider.cfg
@@ -240,7 +267,7 @@ class Step:
         branch = Branch(device)
         with branch.begin():
             _copy_all(ask(), places)
-        self._calls.join = branch.join
+        self.calls.join = branch.join
         return places
 
 

@@ -159,6 +159,15 @@ def kind_of_sampling(model: Any) -> Hashable:
     return weakref.ref(model), weakref.ref(sampling), tuple(sorted(numbers.items()))
 
 
+def kind_of_conditions(guider: Any, order: tuple[int, ...]) -> Hashable:
+    """All of what conditions the model but the numbers: equal where it makes up inputs of the same shapes."""
+    return tuple(
+        (name, type(cond), tuple(cond.cond.shape), cond.cond.dtype)
+        for each in _model_conds(guider, order)
+        for name, cond in sorted(each.items())
+    )
+
+
 _Source = tuple[torch.Tensor, str, int]
 """A conditioning tensor, its name and its version."""
 

@@ -2,7 +2,8 @@
 
 A step is ComfyUI's own code, run as ever the first time and recorded the second time. That goes for steps that are the
 same work each time: one prompt and one negative prompt for the whole picture, no areas, masks or hooks, nothing of
-other nodes in between, every part on an engine. What changes from picture to picture (prompts, hints) are inputs.
+other nodes in between, every part on an engine. What changes from picture to picture (prompts, hints) are inputs, so
+that the next picture begins with what was recorded, see `outline`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ...runtime.measure import milliseconds
 from ...runtime.memory import MemoryWatch
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings import Parallel
+from . import outline
 from .hook import put_innermost, wrappers_of
 from .model_calls import ModelCalls
 from .step import PARALLEL, SERIAL, Pattern, Step
@@ -74,7 +76,8 @@ class WholeStep:
         active = tuple(control.is_active(timestep) for control in chain)
         step = Step(guider, options, chain, active, self._calls, x.shape)
         if step.kind not in self._patterns:
-            return self._first(step, execute)
+            found = self._as_before(step, x, timestep)
+            return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
         if pattern is not None and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
@@ -89,6 +92,34 @@ class WholeStep:
             if self._told:
                 log.info("Slipstream: steps are not replayed as a whole: %s", self._told)
         return self._told or None
+
+    def _as_before(self, step: Step, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
+        """The first of its kind in a run by the graph that an earlier picture left; None where there is none."""
+        order = outline.order_before(step)
+        if order is None:
+            return None
+        try:
+            conditions = self._conditions_of(step, x, order)
+            with inlined(), self._calls.whole_steps():
+                pattern = outline.pattern_before(step, x, sigma, conditions)
+            if pattern is None or not step.fits(pattern, x) or not self._is_recorded(step, pattern, x, sigma):
+                return None
+        except waiting_hooks().interruptions:
+            raise
+        except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the usual way will show it
+            log.debug("Slipstream: a first step goes the usual way: %s", error)
+            outline.forget(step)
+            return None
+        self._patterns[step.kind] = pattern
+        if (found := self._replayed(step, pattern, x, sigma)) is None:
+            outline.forget(step)
+            del self._patterns[step.kind]
+        return found
+
+    def _is_recorded(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> bool:
+        inputs, _ = self._inputs(step, pattern, x, sigma)
+        graphs: CudaGraphs = pattern.owner.steps
+        return graphs.holds(step.generation(pattern), inputs, _what(step, pattern, pattern.way))
 
     def _first(self, step: Step, execute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The first of its kind in a run goes the usual way, which shows what it consists of."""
@@ -125,16 +156,29 @@ class WholeStep:
             return None
         for each in pattern.served:
             each.count()
+        if not pattern.is_known:
+            pattern.is_known = True
+            outline.remember(step, pattern)
         return result
 
     def _by_graph(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        if self._conditions is None or not self._conditions.are_of(step.guider, x, pattern.order):
-            self._conditions = Conditions.of(step.guider, x, pattern.order, self._calls.source.device)
-        constant = self._conditions.tensors | step.hints() | step.texts(pattern, self._conditions)
-        inputs = {"x": x, "sigma": sigma, **constant}
+        inputs, constant = self._inputs(step, pattern, x, sigma)
         if not pattern.is_chosen:
-            self._choose(step, pattern, inputs, frozenset(constant))
-        return self._run(step, pattern, pattern.way, inputs, frozenset(constant))["denoised"]
+            self._choose(step, pattern, inputs, constant)
+        return self._run(step, pattern, pattern.way, inputs, constant)["denoised"]
+
+    def _inputs(
+        self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor
+    ) -> tuple[Tensors, frozenset[str]]:
+        """Of a graph, and the names of those that are the same in every step of a run."""
+        conditions = self._conditions_of(step, x, pattern.order)
+        constant = conditions.tensors | step.hints() | step.texts(pattern, conditions)
+        return {"x": x, "sigma": sigma, **constant}, frozenset(constant)
+
+    def _conditions_of(self, step: Step, x: torch.Tensor, order: tuple[int, ...]) -> Conditions:
+        if self._conditions is None or not self._conditions.are_of(step.guider, x, order):
+            self._conditions = Conditions.of(step.guider, x, order, self._calls.source.device)
+        return self._conditions
 
     def _run(self, step: Step, pattern: Pattern, way: str, inputs: Tensors, constant: frozenset[str]) -> Tensors:
         graphs: CudaGraphs = pattern.owner.steps

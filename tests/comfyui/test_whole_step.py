@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import whole_step
+from slipstream.hosts.comfy import outline, whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.node_states import state_of
@@ -48,8 +48,12 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         done.append((what, sorted(tensors), frozenset(constant), generation))
         return compute(**tensors)
 
+    def holds(graphs: Any, generation: Any, tensors: Any, what: Any) -> bool:
+        return any(each[0] == what and each[1] == sorted(tensors) and each[3] == generation for each in done)
+
     monkeypatch.setattr(whole_step, "can_replay", lambda device: True)
     monkeypatch.setattr(CudaGraphs, "run", run)
+    monkeypatch.setattr(CudaGraphs, "holds", holds)
     yield done
 
 
@@ -134,6 +138,11 @@ def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: 
     assert len(replays) == case.replayed
     assert calls >= (sample["steps"] if name not in ("easycache",) else 1)
     assert bool(of_control) == bool(case.control)
+    again = tiny.sample(case.change(fast.model), case.family, **given(fast.control), **sample)
+    assert relative_difference(again, wanted) < TOLERANCE
+    known = calls if case.replayed else 0
+    assert len(replays) - case.replayed in ((case.replayed, known) if name == "lora" else (known,))
+    assert fast.calls == (2 * calls, 2 * of_control)
 
 
 def test_counts_are_as_without(provider: EngineProvider, replays: list[Any]) -> None:
@@ -457,3 +466,105 @@ def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider
         tiny.sample(fast.model, callback=stop, **prompts(applied(fast.control)))
     assert not provider.pool.in_use(torch.device("cpu"))
     assert torch.equal(tiny.sample(fast.model, **prompts(applied(fast.control))), wanted)
+
+
+# ----------------------------------------------------------------------------------- from picture to picture
+
+
+def pictures(
+    fast: Fast,
+    plain: Any,
+    control: Any,
+    replays: list[Any],
+    apply: Callable[[Any], Any] = applied,
+    change: Callable[[Any], Any] = lambda model: model,
+    **options: Any,
+) -> int:
+    """Make one picture both ways; how many of its five steps were replayed."""
+    before = len(replays)
+
+    def made(model: Any, network: Any) -> torch.Tensor:
+        given = {} if control is None else prompts(apply(network))
+        picture: torch.Tensor = tiny.sample(change(model), **{"steps": 5, **given, **options})
+        return picture
+
+    wanted, found = made(plain, control), made(fast.model, fast.control)
+    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    return len(replays) - before
+
+
+@pytest.mark.parametrize("parallel", ["off", "on"])
+def test_the_next_picture_begins_with_what_was_recorded(
+    provider: EngineProvider, replays: list[Any], parallel: str
+) -> None:
+    fast = Fast(provider, levers=Levers(parallel=parallel))
+    plain, control = tiny.model(), tiny.controlnet()
+    assert pictures(fast, plain, control, replays) == 4
+    assert pictures(fast, plain, control, replays) == 5
+    assert fast.calls == (10, 10)
+    other = {"sampler": "dpmpp_2m", "scheduler": "karras", "seed": 7}
+    assert pictures(fast, plain, control, replays, lambda control: applied(control, seed=9), **other) == 5
+    assert pictures(fast, plain, control, replays, change=with_lora) in (4, 5), "weights may lie elsewhere"
+    assert pictures(fast, plain, control, replays) in (4, 5)
+    longer = tiny.conditioning(seed=1, tokens=154)
+    assert pictures(fast, plain, None, replays, positive=longer) == 4, "without a ControlNet, and of another length"
+    assert pictures(fast, plain, None, replays, positive=longer) == 5
+    assert pictures(fast, plain, None, replays) == 4, "another length"
+    assert pictures(fast, plain, control, replays, cfg=3.0) == 4
+    assert pictures(fast, plain, control, replays, lambda control: applied(control, strength=0.3)) == 4
+    assert pictures(fast, plain, control, replays) == 5
+
+
+def test_a_window_begins_with_what_was_recorded(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    plain, control = tiny.model(), tiny.controlnet()
+    for replayed in (3, 5):
+        assert pictures(fast, plain, control, replays, lambda control: applied(control, start=0.4, end=0.8)) == replayed
+
+
+def test_what_another_extension_changed_since_is_not_replayed(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Fast(provider)
+    assert pictures(fast, tiny.model(), None, replays) == 4
+    layer = fast.model.model.diffusion_model.middle_block[0]
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *args, **kwargs: 0.5 * forward(*args, **kwargs))
+    changed = tiny.model()
+    other = changed.model.diffusion_model.middle_block[0]
+    usual = other.forward
+    monkeypatch.setattr(other, "forward", lambda *args, **kwargs: 0.5 * usual(*args, **kwargs))
+    wanted, found = tiny.sample(changed, steps=5), tiny.sample(fast.model, steps=5)
+    assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 4
+    assert fast.model_module.status.eager_calls == 5
+
+
+def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Fast(provider)
+    plain, control = tiny.model(), tiny.controlnet()
+    assert pictures(fast, plain, control, replays) == 4
+    with monkeypatch.context() as patched:
+        patched.setattr(outline.Step, "prepare_hints", failing)
+        assert pictures(fast, plain, control, replays) == 4
+    assert pictures(fast, plain, control, replays) == 5, "it is known again"
+    with monkeypatch.context() as patched:
+        patched.setattr(CudaGraphs, "holds", lambda *args: False)
+        assert pictures(fast, plain, control, replays) == 4
+    assert fast.calls == (20, 20)
+
+
+def test_halves_that_come_later_are_used(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider, levers=Levers(parallel="off"))
+    plain, control = tiny.model(), tiny.controlnet()
+    assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
+    for module in (fast.model_module, fast.control_module):
+        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on"))
+    assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
+    use = [each["label"] for each in fast.model_module.status.to_json()["engines"]]
+    assert any("encoder" in what for what in use) and any("decoder" in what for what in use)
+
+
+def failing(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("the hint cannot be made ready")

@@ -1,0 +1,128 @@
+"""What a step consisted of, kept for the pictures after it, which can begin with a replay. Attacks overhead.
+
+A run's first step goes the usual way, kernel by kernel, since that shows what the step is. Where an earlier picture was
+made by the same work, its outline says so. What is a matter of the run is asked anew: whether engines may answer and
+which do, with the weights as they are now, and what hints and prompts are.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...runtime.module import Run
+from ...runtime.plan import CallShape
+from .model_calls import Served
+from .step import Pattern, Step
+from .step_parts import Conditions, kind_of_conditions
+from .vetoes import why_not_these_tensors
+
+WHOLE = "whole"
+_KEPT = 16
+_known: OrderedDict[Hashable, Outline] = OrderedDict()
+
+Part = str | int
+"""The model as a whole, one half of it, or a ControlNet by its place."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A pattern without what belongs to one picture alone.
+
+    Attributes:
+        calls: of engines, in their order: whose, of what shapes, and whether it counts, see `Served`.
+        conditions: what conditioned the model, but for the numbers.
+    """
+
+    order: tuple[int, ...]
+    calls: tuple[tuple[Part, CallShape, bool], ...]
+    is_halved: bool
+    way: str
+    conditions: Hashable
+
+
+def remember(step: Step, pattern: Pattern) -> None:
+    """Keep what a step consisted of that was replayed."""
+    if (outline := _outline_of(step, pattern)) is not None:
+        _known[step.kind] = outline
+        _known.move_to_end(step.kind)
+        while len(_known) > _KEPT:
+            _known.popitem(last=False)
+
+
+def forget(step: Step) -> None:
+    _known.pop(step.kind, None)
+
+
+def order_before(step: Step) -> tuple[int, ...] | None:
+    """In which order the prompts make up the batch of a step that is known; None: it is not, or was another's work."""
+    outline = _known.get(step.kind)
+    if outline is None or outline.conditions != kind_of_conditions(step.guider, outline.order):
+        return None
+    return outline.order
+
+
+def pattern_before(step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions) -> Pattern | None:
+    """The pattern of a step that is known, with this run's engines; None where one does not answer.
+
+    Raises:
+        NotServed: an engine may not answer.
+        Exception: whatever ComfyUI's code raises while it makes the hints ready.
+    """
+    outline, calls = _known[step.kind], step.calls
+    if calls.veto_of_run is not None or why_not_these_tensors(conditions.tensors.values()) is not None:
+        return None
+    if step.used and outline.is_halved != (calls.halves is not None):
+        return None  # the halves may have been built since
+    step.prepare_hints(outline.order, {"x": x, "sigma": sigma, **conditions.tensors})
+    served = []
+    for part, shape, counts in outline.calls:
+        run = _run_of(part, step)
+        offer = None if run is None else run.offer_for(shape)
+        if run is None or offer is None or offer.engine is None:
+            return None
+        served.append(Served(run, offer, counts))
+    if outline.is_halved and not (calls.halves is not None and calls.halves.is_proved):
+        return None
+    owner = next(each.offer.engine for each in served if each.counts and not _is_of_control(each.run, step))
+    if owner is None:
+        return None
+    found = Pattern(outline.order, served, owner, outline.is_halved, outline.way)
+    found.is_chosen = found.checked = found.is_known = True
+    return found
+
+
+def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
+    conditions, calls = kind_of_conditions(step.guider, pattern.order), []
+    for served in pattern.served:
+        part, shapes = _part_of(served.run, step), served.run.calls_of(served.offer)
+        if part is None or len(shapes) != 1:
+            return None  # one engine for calls of several shapes: which of them this was is not known
+        calls.append((part, shapes[0], served.counts))
+    return Outline(pattern.order, tuple(calls), pattern.is_halved, pattern.way, conditions)
+
+
+def _part_of(run: Run, step: Step) -> Part | None:
+    if run is step.calls.whole:
+        return WHOLE
+    if step.calls.halves is not None and (half := step.calls.halves.half_of(run)) is not None:
+        return half
+    return next((place for place, control in enumerate(step.used) if control.calls().run is run), None)
+
+
+def _run_of(part: Part, step: Step) -> Run | None:
+    if isinstance(part, int):
+        found: Any = step.used[part].calls().run
+        return found if isinstance(found, Run) else None
+    if part == WHOLE:
+        return step.calls.whole
+    halves = step.calls.halves
+    return None if halves is None or halves.is_refused else halves.run(part)
+
+
+def _is_of_control(run: Run, step: Step) -> bool:
+    return any(control.calls().run is run for control in step.used)
