@@ -14,7 +14,7 @@ from ..runtime.provider import EngineProvider
 from ..runtime.settings import NUMBERS, BackendChoice, BuildPolicy, Levers, Parallel, Settings
 from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
-from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, GRAPH, HINT, MAX, PARALLEL, TEXT, Variant
+from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, FIRST, GRAPH, HINT, MAX, PARALLEL, TEXT, Variant
 
 _NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False)
 _OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}
@@ -23,6 +23,7 @@ _ON: Mapping[str, Mapping[str, Any]] = {
     TEXT: {"text_once": True},
     PARALLEL: {"parallel": Parallel.ON},
     GRAPH: {"one_graph": True},
+    FIRST: {"first_step": True},
 }
 
 

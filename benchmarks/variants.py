@@ -26,7 +26,8 @@ SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
 COLD = "cold"
 _OF_CALLS = (*OTHER_NUMBERS, SAGE, *SWITCHES)
 STEPS = ("quality", "balanced", "fast")
-ENGINES, HINT, TEXT, PARALLEL, GRAPH = _LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph"
+_LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph", "first"
+ENGINES, HINT, TEXT, PARALLEL, GRAPH, FIRST = _LEVERS_OF_JOBS
 OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
@@ -109,6 +110,7 @@ _LEVER_WORDS = {
     TEXT: "keys and values of the attention over the text computed once a prompt",
     PARALLEL: "the ControlNet beside the half of the model that does not need it",
     GRAPH: "a whole step replayed as one CUDA graph",
+    FIRST: "also the first one, where an earlier picture was the same work",
     **{each: f"computed in {each}" for each in _PRECISIONS},
     **{each.value: f"large linear layers multiplied in {each.value}" for each in Quantised},
     BF16_MATH: "computed in bf16, attention by two plain products of matrices and a softmax between them",

@@ -16,6 +16,7 @@ import torch
 
 from ...runtime.module import Run
 from ...runtime.plan import CallShape
+from ...runtime.settings import Levers
 from .model_calls import Served
 from .step import Pattern, Step
 from .step_parts import Conditions, kind_of_conditions
@@ -35,7 +36,8 @@ class Outline:
 
     Attributes:
         calls: of engines, in their order: whose, of what shapes, and whether it counts, see `Served`.
-        conditions: what conditioned the model, but for the numbers.
+        conditions, hints: what conditioned the model, but for the numbers.
+        levers: by which it came about.
     """
 
     order: tuple[int, ...]
@@ -43,67 +45,78 @@ class Outline:
     is_halved: bool
     way: str
     conditions: Hashable
+    hints: Hashable
+    levers: Levers
 
 
-def remember(step: Step, pattern: Pattern) -> None:
+def remember(step: Step, pattern: Pattern, levers: Levers) -> None:
     """Keep what a step consisted of that was replayed."""
-    if (outline := _outline_of(step, pattern)) is not None:
+    if (outline := _outline_of(step, pattern, levers)) is not None:
         _known[step.kind] = outline
-        _known.move_to_end(step.kind)
         while len(_known) > _KEPT:
             _known.popitem(last=False)
+
+
+def recall(step: Step, levers: Levers) -> Outline | None:
+    """What a step like this one consisted of; None: it is not known, or was another's work."""
+    outline = _known.get(step.kind)
+    if outline is None or outline.levers != levers:
+        return None
+    _known.move_to_end(step.kind)
+    return outline if outline.conditions == kind_of_conditions(step.guider, outline.order) else None
 
 
 def forget(step: Step) -> None:
     _known.pop(step.kind, None)
 
 
-def order_before(step: Step) -> tuple[int, ...] | None:
-    """In which order the prompts make up the batch of a step that is known; None: it is not, or was another's work."""
-    outline = _known.get(step.kind)
-    if outline is None or outline.conditions != kind_of_conditions(step.guider, outline.order):
-        return None
-    return outline.order
-
-
-def pattern_before(step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions) -> Pattern | None:
-    """The pattern of a step that is known, with this run's engines; None where one does not answer.
+def pattern_by(
+    outline: Outline, step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
+) -> Pattern | None:
+    """The pattern with this run's engines; None where one does not answer.
 
     Raises:
         NotServed: an engine may not answer.
         Exception: whatever ComfyUI's code raises while it makes the hints ready.
     """
-    outline, calls = _known[step.kind], step.calls
+    calls = step.calls
     if calls.veto_of_run is not None or why_not_these_tensors(conditions.tensors.values()) is not None:
         return None
     if step.used and outline.is_halved != (calls.halves is not None):
         return None  # the halves may have been built since
     step.prepare_hints(outline.order, {"x": x, "sigma": sigma, **conditions.tensors})
-    served = []
+    if outline.hints != _kind_of_hints(step):
+        return None
+    served, owner = [], None
     for part, shape, counts in outline.calls:
         run = _run_of(part, step)
         offer = None if run is None else run.offer_for(shape)
         if run is None or offer is None or offer.engine is None:
             return None
         served.append(Served(run, offer, counts))
-    if outline.is_halved and not (calls.halves is not None and calls.halves.is_proved):
-        return None
-    owner = next(each.offer.engine for each in served if each.counts and not _is_of_control(each.run, step))
-    if owner is None:
+        if counts and not isinstance(part, int):
+            owner = offer.engine
+    if owner is None or (outline.is_halved and not (calls.halves is not None and calls.halves.is_proved)):
         return None
     found = Pattern(outline.order, served, owner, outline.is_halved, outline.way)
     found.is_chosen = found.checked = found.is_known = True
     return found
 
 
-def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
-    conditions, calls = kind_of_conditions(step.guider, pattern.order), []
+def _outline_of(step: Step, pattern: Pattern, levers: Levers) -> Outline | None:
+    calls = []
     for served in pattern.served:
         part, shapes = _part_of(served.run, step), served.run.calls_of(served.offer)
         if part is None or len(shapes) != 1:
             return None  # one engine for calls of several shapes: which of them this was is not known
         calls.append((part, shapes[0], served.counts))
-    return Outline(pattern.order, tuple(calls), pattern.is_halved, pattern.way, conditions)
+    conditions = kind_of_conditions(step.guider, pattern.order)
+    hints, made = _kind_of_hints(step), tuple(calls)
+    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, levers)
+
+
+def _kind_of_hints(step: Step) -> Hashable:
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in sorted(step.hints().items()))
 
 
 def _part_of(run: Run, step: Step) -> Part | None:
@@ -122,7 +135,3 @@ def _run_of(part: Part, step: Step) -> Run | None:
         return step.calls.whole
     halves = step.calls.halves
     return None if halves is None or halves.is_refused else halves.run(part)
-
-
-def _is_of_control(run: Run, step: Step) -> bool:
-    return any(control.calls().run is run for control in step.used)

@@ -87,7 +87,11 @@ class Step:
         controls = tuple(
             kind_of_control(control) for control, is_active in zip(chain, active, strict=True) if is_active
         )
-        self.kind: Hashable = (kind_of_sampling(self._model), guider.cfg, active, controls, tuple(shape))
+        prompts = bool(guider.conds.get("negative")), bool(model_options.get("disable_cfg1_optimization"))
+        numbers = calls.source.precision, calls.source.architecture.projected
+        self.kind: Hashable = (
+            kind_of_sampling(self._model), guider.cfg, prompts, numbers, active, controls, tuple(shape)
+        )  # fmt: skip
 
     @property
     def used(self) -> list[Any]:
@@ -150,11 +154,13 @@ class Step:
     def texts(self, pattern: Pattern, conditions: Conditions) -> Tensors:
         """The projected text of each part of the model by name, made once for what conditions a run."""
         context = conditions.context
-        if not conditions.texts and context is not None:
-            for place, source in enumerate(self._sources(pattern)):
-                if source.architecture.projected:
-                    conditions.texts[f"text_{place}"] = source.project(context.to(dtype_of(source.precision)))
-        return conditions.texts
+        if pattern.is_halved not in conditions.texts:
+            conditions.texts[pattern.is_halved] = {
+                f"text_{place}": source.project(context.to(dtype_of(source.precision)))
+                for place, source in enumerate(self._sources(pattern))
+                if context is not None and source.architecture.projected
+            }
+        return conditions.texts[pattern.is_halved]
 
     def _sources(self, pattern: Pattern) -> list[ComfyUNetSource]:
         halves = self.calls.halves

@@ -178,13 +178,13 @@ class Conditions:
 
     Attributes:
         tensors: by the name of the model's argument behind a prefix.
-        texts: what is made of them once.
+        texts: what is made of them once, for the model as a whole and for its halves.
     """
 
     tensors: Tensors
     _sources: tuple[_Source, ...]
     _batch: int
-    texts: Tensors = field(default_factory=dict)
+    texts: dict[bool, Tensors] = field(default_factory=dict)
 
     @property
     def context(self) -> torch.Tensor | None:

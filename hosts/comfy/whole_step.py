@@ -3,7 +3,7 @@
 A step is ComfyUI's own code, run as ever the first time and recorded the second time. That goes for steps that are the
 same work each time: one prompt and one negative prompt for the whole picture, no areas, masks or hooks, nothing of
 other nodes in between, every part on an engine. What changes from picture to picture (prompts, hints) are inputs, so
-that the next picture begins with what was recorded, see `outline`.
+that the next picture can begin with what was recorded, see `outline`.
 """
 
 from __future__ import annotations
@@ -95,13 +95,15 @@ class WholeStep:
 
     def _as_before(self, step: Step, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
         """The first of its kind in a run by the graph that an earlier picture left; None where there is none."""
-        order = outline.order_before(step)
-        if order is None:
+        levers = self._module.settings.levers
+        if not levers.first_step:
             return None
         try:
-            conditions = self._conditions_of(step, x, order)
+            if (known := outline.recall(step, levers)) is None:
+                return None
+            conditions = self._conditions_of(step, x, known.order)
             with inlined(), self._calls.whole_steps():
-                pattern = outline.pattern_before(step, x, sigma, conditions)
+                pattern = outline.pattern_by(known, step, x, sigma, conditions)
             if pattern is None or not step.fits(pattern, x) or not self._is_recorded(step, pattern, x, sigma):
                 return None
         except waiting_hooks().interruptions:
@@ -156,9 +158,10 @@ class WholeStep:
             return None
         for each in pattern.served:
             each.count()
-        if not pattern.is_known:
+        levers = self._module.settings.levers
+        if levers.first_step and not pattern.is_known:
             pattern.is_known = True
-            outline.remember(step, pattern)
+            outline.remember(step, pattern, levers)
         return result
 
     def _by_graph(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management
+import comfy.sample
 import comfy.samplers
 import pytest
 import torch
@@ -20,14 +21,14 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.node_states import state_of
 from slipstream.hosts.comfy.unet_halves import ComfyUNetHalfSource
-from slipstream.runtime.cuda_graphs import CudaGraphs
+from slipstream.runtime.cuda_graphs import CudaGraphs, _call_of
 from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 
-from .test_controlnet import applied, chained, prompts
+from .test_controlnet import applied, chained, hint, prompts
 from .test_unet_engines import easy_cache, masked, relative_difference, with_lora
 
 TOLERANCE = 1e-4
@@ -42,14 +43,17 @@ def provider(engine_store: EngineStore) -> EngineProvider:
 def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What was replayed: kinds of steps, and their inputs' names."""
     done: list[Any] = []
+    held: dict[Any, Any] = {}
 
     def run(graphs: Any, compute: Any, generation: Any, tensors: Any, what: Any, constant: Any, or_raise: bool) -> Any:
         assert or_raise
+        result = compute(**tensors)
         done.append((what, sorted(tensors), frozenset(constant), generation))
-        return compute(**tensors)
+        held[_call_of(tensors, what)] = generation
+        return result
 
     def holds(graphs: Any, generation: Any, tensors: Any, what: Any) -> bool:
-        return any(each[0] == what and each[1] == sorted(tensors) and each[3] == generation for each in done)
+        return held.get(_call_of(tensors, what)) == generation
 
     monkeypatch.setattr(whole_step, "can_replay", lambda device: True)
     monkeypatch.setattr(CudaGraphs, "run", run)
@@ -125,7 +129,7 @@ CASES = {
 def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: list[Any]) -> None:
     case = CASES[name]
     sample = {"steps": 5, **case.sample}
-    fast = Fast(provider, case.family, v_prediction=case.v_prediction)
+    fast = Fast(provider, case.family, Levers(first_step=True), v_prediction=case.v_prediction)
     model, control = tiny.model(case.family, v_prediction=case.v_prediction), tiny.controlnet(case.family)
 
     def given(of: Any) -> dict[str, Any]:
@@ -470,6 +474,8 @@ def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider
 
 # ----------------------------------------------------------------------------------- from picture to picture
 
+FIRST = Levers(first_step=True)
+
 
 def pictures(
     fast: Fast,
@@ -493,11 +499,11 @@ def pictures(
     return len(replays) - before
 
 
-@pytest.mark.parametrize("parallel", ["off", "on"])
+@pytest.mark.parametrize("parallel", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_the_next_picture_begins_with_what_was_recorded(
     provider: EngineProvider, replays: list[Any], parallel: str
 ) -> None:
-    fast = Fast(provider, levers=Levers(parallel=parallel))
+    fast = Fast(provider, levers=Levers(parallel=parallel, first_step=True))
     plain, control = tiny.model(), tiny.controlnet()
     assert pictures(fast, plain, control, replays) == 4
     assert pictures(fast, plain, control, replays) == 5
@@ -516,7 +522,7 @@ def test_the_next_picture_begins_with_what_was_recorded(
 
 
 def test_a_window_begins_with_what_was_recorded(provider: EngineProvider, replays: list[Any]) -> None:
-    fast = Fast(provider)
+    fast = Fast(provider, levers=FIRST)
     plain, control = tiny.model(), tiny.controlnet()
     for replayed in (3, 5):
         assert pictures(fast, plain, control, replays, lambda control: applied(control, start=0.4, end=0.8)) == replayed
@@ -525,7 +531,7 @@ def test_a_window_begins_with_what_was_recorded(provider: EngineProvider, replay
 def test_what_another_extension_changed_since_is_not_replayed(
     provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = Fast(provider)
+    fast = Fast(provider, levers=FIRST)
     assert pictures(fast, tiny.model(), None, replays) == 4
     layer = fast.model.model.diffusion_model.middle_block[0]
     forward = layer.forward
@@ -542,7 +548,7 @@ def test_what_another_extension_changed_since_is_not_replayed(
 def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
     provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = Fast(provider)
+    fast = Fast(provider, levers=FIRST)
     plain, control = tiny.model(), tiny.controlnet()
     assert pictures(fast, plain, control, replays) == 4
     with monkeypatch.context() as patched:
@@ -556,14 +562,86 @@ def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
 
 
 def test_halves_that_come_later_are_used(provider: EngineProvider, replays: list[Any]) -> None:
-    fast = Fast(provider, levers=Levers(parallel="off"))
+    fast = Fast(provider, levers=Levers(parallel="off", first_step=True))
     plain, control = tiny.model(), tiny.controlnet()
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     for module in (fast.model_module, fast.control_module):
-        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on"))
+        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on", first_step=True))
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     use = [each["label"] for each in fast.model_module.status.to_json()["engines"]]
     assert any("encoder" in what for what in use) and any("decoder" in what for what in use)
+
+
+def test_without_the_lever_first_steps_go_the_usual_way(provider: EngineProvider, replays: list[Any]) -> None:
+    fast = Fast(provider)
+    assert [pictures(fast, tiny.model(), None, replays) for _ in range(2)] == [4, 4]
+
+
+def guided(patcher: Any, has_negative: bool) -> torch.Tensor:
+    """By a guider as another node may make it: with CFG, but perhaps nothing to guide away from."""
+    guider = comfy.samplers.CFGGuider(patcher)
+    guider.inner_set_conds({"positive": tiny.conditioning(seed=1)})
+    if has_negative:
+        guider.set_conds(tiny.conditioning(seed=1), tiny.conditioning(seed=2))
+    guider.set_cfg(7.0)
+    empty = tiny.latent()["samples"]
+    sigmas = comfy.samplers.KSampler(patcher, 4, patcher.load_device, "euler", "normal", 1.0).sigmas
+    sampler = comfy.samplers.sampler_object("euler")
+    result: torch.Tensor = guider.sample(
+        comfy.sample.prepare_noise(empty, 7), empty, sampler, sigmas, disable_pbar=True, seed=7
+    )
+    return result
+
+
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_negative_prompt_that_comes_or_goes(provider: EngineProvider, replays: list[Any], first: bool) -> None:
+    fast = Fast(provider, levers=FIRST)
+    wanted = {each: guided(tiny.model(), each) for each in (True, False)}
+    assert relative_difference(wanted[True], wanted[False]) > 0.1
+    for has_negative in (first, not first, first):
+        assert relative_difference(guided(fast.model, has_negative), wanted[has_negative]) < TOLERANCE
+    assert len(replays) == 3 + 3 + 4
+
+
+@pytest.mark.slow
+def test_another_dtype_or_number_of_hints_is_other_work(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no engine is built or taken for calls that nobody makes."""
+    taken: list[str] = []
+    take = provider.pool.take
+
+    def noting(plan: Any, entry: Any, device: Any) -> Any:
+        taken.append(str(plan.spec.profile))
+        return take(plan, entry, device)
+
+    monkeypatch.setattr(provider.pool, "take", noting)
+    fast = Fast(provider, levers=FIRST)
+    plain, control = tiny.model(), tiny.controlnet()
+
+    def two_hints(control: Any) -> Any:
+        return control.copy().set_cond_hint(torch.cat([hint(4), hint(5)]), 0.8, (0.0, 1.0))
+
+    found = []
+    for apply in (applied, applied, two_hints, two_hints, applied):
+        taken.clear()
+        found.append((pictures(fast, plain, control, replays, apply, batch=2), len(taken)))
+    assert [count for count, _ in found[:4]] == [4, 5, 4, 5] and {engines for _, engines in found} == {2}
+    ordered = provider.queue.submit
+    submitted: list[str] = []
+    monkeypatch.setattr(
+        provider.queue, "submit", lambda plan, **how: [submitted.append(str(plan)), ordered(plan, **how)][1]
+    )
+
+    def in_bf16(model: Any) -> Any:
+        clone = model.clone()
+        clone.set_model_compute_dtype(torch.bfloat16)
+        return clone
+
+    assert [pictures(fast, plain, None, replays) for _ in range(2)] == [4, 5]
+    submitted.clear()
+    tiny.sample(in_bf16(fast.model), steps=5)
+    assert len(submitted) <= 1, submitted
 
 
 def failing(*args: Any, **kwargs: Any) -> None:
