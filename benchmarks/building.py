@@ -70,8 +70,6 @@ class Builders:
         try:
             with Place(self._lock, lambda: self._is_unwanted(task)):
                 self._began = min(self._began, time.monotonic())
-                if self._is_unwanted(task):
-                    return
                 left = self._seconds_left
                 trouble = self._build(task, None if left == math.inf else math.ceil(left))
         except Unwanted:

@@ -39,7 +39,7 @@ from .variants import (
     SAGE,
     Variant,
 )
-from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache
+from .workshop import Ready, Workshop, apart, bytes_of, compiler_cache, package_versions
 
 
 def set_up(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
@@ -108,7 +108,7 @@ def _by_sage(variant: Variant, model: Model, workshop: Workshop) -> Ready:
     workshop.tell(
         f"{variant.name}: {sage.PACKAGE} computes {sum(answers)} of {len(answers)} attentions, torch the rest"
     )
-    return Ready(compute, model.source.precision, prepare, facts={"versions": sage.versions()})
+    return Ready(compute, model.source.precision, prepare, facts={"versions": package_versions([sage.PACKAGE])})
 
 
 def _plain_products(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -6,11 +6,9 @@ is in it: it is what somebody gets who does without Slipstream and without Comfy
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import torch
 from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from .models import Model
+from .workshop import package_versions
 
 PACKAGE, EIGHT_BITS_PACKAGE = "diffusers", "torchao"
 
@@ -56,11 +55,7 @@ def _packages(eight_bits: bool) -> tuple[str, ...]:
 
 def versions(eight_bits: bool) -> dict[str, str]:
     """Of the packages that the recipe is made of, as far as they tell."""
-    found = {}
-    for name in _packages(eight_bits):
-        with suppress(importlib.metadata.PackageNotFoundError):  # copied without its metadata
-            found[name] = importlib.metadata.version(name)
-    return found
+    return package_versions(_packages(eight_bits))
 
 
 def config_of(model: Model) -> dict[str, Any]:

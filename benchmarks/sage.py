@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,13 +21,6 @@ def why_not(device: torch.device) -> str | None:
     if _attention() is None:
         return f"this ComfyUI does not take the {PACKAGE} that is installed"
     return None
-
-
-def versions() -> dict[str, str]:
-    """Of the package, as far as it tells."""
-    with suppress(importlib.metadata.PackageNotFoundError):  # copied without its metadata
-        return {PACKAGE: importlib.metadata.version(PACKAGE)}
-    return {}
 
 
 def _attention() -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ class Workshop:
     tell: Callable[[str], None]
     compiled: Path | None = None
     builds: BuildPolicy = BuildPolicy.FIRST_USE
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """By name, as far as the packages tell."""
+    found = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):  # copied without its metadata
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def apart(module: Callable[..., Any]) -> Callable[..., Any]:

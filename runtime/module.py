@@ -135,7 +135,7 @@ class Run:
         """
         call = CallShape.of(inputs)
         if orders or call in self._offers:
-            offer = self._offer(call)
+            offer = self.offer_for(call)
         elif (offer := self._new_offer(call, replace(self.settings, policy=BuildPolicy.MANUAL))).engine is not None:
             self._offers[call] = offer
         return None if offer.engine is not None else offer.reason
@@ -143,10 +143,10 @@ class Run:
     def ask(self, inputs: Tensors) -> Tensors | str:
         """An engine's answer, or why there is none."""
         call = CallShape.of(inputs)
-        offer = self._offer(call)
+        offer = self.offer_for(call)
         result = self._try(offer, call, inputs) if offer.engine is not None else offer.reason
         if call not in self._offers:  # fp16 overflowed and was taken away: bf16 may be there
-            offer = self._offer(call)
+            offer = self.offer_for(call)
             return self._try(offer, call, inputs) if offer.engine is not None else result
         return result
 
@@ -193,10 +193,6 @@ class Run:
         if offer.engine is not None and all(other is not offer for other in self._offers.values()):
             self._module.provider.pool.give_back(offer.engine)
 
-    def offer_for(self, call: CallShape) -> Offer:
-        """The engine that answers calls like this one, or why there is none, as a call would find it."""
-        return self._offer(call)
-
     def calls_of(self, offer: Offer) -> list[CallShape]:
         """What it answers in this run."""
         return [call for call, each in self._offers.items() if each is offer]
@@ -219,7 +215,8 @@ class Run:
                     giving_back.callback(self._module.provider.pool.give_back, offer.engine)
             self._offers.clear()
 
-    def _offer(self, call: CallShape) -> Offer:
+    def offer_for(self, call: CallShape) -> Offer:
+        """The engine that answers calls like this one, or why there is none."""
         if call not in self._offers:
             self._offers[call] = self._shared_offer(call) or self._new_offer(call, self.settings)
         return self._offers[call]

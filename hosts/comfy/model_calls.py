@@ -295,7 +295,7 @@ class Halves:
 
     def answers(self, run: Run) -> bool:
         """Whether a run is that of the second half, which gives the model's answer."""
-        return self._runs.get(DECODER) is run
+        return self.half_of(run) == DECODER
 
     def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
         self.run(half)  # with which its source begins

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -49,18 +48,18 @@ class Outline:
     levers: Levers
 
 
-def remember(step: Step, pattern: Pattern, levers: Levers) -> None:
+def remember(step: Step, pattern: Pattern) -> None:
     """Keep what a step consisted of that was replayed."""
-    if (outline := _outline_of(step, pattern, levers)) is not None:
+    if (outline := _outline_of(step, pattern)) is not None:
         _known[step.kind] = outline
         while len(_known) > _KEPT:
             _known.popitem(last=False)
 
 
-def recall(step: Step, levers: Levers) -> Outline | None:
+def recall(step: Step) -> Outline | None:
     """What a step like this one consisted of; None: it is not known, or was another's work."""
     outline = _known.get(step.kind)
-    if outline is None or outline.levers != levers:
+    if outline is None or outline.levers != step.levers:
         return None
     _known.move_to_end(step.kind)
     return outline if outline.conditions == kind_of_conditions(step.guider, outline.order) else None
@@ -103,7 +102,7 @@ def pattern_by(
     return found
 
 
-def _outline_of(step: Step, pattern: Pattern, levers: Levers) -> Outline | None:
+def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
     calls = []
     for served in pattern.served:
         part, shapes = _part_of(served.run, step), served.run.calls_of(served.offer)
@@ -112,7 +111,7 @@ def _outline_of(step: Step, pattern: Pattern, levers: Levers) -> Outline | None:
         calls.append((part, shapes[0], served.counts))
     conditions = kind_of_conditions(step.guider, pattern.order)
     hints, made = _kind_of_hints(step), tuple(calls)
-    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, levers)
+    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers)
 
 
 def _kind_of_hints(step: Step) -> Hashable:
@@ -129,8 +128,8 @@ def _part_of(run: Run, step: Step) -> Part | None:
 
 def _run_of(part: Part, step: Step) -> Run | None:
     if isinstance(part, int):
-        found: Any = step.used[part].calls().run
-        return found if isinstance(found, Run) else None
+        found: Run | None = step.used[part].calls().run
+        return found
     if part == WHOLE:
         return step.calls.whole
     halves = step.calls.halves

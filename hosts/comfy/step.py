@@ -16,6 +16,7 @@ from ...core.streams import Branch
 from ...runtime.cuda_graphs import inlined
 from ...runtime.module import AcceleratedModule
 from ...runtime.pool import LoadedEngine
+from ...runtime.settings import Levers
 from .model_calls import ModelCalls, NotServed, Served
 from .source import ComfyUNetSource
 from .step_parts import Conditions, behind, conds_of, kind_of_control, kind_of_sampling
@@ -92,6 +93,11 @@ class Step:
         self.kind: Hashable = (
             kind_of_sampling(self._model), guider.cfg, prompts, numbers, active, controls, tuple(shape)
         )  # fmt: skip
+
+    @property
+    def levers(self) -> Levers:
+        """As they were when the run began."""
+        return self.calls.whole.settings.levers
 
     @property
     def used(self) -> list[Any]:
@@ -193,9 +199,12 @@ class Step:
         pattern.checked = True
         return {"denoised": result}
 
-    def _decide(self, ending: ExitStack, tensors: Tensors) -> None:
+    def _decide_windows(self, ending: ExitStack) -> None:
         for control, is_active in zip(self.chain, self.active, strict=True):
             ending.enter_context(control.decided(is_active))
+
+    def _decide(self, ending: ExitStack, tensors: Tensors) -> None:
+        self._decide_windows(ending)
         for place, control in enumerate(self.used):
             given = behind(f"hint_{place}_", tensors)
             ending.enter_context(control.calls().given(control.cond_hint, given))
@@ -222,8 +231,7 @@ class Step:
         if not any(self.active):
             return
         with ExitStack() as ending:
-            for control, is_active in zip(self.chain, self.active, strict=True):
-                ending.enter_context(control.decided(is_active))
+            self._decide_windows(ending)
             for control in self.used:
                 ending.enter_context(control.calls().hint_only())
             batch, times, given = self._as_batch(order, tensors)

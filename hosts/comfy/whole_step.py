@@ -95,11 +95,10 @@ class WholeStep:
 
     def _as_before(self, step: Step, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
         """The first of its kind in a run by the graph that an earlier picture left; None where there is none."""
-        levers = self._module.settings.levers
-        if not levers.first_step:
+        if not step.levers.first_step:
             return None
         try:
-            if (known := outline.recall(step, levers)) is None:
+            if (known := outline.recall(step)) is None:
                 return None
             conditions = self._conditions_of(step, x, known.order)
             with inlined(), self._calls.whole_steps():
@@ -158,10 +157,9 @@ class WholeStep:
             return None
         for each in pattern.served:
             each.count()
-        levers = self._module.settings.levers
-        if levers.first_step and not pattern.is_known:
+        if step.levers.first_step and not pattern.is_known:
             pattern.is_known = True
-            outline.remember(step, pattern, levers)
+            outline.remember(step, pattern)
         return result
 
     def _by_graph(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
@@ -196,7 +194,7 @@ class WholeStep:
     def _choose(self, step: Step, pattern: Pattern, inputs: Tensors, constant: frozenset[str]) -> None:
         """Whether the ControlNet runs beside the first half: as the user says, or as it was or is measured."""
         pattern.is_chosen = True
-        wanted = self._module.settings.levers.parallel
+        wanted = step.levers.parallel
         if not pattern.is_halved or not any(step.active) or not can_branch(inputs["x"].device):
             return
         if wanted == Parallel.ON:

@@ -480,7 +480,7 @@ def test_memory_taken_by_the_first_call_is_told(
     module.provider.pool.on_change = lambda device: told.append(module.provider.pool.device_bytes(device))
     (engine,) = backend.engines
     with module.run(source) as run:
-        run._offer(_shape())
+        run.offer_for(_shape())
         engine.device_bytes = 9  # a graph is captured
         call(run, source)
         assert told[-1] == 9
