@@ -26,7 +26,6 @@ from slipstream.hosts.comfy.demo_model import (
     load_demo_vae,
 )
 from slipstream.hosts.comfy.step import PARALLEL, SERIAL
-from slipstream.hosts.comfy.whole_step import WholeStep
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
@@ -126,27 +125,6 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
     bench.assert_same(window=(0.2, 0.7))
     bench.assert_same(sampler="dpmpp_2m", scheduler="karras")
     assert bench.calls[0] == 7 * STEPS
-
-
-def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[int] = []
-    usual = WholeStep._first
-
-    def first(*given: Any) -> Any:
-        shown.append(1)
-        return usual(*given)
-
-    bench.assert_same()
-    monkeypatch.setattr(WholeStep, "_first", first)
-    before = bench.calls
-    for number, options in enumerate(({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3})):
-        bench.assert_same(**options)
-        assert not shown, f"picture {number} showed once more what its steps consist of"
-    wanted = bench.sample(with_lora(bench.model), bench.control)
-    found = bench.sample(with_lora(bench.fast_model), bench.fast_control)
-    assert relative_difference(found, wanted) < CLOSE
-    calls = [now - then for now, then in zip(bench.calls, before, strict=True)]
-    assert calls[:2] == [4 * STEPS, 4 * STEPS]
 
 
 def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
