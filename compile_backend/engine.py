@@ -83,7 +83,7 @@ class CompiledEngine:
         if self._supply is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         self.release_weights()  # what fails below leaves neither old weights nor addresses that nobody keeps alive
-        fitted = {name: self._fitted(name, weights) for name in self._signature.weights}
+        fitted = {name: self._fitted(name, wanted, weights) for name, wanted in self._signature.weights.items()}
         self._supply({**self._constants, **fitted})
         self._weights = fitted
         addresses = tuple(tensor.data_ptr() for tensor in fitted.values())
@@ -101,13 +101,12 @@ class CompiledEngine:
         self._run = self._supply = None
         self._drop = lambda: None
 
-    def _fitted(self, name: str, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        wanted = self._signature.weights[name]
+    def _fitted(self, name: str, wanted: TensorLayout, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if (derived := self._signature.derived.get(name)) is not None:
             sources = [self._on_device(source, weights.get(source)) for source in derived.sources]
             return self._made(name, derived, sources, wanted)
         tensor = self._on_device(name, weights.get(name))
-        if tuple(tensor.shape) != wanted.shape or tensor.dtype != wanted.dtype:
+        if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
             found = TensorLayout.of(tensor)
             raise IncompatibleEngine(f"Weight {name!r} is {found}, the engine needs {wanted}; build the engine again")
         return self._laid_out.of(name, tensor, wanted)

@@ -97,7 +97,8 @@ class LaidOutWeights:
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
         """`tensor` as it is now, in the layout `wanted`."""
         if (view := _as_it_lies(tensor, wanted)) is not None:
-            self._let_go(name)
+            if name in self._copies:
+                self._let_go(name)
             return view
         copy = self._copy(name, (tensor,), wanted, tensor.device)
         return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
@@ -146,6 +147,8 @@ class LaidOutWeights:
 def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | None:
     if tensor.stride() == wanted.stride:
         return tensor
+    if 1 not in wanted.shape:
+        return None
     if all(size == 1 or a == b for size, a, b in zip(wanted.shape, tensor.stride(), wanted.stride, strict=True)):
         # Strides of axes of size 1 mean nothing, but torch.compile would compile again for others.
         return tensor.as_strided(wanted.shape, wanted.stride)

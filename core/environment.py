@@ -99,7 +99,10 @@ def _cpu_flags() -> list[str]:
     return next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
 
 
+@functools.lru_cache(maxsize=64)
 def _version(distribution: str) -> str | None:
+    """Of what this process imports or has imported. Found out once: reading a package's metadata takes half a
+    millisecond, and each engine of each picture asks."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

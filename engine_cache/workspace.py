@@ -35,7 +35,8 @@ class Workspace:
 
     def create(self) -> None:
         for folder in (self.engines, self.locks, self.tmp, self.quarantine, self.in_use):
-            folder.mkdir(parents=True, exist_ok=True)
+            if not os.path.isdir(folder):
+                folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def writing(self, action: str, needed: int = 0) -> Iterator[None]:

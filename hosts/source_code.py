@@ -25,7 +25,7 @@ import torch
 
 from .. import STARTED
 from ..core.errors import UnsupportedModel
-from .walk import layers_of
+from .walk import Layers, layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
 """Packages whose code is no part of a model's own."""
@@ -38,14 +38,18 @@ def source_digest(model: torch.nn.Module) -> str:
         UnsupportedModel: a file cannot be read, or is not what this process runs.
     """
     digest = hashlib.sha256()
-    for name in sorted(_modules_of(_layer_classes(model))):
+    for name in sorted(_modules_of(_layer_classes(layers_of(model)))):
         digest.update(name.encode() + b"\0" + _written(name).text.encode() + b"\0")
     return digest.hexdigest()
 
 
-def why_replaced(model: torch.nn.Module) -> str | None:
-    """What an extension has replaced in the code that the model runs, in words; None when it is the host's own."""
-    classes = _layer_classes(model)
+def why_replaced(model: torch.nn.Module, layers: Layers | None = None) -> str | None:
+    """What an extension has replaced in the code that the model runs, in words; None when it is the host's own.
+
+    Args:
+        layers: what `layers_of(model)` gave just now, if somebody asked.
+    """
+    classes = _layer_classes(layers_of(model) if layers is None else layers)
     home = _top(type(model).__module__)
     for kind in sorted(classes, key=_name):
         if _top(kind.__module__) != home:
@@ -59,8 +63,8 @@ def why_replaced(model: torch.nn.Module) -> str | None:
         return str(error)
 
 
-def _layer_classes(model: torch.nn.Module) -> frozenset[type]:
-    kinds = {type(part) for part in layers_of(model).values()}
+def _layer_classes(layers: Layers) -> frozenset[type]:
+    kinds = set(map(type, layers.values()))
     bases = ((base, kind) for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
     return frozenset(base for base, kind in bases if not _is_mixin(base, kind))
 

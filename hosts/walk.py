@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
+from itertools import chain
 from weakref import ref
 
 import torch
@@ -25,14 +26,13 @@ def layers_of(model: torch.nn.Module) -> Layers:
     return found
 
 
-def tensors_of(layers: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers of `layers` by name. One that several layers share comes under each of its names."""
-    for name, layer in layers.items():
-        prefix = f"{name}." if name else ""
-        for tensors in (layer._parameters, layer._buffers):
-            for part, tensor in tensors.items():
-                if tensor is not None:
-                    yield prefix + part, tensor
+def tensors_of(layers: Layers) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, as they are now. One that several layers share is there under each of its names.
+
+    Args:
+        layers: what `layers_of` gave just now.
+    """
+    return _known[id(layers[""])].tensors(layers)
 
 
 class _Walk:
@@ -41,7 +41,9 @@ class _Walk:
     def __init__(self, found: Layers) -> None:
         self._names = list(found)
         self._layers = [ref(layer) for layer in found.values()]
-        self._parts = [_parts_of(layer) for layer in found.values()]
+        self._parts = _parts_of(found.values())
+        self._own: tuple[list[int], list[str]] | None = None
+        self._names_of_tensors: list[str] = []
 
     @property
     def is_over(self) -> bool:
@@ -50,19 +52,39 @@ class _Walk:
 
     def again(self, model: torch.nn.Module) -> Layers | None:
         """The same layers; None where it was another model's, or one of them has other parts now, or is gone."""
-        found = []
-        for known, parts in zip(self._layers, self._parts, strict=True):
-            layer = known()
-            if layer is None or (layer._modules or parts) and _parts_of(layer) != parts:  # most have no parts
-                return None
-            found.append(layer)
-        return dict(zip(self._names, found, strict=True)) if found[0] is model else None
+        found = [layer for known in self._layers if (layer := known()) is not None]
+        if len(found) != len(self._layers) or found[0] is not model or _parts_of(found) != self._parts:
+            return None
+        return dict(zip(self._names, found, strict=True))
+
+    def tensors(self, layers: Layers) -> dict[str, torch.Tensor]:
+        """Of these layers, which are those of this walk. Only their names are kept, while no layer has others."""
+        holders = [each for layer in layers.values() for each in (layer._parameters, layer._buffers)]
+        filled = [each for each in holders if each]
+        own = [*map(len, holders)], [*chain.from_iterable([each.keys() for each in filled])]
+        if own != self._own:
+            self._names_of_tensors = _names_of_tensors(layers)
+            self._own = own
+        found = zip(self._names_of_tensors, chain.from_iterable([each.values() for each in filled]), strict=True)
+        return {name: tensor for name, tensor in found if tensor is not None}
 
 
-def _parts_of(layer: torch.nn.Module) -> tuple[list[str], list[int]] | None:
-    """What tells its parts from others, while all of them live; None where it has none."""
-    parts = layer._modules
-    return (list(parts.keys()), list(map(id, parts.values()))) if parts else None
+def _names_of_tensors(layers: Layers) -> list[str]:
+    """Also of those that are None."""
+    return [
+        f"{name}.{part}" if name else part
+        for name, layer in layers.items()
+        for holder in (layer._parameters, layer._buffers)
+        for part in holder.keys()  # noqa: SIM118  of a scripted layer it is no dict
+    ]
+
+
+def _parts_of(layers: Iterable[torch.nn.Module]) -> tuple[list[int], list[str], list[int]]:
+    """What tells their parts from others, while all of them live: how many each has, names, and which they are."""
+    parts = [layer._modules for layer in layers]
+    filled = [each for each in parts if each]  # most have none
+    names = chain.from_iterable([each.keys() for each in filled])
+    return [*map(len, parts)], [*names], [*map(id, chain.from_iterable([each.values() for each in filled]))]
 
 
 def _walked(model: torch.nn.Module) -> Layers:

@@ -114,12 +114,15 @@ def plans(
     precision = settings.compute_precision(host_precision)
     dtypes = _dtype_names(call, host_precision, precision)
     picks = candidates(settings.backend, device, backends)
-    specs = [_spec(architecture, call.shapes, dtypes, precision, device, settings, pick.backend) for pick in picks]
+    profiles = profiles_wanted(call.shapes, settings)
+    specs = [
+        _spec(architecture, call.shapes, profiles, dtypes, precision, device, settings, pick.backend) for pick in picks
+    ]
     found = [
         Plan(architecture, spec, key_of(spec, pick.backend.environment(device)), pick.backend, device, host_precision)
         for spec, pick in zip(specs, picks, strict=True)
     ]
-    return sorted(found, key=lambda plan: plan.spec.profiles != profiles_wanted(call.shapes, settings))
+    return sorted(found, key=lambda plan: plan.spec.profiles != profiles)
 
 
 def _dtype_names(call: CallShape, host: Precision, precision: Precision) -> dict[str, str]:
@@ -129,6 +132,7 @@ def _dtype_names(call: CallShape, host: Precision, precision: Precision) -> dict
 def _spec(
     architecture: Architecture,
     shapes: Mapping[str, Shape],
+    profiles: Sequence[ShapeProfile],
     dtypes: Mapping[str, str],
     precision: Precision,
     device: torch.device,
@@ -136,7 +140,7 @@ def _spec(
     backend: Backend,
 ) -> EngineSpec:
     options = backend.options(device, precision, settings.optimize)
-    profile, *more = profiles_wanted(shapes, settings)
+    profile, *more = profiles
     spec = EngineSpec(
         role=architecture.role,
         fingerprint=architecture.fingerprint,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -131,14 +131,15 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_same(found: object, wanted: object) -> bool:
-    if type(found) is not type(wanted):
+    """Unlike ==, which takes 1 for True, also within tuples."""
+    if type(found) is not type(wanted) or found != wanted:
         return False
-    return repr(found) == repr(wanted) if isinstance(wanted, tuple) else found == wanted
+    return not isinstance(wanted, tuple) or all(map(_is_same, cast("tuple[object, ...]", found), wanted))
 
 
 def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:
-    tensors = (*layer._parameters.items(), *layer._buffers.items())
-    return {name: tensor.shape for name, tensor in tensors if tensor is not None}
+    holders = [holder for holder in (layer._parameters, layer._buffers) if holder]  # most have none
+    return {name: tensor.shape for holder in holders for name, tensor in holder.items() if tensor is not None}
 
 
 # ------------------------------------------------------------------------------------ SD1.x, SDXL, SD3, Flux

@@ -33,17 +33,18 @@ def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:
 
 def why_not_these_layers(model: torch.nn.Module) -> str | None:
     """Reasons that lie in the layers of a loaded VAE: what other nodes and extensions did to them."""
-    for name, layer in layers_of(model).items():
+    layers = layers_of(model)
+    for name, layer in layers.items():
         what = name or "the VAE"
         if layer._forward_hooks or layer._forward_pre_hooks:
             return f"another extension watches or changes what {what} computes"
         # The methods that call engines, decode and encode, may be wrapped: the wrapper is what ComfyUI calls.
         if name and (replaced := replaced_in(layer)):
             return f"another extension changed how {what} computes ({replaced})"
-        attention = vars(layer).get("optimized_attention")
+        attention = layer.__dict__.get("optimized_attention")
         if attention is not None and getattr(attention, "__module__", None) != _LAYERS:
             return f"another extension replaced the attention of {what}"
-    return why_replaced(model)
+    return why_replaced(model, layers)
 
 
 def why_not_this_call(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,20 +41,29 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
 
 def why_not_these_layers(unet: torch.nn.Module) -> str | None:
     """Reasons that lie in the layers of a loaded model: what others did to them, perhaps while it was loaded."""
-    for name, layer in layers_of(unet).items():
-        own = vars(layer)
+    layers = layers_of(unet)
+    for name, layer in layers.items():
+        own = layer.__dict__
         if "forward" in own or own.get(_COMPILED) is not None:
             return f"another extension changed how {name or 'the model'} computes"
-    return why_replaced(unet)
+    return why_replaced(unet, layers)
 
 
 def replaced_in(layer: torch.nn.Module) -> str | None:
     """A method of its class that the layer itself has another one of; None where there is none."""
-    own = vars(layer)
+    own = layer.__dict__
     if own.get(_COMPILED) is not None:
         return _COMPILED
-    kind = type(layer)
-    return next((name for name in own if name not in _OF_EVERY_LAYER and callable(getattr(kind, name, None))), None)
+    kind: Any = type(layer)
+    methods = _methods_of(kind)
+    return None if methods.isdisjoint(own) else next(name for name in own if name in methods)
+
+
+@functools.lru_cache(maxsize=256)
+def _methods_of(kind: Hashable) -> frozenset[str]:
+    """Of a class of layers, but for what every layer has itself. What others do to the class itself, `why_replaced`
+    sees."""
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None))) - _OF_EVERY_LAYER
 
 
 _COMPILED = "_compiled_call_impl"

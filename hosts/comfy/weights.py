@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ...core.errors import UnsupportedModel
-from ..walk import layers_of, tensors_of
+from ..walk import Layers, layers_of, tensors_of
 from .room import room_beside_sampling
 
 Weights = dict[str, torch.Tensor]
@@ -24,7 +25,7 @@ def current_weights(
 ) -> Weights:
     """State-dict name -> tensor in `dtype` on `device`, LoRA included.
 
-    A loaded model's own parameters are handed out as they are. Where ComfyUI casts a layer's weights at every call
+    A loaded model's own parameters are handed out themselves. Where ComfyUI casts a layer's weights at every call
     (stored in fp8, kept in RAM, patched on the fly), its own cast gives a copy, so that engine and plain model use the
     same numbers.
 
@@ -35,16 +36,45 @@ def current_weights(
     Raises:
         UnsupportedModel: weights are missing, or the copies would not fit into the device's memory.
     """
-    wanted = set(names)
+    wanted = frozenset(names)
     layers = layers_of(unet)
-    casting = {name: layer for name, layer in layers.items() if _casts(layer)}
-    own = dict(tensors_of(layers))
+    casting = _casting(layers)
+    own = tensors_of(layers)
     kept = copies.of(device, dtype, token, owner)
+    made: Weights = {}
+    if casting or not _are_as_needed(own.values(), dtype, device):
+        made = _made(own, casting, wanted, kept, dtype, device)
+    if missing := sorted(wanted.difference(made, own)):
+        raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
+    if token is not None:
+        copies.keep(device, dtype, token, _copies_among(made, own, wanted), owner)
+    if not made:
+        return {name: own[name] for name in wanted}
+    return {name: made[name] if name in made else own[name] for name in wanted}
+
+
+def _made(
+    own: Weights,
+    casting: dict[str, Any],
+    wanted: Set[str],
+    kept: Weights,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Weights:
+    """What is not handed out as the layers hold it.
+
+    Args:
+        casting: the layers whose weights ComfyUI casts at every call.
+        kept: copies from before, which are right still.
+
+    Raises:
+        UnsupportedModel: the copies would not fit into the device's memory.
+    """
     others = {
         name: tensor for name, tensor in own.items() if name in wanted and not _is_as_needed(tensor, dtype, device)
     }
     if casting or others:
-        _check_memory(own, casting, wanted - set(kept), dtype, device)
+        _check_memory(own, casting, wanted - kept.keys(), dtype, device)
     made: Weights = {}
     with torch.no_grad():
         for name, layer in casting.items():
@@ -52,12 +82,7 @@ def current_weights(
         for name, tensor in others.items():
             if name not in made:
                 made[name] = kept[name] if name in kept else _as_needed(tensor.detach(), dtype, device)
-        if missing := sorted(wanted.difference(made, own)):
-            raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
-        found = {name: made[name] if name in made else own[name].detach() for name in wanted}
-    if token is not None:
-        copies.keep(device, dtype, token, _copies_among(made, own, wanted), owner)
-    return found
+    return made
 
 
 def weights_token(patcher: Any) -> Hashable | None:
@@ -114,12 +139,19 @@ copies = WeightCopies()
 _CASTS = "comfy_cast_weights"
 
 
+def _casting(layers: Layers) -> dict[str, Any]:
+    """The layers whose weights ComfyUI computes anew at every call."""
+    kinds = {kind for kind in set(map(type, layers.values())) if hasattr(kind, _CASTS)}
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if (type(layer) in kinds or _CASTS in layer.__dict__) and _casts(layer)
+    }
+
+
 def _casts(layer: Any) -> bool:
-    """Whether ComfyUI computes this layer's weights anew at every call."""
-    own = vars(layer)  # what a layer does not have takes a Module long to say
-    if not (hasattr(type(layer), _CASTS) or _CASTS in own):
-        return False
-    casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or "_v" in own
+    """Of a layer that may."""
+    casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or "_v" in layer.__dict__
     return bool(casts) and getattr(layer, "weight", None) is not None
 
 
@@ -188,6 +220,13 @@ class _Cast:
             self._done = None
 
 
+def _are_as_needed(tensors: Collection[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether each is; in a fraction of the time that asking each takes."""
+    if set(map(attrgetter("device"), tensors)) != {device}:
+        return False
+    return all(found == dtype or not found.is_floating_point for found in set(map(attrgetter("dtype"), tensors)))
+
+
 def _is_as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     return tensor.device == device and (tensor.dtype == dtype or not tensor.is_floating_point())
 
@@ -196,7 +235,7 @@ def _as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 
-def _copies_among(made: Weights, own: Weights, wanted: set[str]) -> Weights:
+def _copies_among(made: Weights, own: Weights, wanted: Set[str]) -> Weights:
     """Those that are no layer's own: a cast may give what it was given."""
     if not made:
         return {}
@@ -205,7 +244,7 @@ def _copies_among(made: Weights, own: Weights, wanted: set[str]) -> Weights:
 
 
 def _check_memory(
-    own: Weights, casting: dict[str, Any], wanted: set[str], dtype: torch.dtype, device: torch.device
+    own: Weights, casting: dict[str, Any], wanted: Set[str], dtype: torch.dtype, device: torch.device
 ) -> None:
     if device.type == "cpu":
         return

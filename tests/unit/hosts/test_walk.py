@@ -26,7 +26,7 @@ class Model(nn.Module):
 def assert_same(model: nn.Module) -> None:
     assert list(layers_of(model).items()) == list(model.named_modules())
     wanted = {name: id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    assert {name: id(tensor) for name, tensor in tensors_of(layers_of(model))} == wanted
+    assert {name: id(tensor) for name, tensor in tensors_of(layers_of(model)).items()} == wanted
 
 
 def replace(model: Model) -> None:
@@ -54,7 +54,26 @@ def other_numbers(model: Model) -> None:
     model.second["own"].weight = nn.Parameter(torch.zeros(2, 4))
 
 
-@pytest.mark.parametrize("change", [replace, add, take_away, rename, empty_a_place, other_numbers])
+def more_numbers(model: Model) -> None:
+    model.second["own"].register_buffer("factor", torch.ones(2))
+
+
+def fewer_numbers(model: Model) -> None:
+    model.first[0].bias = None
+
+
+def another_name(model: Model) -> None:
+    """As many parameters as before, of as many layers."""
+    model.offset = model.scale
+    del model.scale
+
+
+CHANGES = [
+    replace, add, take_away, rename, empty_a_place, other_numbers, more_numbers, fewer_numbers, another_name,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_is_found(change: Callable[[Model], None]) -> None:
     model = Model()
     assert_same(model)
@@ -78,6 +97,8 @@ def test_a_scripted_layer_is_one_too() -> None:
     model.first[1][1] = torch.jit.script(nn.Sequential(nn.SiLU()))
     for _ in range(2):
         assert list(layers_of(model)) == [name for name, _ in model.named_modules()]
+        wanted = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        assert sorted(tensors_of(layers_of(model))) == sorted(wanted)
 
 
 def test_models_that_say_they_are_equal_are_not_mixed_up() -> None:
