@@ -70,10 +70,12 @@ def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
 class _Copy:
     """
     Attributes:
+        bytes: of the tensor, which are asked for often.
         holders: engines' weights that it stands for.
     """
 
     tensor: torch.Tensor
+    bytes: int
     holders: int = 0
 
 
@@ -92,7 +94,7 @@ class LaidOutWeights:
     @property
     def bytes(self) -> int:
         """This engine's share: the shares of all engines are what there is."""
-        return sum(copy.tensor.nbytes // copy.holders for copy in self._copies.values())
+        return sum(copy.bytes // copy.holders for copy in self._copies.values())
 
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
         """`tensor` as it is now, in the layout `wanted`."""
@@ -129,7 +131,8 @@ class LaidOutWeights:
             self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
-                copy = self._shared[place] = _Copy(_empty(device, wanted))
+                tensor = _empty(device, wanted)
+                copy = self._shared[place] = _Copy(tensor, tensor.nbytes)
         if name not in self._copies:
             self._copies[name] = copy
             copy.holders += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -130,11 +130,11 @@ def _is_plain(value: object) -> bool:
     return type(value) in (bool, int, float, str, type(None))
 
 
-def _is_same(found: object, wanted: object) -> bool:
+def _is_same(found: Any, wanted: Any) -> bool:
     """Unlike ==, which takes 1 for True, also within tuples."""
     if type(found) is not type(wanted) or found != wanted:
         return False
-    return not isinstance(wanted, tuple) or all(map(_is_same, cast("tuple[object, ...]", found), wanted))
+    return type(wanted) is not tuple or all(map(_is_same, found, wanted))
 
 
 def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:

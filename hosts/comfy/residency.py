@@ -44,7 +44,7 @@ class Residency:
         if stand_in is None:
             stand_in = self._stand_ins.setdefault(device, EngineMemory(self._pool, device))
         is_listed = any(loaded.model is stand_in for loaded in management.current_loaded_models)
-        if stand_in.loaded_size() and not is_listed:
+        if not is_listed and stand_in.loaded_size():
             loaded = LoadedEngines(stand_in)
             loaded.model_load()
             loaded.currently_used = False  # ComfyUI loads what is "used" again after a detour; engines load themselves
