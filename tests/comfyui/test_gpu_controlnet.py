@@ -26,6 +26,7 @@ from slipstream.hosts.comfy.demo_model import (
     load_demo_vae,
 )
 from slipstream.hosts.comfy.step import PARALLEL, SERIAL
+from slipstream.hosts.comfy.whole_step import WholeStep
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
@@ -125,6 +126,26 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
     bench.assert_same(window=(0.2, 0.7))
     bench.assert_same(sampler="dpmpp_2m", scheduler="karras")
     assert bench.calls[0] == 7 * STEPS
+
+
+def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = Bench(Path(bench.provider.store.root), bench.settings.backend.value, first_step=True)
+    shown: list[int] = []
+    usual = WholeStep._first
+
+    def first(*given: Any) -> Any:
+        shown.append(1)
+        return usual(*given)
+
+    fast.assert_same()
+    monkeypatch.setattr(WholeStep, "_first", first)
+    for number, options in enumerate(({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3})):
+        fast.assert_same(**options)
+        assert not shown, f"picture {number} showed once more what its steps consist of"
+    wanted = fast.sample(with_lora(fast.model), fast.control)
+    found = fast.sample(with_lora(fast.fast_model), fast.fast_control)
+    assert relative_difference(found, wanted) < CLOSE
+    assert fast.calls[:2] == [5 * STEPS, 5 * STEPS]
 
 
 def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
