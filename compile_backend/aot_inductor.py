@@ -20,7 +20,7 @@ from .kernels import chosen_kernels
 from .options import of_compiler, package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
 from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
-from .unpacked import unpacked_apart
+from .unpacked import marked
 
 PACKAGE = "package.pt2"
 
@@ -116,7 +116,7 @@ def _load_package(path: Path, device: torch.device) -> Any:
         # What `torch._inductor.aoti_load_package` ends with; but that first imports the compiler, seconds at each
         # start, and runs the C++ compiler to look at the CPU. Single-threaded, since the events by which it waits for
         # other threads cannot be captured in a CUDA graph.
-        with unpacked_apart():
+        with marked():
             return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
     except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
         raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error

@@ -28,8 +28,10 @@ from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
 
-_loading = threading.Lock()
-"""torch.export.load works on one thread at a time."""
+_one_at_a_time = threading.Lock()
+"""torch.export.load works on one thread at a time. torch 2.13 also counts what it finds compiled for all threads at
+once, and what one of them traces keeps it from finding what another calls.
+"""
 
 
 class TorchCompileBackend:
@@ -90,7 +92,7 @@ class TorchCompileBackend:
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
             # As when it was built: what was compiled then is found in the cache.
-            with chosen_kernels(spec, device):
+            with _one_at_a_time, chosen_kernels(spec, device):
                 return tuple(compiled(**inputs))
 
         # Constants are part of the program itself here.
@@ -100,9 +102,8 @@ class TorchCompileBackend:
 
 
 def _load_module(directory: Path) -> torch.nn.Module:
-    with _loading:
-        program = torch.export.load(directory / PROGRAM)
-    module: torch.nn.Module = module_of(program)
+    with _one_at_a_time:
+        module: torch.nn.Module = module_of(torch.export.load(directory / PROGRAM))
     return module
 
 

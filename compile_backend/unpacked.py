@@ -1,7 +1,7 @@
-"""Where torch unpacks packages: a folder of this process, which the next one removes if this one cannot.
+"""What torch unpacks of packages, marked as this process's: the next one removes what a killed one left behind.
 
-torch removes what it unpacked when a package is closed. A process that is killed leaves it behind, tens of megabytes
-each time, for nobody to find.
+torch unpacks a package into a folder for temporary files, and removes it when the package is closed. A process that is
+killed leaves it there, tens of megabytes each time, for nobody to find.
 """
 
 from __future__ import annotations
@@ -12,70 +12,90 @@ import functools
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
-PREFIX = "slipstream-packages-"
-_VARIABLE = "TMPDIR"
-"""The first that torch looks at."""
+MARK = "slipstream.lock"
+"""A file in such a folder, locked for as long as its process lives."""
 
-_changing = threading.Lock()
+_INSIDE = "/data/aotinductor/"
+"""Of a package, which lies in one folder within that of torch: where its code is, two folders further down."""
+
+_marks: dict[Path, int] = {}
+"""Open files by the folders that they mark."""
 
 
 @contextlib.contextmanager
-def unpacked_apart() -> Iterator[None]:
-    """What torch unpacks meanwhile goes into this process's folder; where there can be none, where it usually goes."""
-    folder = _own_folder()
-    if folder is None:
-        yield
+def marked() -> Iterator[None]:
+    """Mark what torch unpacks meanwhile, where the system can tell what that is."""
+    before = _unpacked()
+    yield
+    with contextlib.suppress(OSError):
+        _forget_removed()
+        for folder in _unpacked() - before:
+            _mark(folder)
+        sweep()
+
+
+def _unpacked() -> set[Path]:
+    """Folders of the packages that are loaded into this process."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            files = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if _INSIDE in line}
+    except OSError:
+        return set()
+    return {Path(file).parents[4] for file in files if file.endswith(".so") and len(Path(file).parents) > 4}
+
+
+def _forget_removed() -> None:
+    for folder in [folder for folder in _marks if not folder.is_dir()]:
+        os.close(_marks.pop(folder))
+
+
+def _mark(folder: Path) -> None:
+    locks = _locks()
+    if locks is None:
         return
-    with _changing:
-        before = os.environ.get(_VARIABLE)
-        os.environ[_VARIABLE] = folder
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_VARIABLE]
-            else:
-                os.environ[_VARIABLE] = before
+    handle = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        locks.flock(handle, locks.LOCK_EX | locks.LOCK_NB)
+    except OSError:  # another thread has, or nobody can
+        os.close(handle)
+        return
+    if not _marks:
+        atexit.register(_remove_all, os.getpid())
+    _marks[folder] = handle
+
+
+def _remove_all(owner: int) -> None:
+    """Of packages that nobody closed."""
+    if os.getpid() == owner:  # not one that was forked off, which may end earlier
+        for folder in _marks:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.lru_cache(maxsize=1)
-def _own_folder() -> str | None:
-    """A new folder that is locked for as long as this process lives; None where the system cannot lock folders."""
+def sweep() -> None:
+    """Remove what processes left that are gone."""
+    locks = _locks()
+    if locks is None:
+        return
+    for mark in Path(tempfile.gettempdir()).glob(f"*/{MARK}"):
+        with contextlib.suppress(OSError):  # another user's, or another process removes it now
+            handle = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                locks.flock(handle, locks.LOCK_EX | locks.LOCK_NB)
+                if any(mark.parent.glob(f"*{_INSIDE}")):
+                    shutil.rmtree(mark.parent)
+            finally:
+                os.close(handle)
+
+
+def _locks() -> ModuleType | None:
+    """What locks files in such a way that the system frees them with their process."""
     try:
         import fcntl
     except ImportError:
         return None
-    with contextlib.suppress(OSError):
-        sweep()
-        while True:
-            folder = tempfile.mkdtemp(prefix=PREFIX)
-            handle = os.open(folder, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.path.isdir(folder):  # nobody swept it before it was locked
-                atexit.register(_remove, folder, os.getpid())
-                return folder  # the handle stays open, and with it the lock
-            os.close(handle)
-    return None
-
-
-def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # not one that was forked off, which may end earlier
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def sweep() -> None:
-    """Remove the folders of processes that are gone."""
-    import fcntl
-
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or another process removes it now
-            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(handle)
+    return fcntl

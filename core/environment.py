@@ -99,14 +99,17 @@ def _cpu_flags() -> list[str]:
     return next((value.split() for name, _, value in lines if name.strip().lower() in ("flags", "features")), [])
 
 
-@functools.lru_cache(maxsize=64)
 def _version(distribution: str) -> str | None:
-    """Of what this process imports or has imported. Found out once: reading a package's metadata takes half a
-    millisecond, and each engine of each picture asks."""
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return _installed_version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # it may be installed later
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _installed_version(distribution: str) -> str:
+    """Read once: that takes half a millisecond, and each engine of each picture asks."""
+    return importlib.metadata.version(distribution)
 
 
 @functools.lru_cache(maxsize=1)

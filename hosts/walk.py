@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 from weakref import ref
 
 import torch
 
-Layers = dict[str, torch.nn.Module]
+
+class Layers(dict[str, torch.nn.Module]):
+    """Layers by name, the model itself as "".
+
+    Attributes:
+        walk: that found them.
+    """
+
+    def __init__(self, found: Mapping[str, torch.nn.Module], walk: _Walk) -> None:
+        super().__init__(found)
+        self.walk = walk
 
 
 def layers_of(model: torch.nn.Module) -> Layers:
-    """All layers by name, the model itself as "": what `dict(model.named_modules())` gives, in the same order.
+    """All layers: what `dict(model.named_modules())` gives, in the same order.
 
     What was found before is looked at again only where some layer has other parts now.
     """
     known = _known.get(id(model))
     if known is not None and (found := known.again(model)) is not None:
         return found
-    found = _walked(model)
-    for gone in [place for place, walk in list(_known.items()) if walk.is_over]:
-        _known.pop(gone, None)
-    _known[id(model)] = _Walk(found)
-    return found
+    for place, walk in list(_known.items()):
+        if walk.is_over and _known.get(place) is walk:  # else another thread has put one of a new model there
+            _known.pop(place, None)
+    layers = _walked(model)
+    walk = _known[id(model)] = _Walk(layers)
+    return Layers(layers, walk)
 
 
 def tensors_of(layers: Layers) -> dict[str, torch.Tensor]:
@@ -32,18 +44,21 @@ def tensors_of(layers: Layers) -> dict[str, torch.Tensor]:
     Args:
         layers: what `layers_of` gave just now.
     """
-    return _known[id(layers[""])].tensors(layers)
+    return layers.walk.tensors(layers)
+
+
+_Own = tuple[list[int], list[str]]
+"""How many things each of several dicts holds, and what all of them are called there."""
 
 
 class _Walk:
     """What a walk found. It keeps no layer alive: one may know the whole model."""
 
-    def __init__(self, found: Layers) -> None:
+    def __init__(self, found: Mapping[str, torch.nn.Module]) -> None:
         self._names = list(found)
         self._layers = [ref(layer) for layer in found.values()]
         self._parts = _parts_of(found.values())
-        self._own: tuple[list[int], list[str]] | None = None
-        self._names_of_tensors: list[str] = []
+        self._named: tuple[_Own, list[str]] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -55,40 +70,43 @@ class _Walk:
         found = [layer for known in self._layers if (layer := known()) is not None]
         if len(found) != len(self._layers) or found[0] is not model or _parts_of(found) != self._parts:
             return None
-        return dict(zip(self._names, found, strict=True))
+        return Layers(dict(zip(self._names, found, strict=True)), self)
 
     def tensors(self, layers: Layers) -> dict[str, torch.Tensor]:
-        """Of these layers, which are those of this walk. Only their names are kept, while no layer has others."""
+        """Of these layers, which are those of this walk. Only names are kept, for as long as no layer has others."""
         holders = [each for layer in layers.values() for each in (layer._parameters, layer._buffers)]
-        filled = [each for each in holders if each]
-        own = [*map(len, holders)], [*chain.from_iterable([each.keys() for each in filled])]
-        if own != self._own:
-            self._names_of_tensors = _names_of_tensors(layers)
-            self._own = own
-        found = zip(self._names_of_tensors, chain.from_iterable([each.values() for each in filled]), strict=True)
-        return {name: tensor for name, tensor in found if tensor is not None}
+        own, values = _own_of(holders), _values_of(holders)
+        while own != (again := _own_of(holders)):  # another thread changes them, and must not mix them up
+            own, values = again, _values_of(holders)
+        named = self._named
+        if named is None or named[0] != own:
+            named = self._named = own, [*self._names_of(own)]
+        return {name: tensor for name, tensor in zip(named[1], values, strict=True) if tensor is not None}
+
+    def _names_of(self, own: _Own) -> Iterator[str]:
+        """Also of those that are None."""
+        counts, keys = own[0], iter(own[1])
+        for name, parameters, buffers in zip(self._names, counts[::2], counts[1::2], strict=True):
+            for _ in range(parameters + buffers):
+                yield f"{name}.{next(keys)}" if name else next(keys)
 
 
-def _names_of_tensors(layers: Layers) -> list[str]:
-    """Also of those that are None."""
-    return [
-        f"{name}.{part}" if name else part
-        for name, layer in layers.items()
-        for holder in (layer._parameters, layer._buffers)
-        for part in holder.keys()  # noqa: SIM118  of a scripted layer it is no dict
-    ]
+def _own_of(holders: Sequence[Mapping[str, Any]]) -> _Own:
+    return [*map(len, holders)], [*chain.from_iterable([each.keys() for each in holders if each])]  # most have none
+
+
+def _values_of(holders: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [*chain.from_iterable([each.values() for each in holders if each])]
 
 
 def _parts_of(layers: Iterable[torch.nn.Module]) -> tuple[list[int], list[str], list[int]]:
     """What tells their parts from others, while all of them live: how many each has, names, and which they are."""
     parts = [layer._modules for layer in layers]
-    filled = [each for each in parts if each]  # most have none
-    names = chain.from_iterable([each.keys() for each in filled])
-    return [*map(len, parts)], [*names], [*map(id, chain.from_iterable([each.values() for each in filled]))]
+    return *_own_of(parts), [*map(id, _values_of(parts))]
 
 
-def _walked(model: torch.nn.Module) -> Layers:
-    found: Layers = {}
+def _walked(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    found: dict[str, torch.nn.Module] = {}
     seen: set[int] = set()
     waiting = [("", model)]
     while waiting:

@@ -132,9 +132,11 @@ def _is_plain(value: object) -> bool:
 
 def _is_same(found: Any, wanted: Any) -> bool:
     """Unlike ==, which takes 1 for True, also within tuples."""
-    if type(found) is not type(wanted) or found != wanted:
+    if type(found) is not type(wanted):
         return False
-    return type(wanted) is not tuple or all(map(_is_same, found, wanted))
+    if type(wanted) is tuple:
+        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
+    return bool(found == wanted)
 
 
 def _shapes(layer: torch.nn.Module) -> dict[str, torch.Size]:

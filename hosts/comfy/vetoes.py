@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -54,16 +54,21 @@ def replaced_in(layer: torch.nn.Module) -> str | None:
     own = layer.__dict__
     if own.get(_COMPILED) is not None:
         return _COMPILED
-    kind: Any = type(layer)
-    methods = _methods_of(kind)
+    methods = _methods_of(type(layer))
     return None if methods.isdisjoint(own) else next(name for name in own if name in methods)
 
 
-@functools.lru_cache(maxsize=256)
-def _methods_of(kind: Hashable) -> frozenset[str]:
-    """Of a class of layers, but for what every layer has itself. What others do to the class itself, `why_replaced`
-    sees."""
-    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None))) - _OF_EVERY_LAYER
+def _methods_of(kind: type) -> frozenset[str]:
+    """Of a class of layers, but for what every layer has itself. What others do to the class, `why_replaced` sees."""
+    found = _methods.get(kind)
+    if found is None:
+        named = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+        found = _methods[kind] = named - _OF_EVERY_LAYER
+    return found
+
+
+_methods: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+"""Weak, since a class may know a whole model."""
 
 
 _COMPILED = "_compiled_call_impl"

@@ -113,8 +113,10 @@ class ComfyClient:
         self._reader.join(5)
 
     def run(self, graph: Graph, timeout: float = 120) -> Run:
-        """Queue a prompt and wait for its end."""
-        return self.wait(self.queue(graph), timeout)
+        """Queue a prompt and wait for its end, and for the last of its events: another thread reads them."""
+        run = self.wait(self.queue(graph), timeout)
+        self.wait_for_event("executing", prompt_id=run.prompt_id, node=None)
+        return run
 
     def queue(self, graph: Graph) -> str:
         """Queue a prompt and return its id; a refused prompt raises `PromptRejected`."""

@@ -12,49 +12,72 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.compile_backend.unpacked import PREFIX
+from slipstream.compile_backend.unpacked import MARK
 from slipstream.tests.unit.compile_backend.support import Built
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="folders cannot be locked there")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no system to tell what is unpacked")
 
 _LOADS = """
-import os, pathlib, runpy, sys
+import ctypes, gc, os, pathlib, runpy, shutil, sys
 root, folder = sys.argv[1:]
 runpy.run_path(root + "/__main__.py")["register"]()
 from slipstream.tests.unit.compile_backend.support import *
 from slipstream.compile_backend import AOTInductorBackend
-folder = pathlib.Path(folder)
-engines = [Built(AOTInductorBackend(), Artifact(folder, tuple(os.listdir(folder)))).load() for _ in range(2)]
-engines.append(engines)  # a circle, so that nothing is closed when the process ends
-for engine in engines[:2]:
+
+def load():
+    engine = Built(AOTInductorBackend(), Artifact(pathlib.Path(folder), tuple(os.listdir(folder)))).load()
     engine.update_weights(make_weights(2))
     engine(**make_inputs(2))
-print("loaded", os.environ.get("TMPDIR"), flush=True)
-sys.stdin.readline()
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-assert engines[0](**make_inputs(2)) and os.listdir(os.environ["TMPDIR"])
+    return engine
+
+temporary = pathlib.Path(os.environ["TMPDIR"])
+first = load()
+before = set(temporary.iterdir())
+second = load()
+(unpacked,) = set(temporary.iterdir()) - before
+second.close()
+del second
+gc.collect()
+assert not unpacked.exists(), "a mark keeps torch from removing it"
+kept = [load(), first]
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # so that nothing is closed when the process ends
+print("loaded", flush=True)
+for line in sys.stdin:
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    assert any(temporary.glob("*/" + MARK)), "the end of a process that was forked off removes nothing"
+    if line == "clean\\n":
+        for each in temporary.iterdir():
+            shutil.rmtree(each)
+        kept.append(load())
 """
 
 
 class Process:
+    """One that has loaded two packages and does not close them."""
+
     def __init__(self, root: Path, packaged: Built, temporary: Path, ending: ExitStack) -> None:
-        command = [sys.executable, "-c", _LOADS, str(root), str(packaged.artifact.directory)]
-        environment = {**os.environ, "TMPDIR": str(temporary)}
+        program = f"MARK = {MARK!r}\n{_LOADS}"
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", program, str(root), str(packaged.artifact.directory)],
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         ending.callback(self._process.kill)
+        before = unpacked(temporary)
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
-        assert said == f"loaded {temporary}\n", said + self._process.communicate()[1]
+        assert said == "loaded\n", said + self._process.communicate()[1]
+        self.folders = unpacked(temporary) - before
 
-    def end(self) -> str:
-        """As a host that is closed; what it complained of."""
-        _, complaints = self._process.communicate("\n", timeout=120)
-        assert self._process.returncode == 0, complaints
-        return complaints
+    def end(self, order: str = "fork") -> None:
+        """As a host that is closed."""
+        _, complaints = self._process.communicate(f"{order}\n", timeout=120)
+        assert self._process.returncode == 0 and "Error" not in complaints, complaints
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -67,23 +90,32 @@ def ending() -> Iterator[ExitStack]:
         yield stack
 
 
-def folders(temporary: Path) -> set[Path]:
-    return set(temporary.glob(f"{PREFIX}*"))
+def unpacked(temporary: Path) -> set[Path]:
+    return {path for path in temporary.iterdir() if (path / MARK).exists()}
 
 
-def test_folders_of_dead_processes_alone_are_removed(
-    root: Path, packaged: Built, tmp_path: Path, ending: ExitStack
-) -> None:
-    first = Process(root, packaged, tmp_path, ending)
-    (folder,) = folders(tmp_path)
-    assert set(tmp_path.iterdir()) == {folder} and len(list(folder.iterdir())) == 2, "one for each engine"
-    second = Process(root, packaged, tmp_path, ending)
-    others = folders(tmp_path)
-    assert folder in others and len(others) == 2, "the first is still needed"
+def test_what_dead_processes_left_is_removed(root: Path, packaged: Built, tmp_path: Path, ending: ExitStack) -> None:
+    first, second = (Process(root, packaged, tmp_path, ending) for _ in range(2))
+    assert unpacked(tmp_path) == first.folders | second.folders, "those of a living process stay"
+    assert len(first.folders) == len(second.folders) == 2
     first.kill()
-    assert folders(tmp_path) == others
+    assert unpacked(tmp_path) == first.folders | second.folders
     third = Process(root, packaged, tmp_path, ending)
-    assert folder not in folders(tmp_path) and len(folders(tmp_path)) == 2
-    for process in (second, third):
-        assert "rror" not in process.end()
+    assert unpacked(tmp_path) == second.folders | third.folders
+    second.end()
+    third.end()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_not_ours_stays(root: Path, packaged: Built, tmp_path: Path, ending: ExitStack) -> None:
+    others = tmp_path / "aotinductor_others" / "package" / "data" / "aotinductor" / "model"
+    others.mkdir(parents=True)
+    (tmp_path / "no_package").mkdir()
+    (tmp_path / "no_package" / MARK).touch()
+    Process(root, packaged, tmp_path, ending).end()
+    assert {path.name for path in tmp_path.iterdir()} == {"aotinductor_others", "no_package"} and others.is_dir()
+
+
+def test_a_folder_that_was_cleaned_meanwhile(root: Path, packaged: Built, tmp_path: Path, ending: ExitStack) -> None:
+    Process(root, packaged, tmp_path, ending).end("clean")
     assert not list(tmp_path.iterdir())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +67,16 @@ def test_the_environment_of_this_machine() -> None:
     assert found.torch == torch.__version__
     assert list(found.versions) == ["filelock"]
     assert (found.gpu, found.cuda, found.compute_capability) == (None, None, None)
+
+
+def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not Environment.current("cpu", ("come-later",)).versions
+    metadata = tmp_path / "come_later-1.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: come-later\nVersion: 1.2\n", encoding="utf-8")
+    importlib.invalidate_caches()
+    assert Environment.current("cpu", ("come-later",)).versions == {"come-later": "1.2"}
 
 
 def test_a_gpu_counts_instead_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.hosts import walk
 from slipstream.hosts.walk import layers_of, tensors_of
 
 
@@ -99,6 +100,29 @@ def test_a_scripted_layer_is_one_too() -> None:
         assert list(layers_of(model)) == [name for name, _ in model.named_modules()]
         wanted = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         assert sorted(tensors_of(layers_of(model))) == sorted(wanted)
+
+
+def test_another_thread_mixes_nothing_up() -> None:
+    class Shifting(dict):  # type: ignore[type-arg]
+        """Between a look at its names and one at its values, somebody takes one out and puts it back."""
+
+        shifts = 1
+
+        def values(self):  # type: ignore[no-untyped-def]
+            if self.shifts:
+                self.shifts -= 1
+                self["weight"] = self.pop("weight")
+            return super().values()
+
+    model = Model()
+    layer = model.first[0]
+    layer._parameters = Shifting(layer._parameters)
+    for _ in range(2):
+        found = tensors_of(layers_of(model))
+        assert found["first.0.weight"] is layer.weight and found["first.0.bias"] is layer.bias
+    layers = layers_of(model)
+    walk._known.clear()
+    assert tensors_of(layers).keys() == found.keys()
 
 
 def test_models_that_say_they_are_equal_are_not_mixed_up() -> None:
