@@ -16,7 +16,7 @@ from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
 from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, FIRST, GRAPH, HINT, MAX, PARALLEL, TEXT, Variant
 
-_NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False)
+_NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False, first_step=False)
 _OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}
 _ON: Mapping[str, Mapping[str, Any]] = {
     HINT: {"hint_once": True},

@@ -129,7 +129,7 @@ CASES = {
 def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: list[Any]) -> None:
     case = CASES[name]
     sample = {"steps": 5, **case.sample}
-    fast = Fast(provider, case.family, Levers(first_step=True), v_prediction=case.v_prediction)
+    fast = Fast(provider, case.family, v_prediction=case.v_prediction)
     model, control = tiny.model(case.family, v_prediction=case.v_prediction), tiny.controlnet(case.family)
 
     def given(of: Any) -> dict[str, Any]:
@@ -474,8 +474,6 @@ def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider
 
 # ----------------------------------------------------------------------------------- from picture to picture
 
-FIRST = Levers(first_step=True)
-
 
 def pictures(
     fast: Fast,
@@ -503,7 +501,7 @@ def pictures(
 def test_the_next_picture_begins_with_what_was_recorded(
     provider: EngineProvider, replays: list[Any], parallel: str
 ) -> None:
-    fast = Fast(provider, levers=Levers(parallel=parallel, first_step=True))
+    fast = Fast(provider, levers=Levers(parallel=parallel))
     plain, control = tiny.model(), tiny.controlnet()
     assert pictures(fast, plain, control, replays) == 4
     assert pictures(fast, plain, control, replays) == 5
@@ -522,7 +520,7 @@ def test_the_next_picture_begins_with_what_was_recorded(
 
 
 def test_a_window_begins_with_what_was_recorded(provider: EngineProvider, replays: list[Any]) -> None:
-    fast = Fast(provider, levers=FIRST)
+    fast = Fast(provider)
     plain, control = tiny.model(), tiny.controlnet()
     for replayed in (3, 5):
         assert pictures(fast, plain, control, replays, lambda control: applied(control, start=0.4, end=0.8)) == replayed
@@ -531,7 +529,7 @@ def test_a_window_begins_with_what_was_recorded(provider: EngineProvider, replay
 def test_what_another_extension_changed_since_is_not_replayed(
     provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = Fast(provider, levers=FIRST)
+    fast = Fast(provider)
     assert pictures(fast, tiny.model(), None, replays) == 4
     layer = fast.model.model.diffusion_model.middle_block[0]
     forward = layer.forward
@@ -548,7 +546,7 @@ def test_what_another_extension_changed_since_is_not_replayed(
 def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
     provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fast = Fast(provider, levers=FIRST)
+    fast = Fast(provider)
     plain, control = tiny.model(), tiny.controlnet()
     assert pictures(fast, plain, control, replays) == 4
     with monkeypatch.context() as patched:
@@ -562,18 +560,18 @@ def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
 
 
 def test_halves_that_come_later_are_used(provider: EngineProvider, replays: list[Any]) -> None:
-    fast = Fast(provider, levers=Levers(parallel="off", first_step=True))
+    fast = Fast(provider, levers=Levers(parallel="off"))
     plain, control = tiny.model(), tiny.controlnet()
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     for module in (fast.model_module, fast.control_module):
-        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on", first_step=True))
+        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on"))
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     use = [each["label"] for each in fast.model_module.status.to_json()["engines"]]
     assert any("encoder" in what for what in use) and any("decoder" in what for what in use)
 
 
 def test_without_the_lever_first_steps_go_the_usual_way(provider: EngineProvider, replays: list[Any]) -> None:
-    fast = Fast(provider)
+    fast = Fast(provider, levers=Levers(first_step=False))
     assert [pictures(fast, tiny.model(), None, replays) for _ in range(2)] == [4, 4]
 
 
@@ -595,7 +593,7 @@ def guided(patcher: Any, has_negative: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_negative_prompt_that_comes_or_goes(provider: EngineProvider, replays: list[Any], first: bool) -> None:
-    fast = Fast(provider, levers=FIRST)
+    fast = Fast(provider)
     wanted = {each: guided(tiny.model(), each) for each in (True, False)}
     assert relative_difference(wanted[True], wanted[False]) > 0.1
     for has_negative in (first, not first, first):
@@ -616,7 +614,7 @@ def test_another_dtype_or_number_of_hints_is_other_work(
         return take(plan, entry, device)
 
     monkeypatch.setattr(provider.pool, "take", noting)
-    fast = Fast(provider, levers=FIRST)
+    fast = Fast(provider)
     plain, control = tiny.model(), tiny.controlnet()
 
     def two_hints(control: Any) -> Any:
