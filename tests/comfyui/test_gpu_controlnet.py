@@ -39,6 +39,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_T
 SIZE, STEPS = 256, 8
 CLOSE = 0.08
 """Relative difference of two pictures in fp16 that are meant to be the same; others are several times as far apart."""
+CALM = 3.0
+"""CFG at which few steps of a multistep sampler do not blow up what fp16 rounds: the plain model's own pictures in fp16
+and fp32 are 0.1 apart at 7, 0.001 at 3."""
 PROMPTS = ("a red circle left of a yellow square on a blue background", "a green square on a white background")
 
 
@@ -124,7 +127,7 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
     bench.assert_same(cfg=3.0)
     bench.assert_same(batch=2)
     bench.assert_same(window=(0.2, 0.7))
-    bench.assert_same(sampler="dpmpp_2m", scheduler="karras")
+    bench.assert_same(sampler="dpmpp_2m", scheduler="karras", cfg=CALM)
     assert bench.calls[0] == 7 * STEPS
 
 
@@ -139,7 +142,7 @@ def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.Mo
 
     fast.assert_same()
     monkeypatch.setattr(WholeStep, "_first", first)
-    for number, options in enumerate(({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3})):
+    for number, options in enumerate(({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3, "cfg": CALM})):
         fast.assert_same(**options)
         assert not shown, f"picture {number} showed once more what its steps consist of"
     wanted = fast.sample(with_lora(fast.model), fast.control)
@@ -207,6 +210,6 @@ def test_streams_beside_each_other_change_nothing(bench: Bench, way: str) -> Non
         other.assert_same(seed=seed, hint=seed % 3)
     assert other.calls[:2] == [4 * STEPS, 4 * STEPS]
     if way == "auto":
-        (measured,) = other.provider.choices._known().values()
+        measured = list(other.provider.choices._known().values())
         say(f"measured: {measured}")
-        assert set(measured) == {SERIAL, PARALLEL}
+        assert measured and all(set(each) == {SERIAL, PARALLEL} for each in measured)
