@@ -19,7 +19,14 @@ from .headers import headers_with_the_cache
 from .kernels import chosen_kernels
 from .options import of_compiler, package_options
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
-from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_cuda_headers, why_no_packages, why_no_triton
+from .toolchain import (
+    TRITON,
+    why_no_c_compiler,
+    why_no_cpp_compiler,
+    why_no_cuda_headers,
+    why_no_packages,
+    why_no_triton,
+)
 from .unpacked import marked
 
 PACKAGE = "package.pt2"
@@ -32,7 +39,7 @@ class AOTInductorBackend:
     can_bake = False
 
     def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
+        return Environment.current(device, packages=(TRITON,) if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return package_options(device, optimize)
@@ -74,16 +81,14 @@ class AOTInductorBackend:
 
         constants = load_constants(artifact.directory, device)
         own = sum(tensor.nbytes for tensor in constants.values())
-        return CompiledEngine(
-            signature, spec.profile, outputs, device, run, slots.fill, constants, own, drop=slots.empty
-        )
+        return CompiledEngine(signature, spec.profile, outputs, device, run, slots.fill, constants, own)
 
 
 class _Slots:
-    """The weights of a loaded package, in a way in which they can be taken back.
+    """Where a loaded package reads its weights.
 
     torch never lets go of a tensor that it gave a package, even when both are gone. So a package is given one tensor a
-    weight for good, and what changes is the memory on which these tensors stand.
+    weight for good, and what changes is the memory on which these tensors stand, which is not theirs.
     """
 
     def __init__(self, package: Any) -> None:
@@ -97,17 +102,18 @@ class _Slots:
             for name, tensor in weights.items():
                 if (slot := self._slots.get(name)) is None:
                     slot = self._slots[name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                slot.set_(tensor)  # type: ignore[call-overload]
+                memory, offset = _lent(tensor.untyped_storage()), tensor.storage_offset()
+                slot.set_(memory, offset, tensor.shape, tensor.stride())
         addresses = [tensor.data_ptr() for tensor in self._slots.values()]
         if addresses != self._addresses:  # each hand-over costs a few bytes that are never freed
             self._addresses = []
             self._package.load_constants(self._slots, False, True, True)  # no standby, all of them, ours to keep alive
             self._addresses = addresses
 
-    def empty(self) -> None:
-        with torch.inference_mode(False):
-            for slot in self._slots.values():
-                slot.set_()  # type: ignore[call-overload]
+
+def _lent(memory: torch.UntypedStorage) -> Any:
+    """The same memory, which somebody else keeps alive."""
+    return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
 
 
 def _load_package(path: Path, device: torch.device) -> Any:

@@ -41,15 +41,20 @@ class DerivedWeight:
     form: Form = Form.JOINED
     eight_bits: torch.dtype = FP8
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the sources' own numbers, one under the other."""
+        return self.form is Form.JOINED
+
     def write(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fill `into` with what the sources are now; returns it.
 
         Raises:
             ValueError: the sources do not fill it.
         """
+        self.check(into, sources)
         if self.form is Form.ONE:
             return into.fill_(1)
-        self._check(into, sources)
         if self.form is Form.JOINED:
             return torch.cat(tuple(sources), out=into)
         start = 0
@@ -58,7 +63,13 @@ class DerivedWeight:
             start += len(source)
         return into
 
-    def _check(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+    def check(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """
+        Raises:
+            ValueError: the sources do not fill `into`.
+        """
+        if self.form is Form.ONE:
+            return
         columns = sources[0].shape[1:] if self.form is Form.SCALE else into.shape[1:]
         for name, source in zip(self.sources, sources, strict=True):
             is_right = source.dtype == into.dtype if self.form is Form.JOINED else source.is_floating_point()

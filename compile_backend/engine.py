@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
@@ -10,7 +10,7 @@ from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
 from ..core.protocols import Tensors
 from ..core.shapes import ShapeProfile
 from .derived import DerivedWeight
-from .layouts import LaidOutWeights, TensorLayout, laid_out
+from .layouts import LaidOutWeights, TensorLayout, laid_out, places_of
 from .program import ProgramSignature
 
 Run = Callable[[Tensors], Sequence[torch.Tensor]]
@@ -25,7 +25,8 @@ class CompiledEngine:
         supply: hands the complete set of weights to the compiled code, which keeps their addresses, not copies.
         constants: weights that come with the artifact.
         device_bytes: device memory beside the weights.
-        drop: makes the compiled code let go of the weights that it was supplied with.
+        drop: makes the compiled code let go of the weights that it was supplied with; None where it knows no more than
+            where they lie.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class CompiledEngine:
         supply: Supply,
         constants: Mapping[str, torch.Tensor],
         device_bytes: int = 0,
-        drop: Callable[[], None] = lambda: None,
+        drop: Callable[[], None] | None = None,
     ) -> None:
         self._signature = signature
         self._profile = profile
@@ -49,8 +50,11 @@ class CompiledEngine:
         self._drop = drop
         self._constants = dict(constants)
         self._own_bytes = device_bytes
-        self._weights: dict[str, torch.Tensor] = {}
+        self._weights: list[torch.Tensor] | None = None
+        self._read: list[str] = []
         self._laid_out = LaidOutWeights()
+        self._sources = _sources_of(signature)
+        self._places: Hashable = None
         self._addresses: tuple[int, ...] = ()
         self._generation = 0
 
@@ -73,7 +77,7 @@ class CompiledEngine:
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         if self._run is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
-        if not self._weights and self._signature.weights:
+        if self._weights is None and self._signature.weights:
             raise IncompatibleEngine("The engine has no weights; call update_weights() first")
         with torch.no_grad():
             results = self._run(self._checked(tensors))
@@ -83,29 +87,49 @@ class CompiledEngine:
         if self._supply is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
         self.release_weights()  # what fails below leaves neither old weights nor addresses that nobody keeps alive
+        found = self._found(weights)
+        places = places_of(found.values())
+        if places != self._places or not self._laid_out.are_sources_alive:
+            self._places = None
+            self._bind({name: self._plain(name, tensor) for name, tensor in found.items()})
+            self._places = places
+        self._laid_out.write(found)
+        self._weights = [found[name].detach() for name in self._read]  # a parameter may get other memory any time
+
+    def _found(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            return {name: weights[name] for name in self._sources}
+        except KeyError as missing:
+            raise IncompatibleEngine(
+                f"The model has no weight {missing} that the engine needs; build the engine again"
+            ) from None
+
+    def _bind(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Let the compiled code read what lies here, and copies of what lies otherwise than it wants."""
+        assert self._supply is not None
         fitted = {name: self._fitted(name, wanted, weights) for name, wanted in self._signature.weights.items()}
+        self._read = [name for name in fitted if name in weights and not self._laid_out.copies(name)]
         self._supply({**self._constants, **fitted})
-        self._weights = fitted
         addresses = tuple(tensor.data_ptr() for tensor in fitted.values())
         self._generation += addresses != self._addresses
         self._addresses = addresses
 
     def release_weights(self) -> None:
-        if self._weights:
+        if self._weights is not None and self._drop is not None:
             self._drop()
-        self._weights = {}
+            self._places = None
+        self._weights = None
 
     def close(self) -> None:
         self.release_weights()
         self._laid_out.clear()
         self._run = self._supply = None
-        self._drop = lambda: None
+        self._drop, self._places = None, None
 
     def _fitted(self, name: str, wanted: TensorLayout, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if (derived := self._signature.derived.get(name)) is not None:
-            sources = [self._on_device(source, weights.get(source)) for source in derived.sources]
-            return self._made(name, derived, sources, wanted)
-        tensor = self._on_device(name, weights.get(name))
+            return self._made(name, derived, [weights[source] for source in derived.sources], wanted)
+        tensor = weights[name]
         if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
             found = TensorLayout.of(tensor)
             raise IncompatibleEngine(f"Weight {name!r} is {found}, the engine needs {wanted}; build the engine again")
@@ -119,13 +143,10 @@ class CompiledEngine:
         except ValueError as error:
             raise IncompatibleEngine(f"Weight {error}; build the engine again") from error
 
-    def _on_device(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-        if tensor is None:
-            raise IncompatibleEngine(f"The model has no weight {name!r} that the engine needs; build the engine again")
+    def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self._device:
             raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
-        # Hundreds each time, and those of the hosts are plain already.
-        return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
+        return tensor.detach()
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
@@ -140,3 +161,9 @@ class CompiledEngine:
                 f"{name} is {tensor.dtype} on {tensor.device}, the engine takes {wanted.dtype} on {self._device}"
             )
         return laid_out(tensor, wanted)
+
+
+def _sources_of(signature: ProgramSignature) -> tuple[str, ...]:
+    """Names of the host's weights that an engine needs."""
+    derived = [source for weight in signature.derived.values() for source in weight.sources]
+    return tuple(dict.fromkeys([name for name in signature.weights if name not in signature.derived] + derived))

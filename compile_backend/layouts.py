@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,6 +15,8 @@ from ..core.dtypes import dtype_name, dtype_named
 from .derived import DerivedWeight
 
 _MANY_CHANNELS = 32
+
+Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,31 +82,63 @@ class _Copy:
     holders: int = 0
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A copy in the hands of one engine.
+
+    Attributes:
+        sources: names of the host's weights that it is made of.
+        memory: of these.
+        weight: how it is made; None where it is the same numbers.
+    """
+
+    copy: _Copy
+    sources: tuple[str, ...]
+    memory: tuple[StorageWeakRef, ...]
+    weight: DerivedWeight | None
+
+    def parts(self, weights: Weights) -> Iterator[tuple[torch.Tensor, str]]:
+        """What is written as it is, and of which weight."""
+        start = 0
+        for name in self.sources:
+            end = start + len(weights[name])
+            yield self.copy.tensor[start:end], name
+            start = end
+
+
 class LaidOutWeights:
     """Copies of weights in another layout than the host's, and what is made of several.
 
     They are kept between runs, so that they stay where they are; engines of several resolutions share one copy of a
-    weight.
+    weight. A LoRA may change numbers where they lie: `write` fills all copies, before each run.
     """
 
     _shared: WeakValueDictionary[tuple[Any, ...], _Copy] = WeakValueDictionary()
 
     def __init__(self) -> None:
-        self._copies: dict[str, _Copy] = {}
+        self._held: dict[str, _Held] = {}
+        self._pairs: list[tuple[list[torch.Tensor], list[str]]] = []
 
     @property
     def bytes(self) -> int:
         """This engine's share: the shares of all engines are what there is."""
-        return sum(copy.bytes // copy.holders for copy in self._copies.values())
+        return sum(held.copy.bytes // held.copy.holders for held in self._held.values())
+
+    @property
+    def are_sources_alive(self) -> bool:
+        """Whether the memory of which copies are made is that of before, not other memory at the same address."""
+        return not any(memory.expired() for held in self._held.values() for memory in held.memory)
+
+    def copies(self, name: str) -> bool:
+        """Whether a weight is a copy, not the host's own memory."""
+        return name in self._held
 
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
-        """`tensor` as it is now, in the layout `wanted`."""
+        """`tensor` in the layout `wanted`; a copy has no numbers yet."""
         if (view := _as_it_lies(tensor, wanted)) is not None:
-            if name in self._copies:
-                self._let_go(name)
+            self._let_go(name)
             return view
-        copy = self._copy(name, (tensor,), wanted, tensor.device)
-        return copy.copy_(tensor)  # always: a LoRA may have changed the numbers where they lie
+        return self._copy(name, (name,), (tensor,), wanted, tensor.device)
 
     def made(
         self,
@@ -113,38 +148,85 @@ class LaidOutWeights:
         wanted: TensorLayout,
         device: torch.device,
     ) -> torch.Tensor:
-        """What `weight` is made of its sources as they are now."""
-        return weight.write(self._copy(name, sources, wanted, device, (weight.form, weight.eight_bits)), sources)
+        """Where what `weight` is made of its sources is to be.
+
+        Raises:
+            ValueError: the sources do not fill it.
+        """
+        into = self._copy(name, weight.sources, sources, wanted, device, weight)
+        weight.check(into, sources)
+        return into
+
+    def write(self, weights: Weights) -> None:
+        """Fill all copies with what the weights are now. They lie where they lay when the copies were asked for."""
+        if not self._pairs:
+            self._pairs = self._paired(weights)
+        with torch.no_grad():
+            for parts, names in self._pairs:
+                torch._foreach_copy_(parts, [weights[name] for name in names])
+            for held in self._held.values():
+                if held.weight is not None and not held.weight.is_plain:
+                    held.weight.write(held.copy.tensor, [weights[name] for name in held.sources])
+
+    def _paired(self, weights: Weights) -> list[tuple[list[torch.Tensor], list[str]]]:
+        """Parts of copies and the names of what belongs there: those that lie alike are copied by a few kernels."""
+        alike: tuple[list[torch.Tensor], list[str]] = [], []
+        others: tuple[list[torch.Tensor], list[str]] = [], []
+        with torch.inference_mode(False):
+            for held in self._held.values():
+                for part, name in held.parts(weights) if held.weight is None or held.weight.is_plain else ():
+                    source = weights[name]
+                    parts, names = alike if part.stride() == source.stride() and part.is_contiguous() else others
+                    parts.append(part)
+                    names.append(name)
+        return [pair for pair in (alike, others) if pair[0]]
 
     def _copy(
         self,
         name: str,
+        names: tuple[str, ...],
         sources: Sequence[torch.Tensor],
         wanted: TensorLayout,
         device: torch.device,
-        what: Hashable = None,
+        weight: DerivedWeight | None = None,
     ) -> torch.Tensor:
         """Where a copy is to be written: the same place each time, for as long as the sources lie where they do."""
-        place = (what, wanted, device, *map(_place_of, sources))
+        what = None if weight is None else (weight.form, weight.eight_bits)
+        places = [_place_of(source) for source in sources]
+        place = (what, wanted, device, *places)
         copy = self._shared.get(place)
-        if self._copies.get(name) is not copy:
-            self._let_go(name)  # before its successor needs room
+        if (held := self._held.get(name)) is not None and held.copy is copy:
+            return held.copy.tensor
+        self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
                 tensor = _empty(device, wanted)
                 copy = self._shared[place] = _Copy(tensor, tensor.nbytes)
-        if name not in self._copies:
-            self._copies[name] = copy
-            copy.holders += 1
+        self._held[name] = _Held(copy, names, tuple(memory for memory, *_ in places), weight)
+        self._pairs = []
+        copy.holders += 1
         return copy.tensor
 
     def clear(self) -> None:
-        for name in list(self._copies):
+        for name in list(self._held):
             self._let_go(name)
 
     def _let_go(self, name: str) -> None:
-        if (copy := self._copies.pop(name, None)) is not None:
-            copy.holders -= 1
+        if (held := self._held.pop(name, None)) is not None:
+            held.copy.holders -= 1
+            self._pairs = []
+
+
+_PLACE: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    *(operator.attrgetter(name) for name in ("shape", "dtype", "device")),
+)
+
+
+def places_of(tensors: Collection[torch.Tensor]) -> Hashable:
+    """Equal for tensors that lie at the same addresses, in the same way; other memory may have come there since."""
+    return tuple(tuple(map(look, tensors)) for look in _PLACE)  # hundreds of tensors before each picture
 
 
 def _as_it_lies(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor | None:
@@ -162,7 +244,7 @@ def _empty(device: torch.device, wanted: TensorLayout) -> torch.Tensor:
     return torch.empty_strided(wanted.shape, wanted.stride, dtype=wanted.dtype, device=device)
 
 
-def _place_of(tensor: torch.Tensor) -> Hashable:
+def _place_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, Hashable]:
     """Equal for a tensor of the same memory; no other storage equals it, even at the same address."""
     storage = StorageWeakRef(tensor.untyped_storage())
-    return storage, tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+    return storage, (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))

@@ -15,6 +15,10 @@ OLDEST_TORCH = "2.8"
 """The first torch whose AOTInductor packages take the host's own tensors as weights."""
 
 
+TRITON = "triton-windows" if os.name == "nt" else "triton"
+"""The package that brings it."""
+
+
 def why_no_packages() -> str | None:
     """Why this torch cannot load a package with the host's own weights; None when it can."""
     if TorchVersion(str(torch.__version__)) >= OLDEST_TORCH and hasattr(torch._C, "_aoti"):
@@ -75,6 +79,5 @@ def why_no_triton() -> str | None:
     try:
         import triton  # noqa: F401
     except ImportError:
-        package = "triton-windows" if os.name == "nt" else "triton"
-        return f"triton is missing, which generates the GPU's kernels; install it with: pip install {package}"
+        return f"triton is missing, which generates the GPU's kernels; install it with: pip install {TRITON}"
     return None

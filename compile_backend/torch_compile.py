@@ -24,7 +24,7 @@ from .layouts import TensorLayout
 from .modules import assign, module_of, tensor_of
 from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
-from .toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_triton
+from .toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 
 CACHE = "compiler_cache.bin"
 
@@ -41,7 +41,7 @@ class TorchCompileBackend:
     can_bake = False
 
     def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=("triton", "triton-windows") if device.type == "cuda" else ())
+        return Environment.current(device, packages=(TRITON,) if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return fusion_options(device, optimize)

@@ -14,6 +14,7 @@ An entry appears and disappears by one rename of its folder under the store's lo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -150,8 +151,8 @@ class EngineStore:
             if directory.is_dir():
                 raise CorruptEngine(f"The engine {digest[:12]} in {self.root} has no manifest.") from None
             return None
-        manifest = Manifest.from_json(text, f"The manifest of the engine {digest[:12]} in {self.root}")
-        if not _belongs(manifest, digest) or directory.is_symlink():
+        manifest, found = _manifest_of(text, f"The manifest of the engine {digest[:12]} in {self.root}")
+        if found != digest or directory.is_symlink():
             raise CorruptEngine(f"The folder of the engine {digest[:12]} in {self.root} holds another engine.")
         entry = Entry(directory, manifest, self)
         try:
@@ -427,11 +428,18 @@ def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: 
     return chosen
 
 
-def _belongs(manifest: Manifest, digest: str) -> bool:
+@functools.lru_cache(maxsize=64)
+def _manifest_of(text: bytes, source: str) -> tuple[Manifest, str | None]:
+    """What it says, and the digest by which its factors go; None where it says another one, or they are no factors.
+
+    Read once for as long as the text stays: each engine of each picture is looked up.
+    """
+    manifest = Manifest.from_json(text, source)
     try:
-        return manifest.digest == digest == digest_of(manifest.factors)
+        found = digest_of(manifest.factors)
     except RecursionError:  # factors that no key has
-        return False
+        return manifest, None
+    return manifest, found if found == manifest.digest else None
 
 
 def _artifact_bytes(key: EngineKey, artifact: Artifact) -> int:

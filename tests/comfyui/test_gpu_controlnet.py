@@ -142,7 +142,9 @@ def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.Mo
 
     fast.assert_same()
     monkeypatch.setattr(WholeStep, "_first", first)
-    for number, options in enumerate(({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3, "cfg": CALM})):
+    for number, options in enumerate(
+        ({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3, "cfg": CALM})
+    ):
         fast.assert_same(**options)
         assert not shown, f"picture {number} showed once more what its steps consist of"
     wanted = fast.sample(with_lora(fast.model), fast.control)

@@ -345,6 +345,58 @@ def test_copies_are_counted(engine: Engine) -> None:
     assert engine.device_bytes == own
 
 
+def test_weights_that_lie_where_they_lay_are_not_handed_over_again(packaged: Built) -> None:
+    engine, weights = packaged.load(), make_weights()
+    weights["conv.weight"] = weights["conv.weight"].to(memory_format=torch.channels_last)
+    supply, supplied = engine._supply, []
+    engine._supply = lambda given: supplied.append(1) or supply(given)
+    for _ in range(3):
+        engine.update_weights({name: tensor.detach() for name, tensor in weights.items()})
+        assert_right(engine(**INPUTS), weights, INPUTS)
+        engine.release_weights()
+        for tensor in weights.values():
+            tensor.mul_(0.7)
+    assert supplied == [1]
+
+
+def test_weights_that_became_others_behind_the_same_names(engine: Engine) -> None:
+    """As hosts do it: a parameter's data is exchanged, or looked at in another way."""
+    weights = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in make_weights().items()}
+    changes: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: setattr(weights["linear.weight"], "data", weights["linear.weight"].data * 2),
+        lambda: setattr(weights["conv.weight"], "data", weights["conv.weight"].data.clone() * 2),
+        lambda: setattr(weights["pointwise.weight"], "data", weights["pointwise.weight"].data.transpose(0, 1)),
+        lambda: setattr(weights["conv.weight"], "data", weights["conv.weight"].to(memory_format=torch.channels_last)),
+        lambda: None,
+    ]
+    for change in changes:
+        change()
+        engine.update_weights(weights)
+        assert_right(engine(**INPUTS), weights, INPUTS)
+        engine.release_weights()
+
+
+def test_others_at_the_same_address_leave_a_copy_alone_that_is_in_use(built: Built) -> None:
+    one, other, weights = built.load(), built.load(), make_weights()
+    weights["conv.weight"] = weights["conv.weight"].to(memory_format=torch.channels_last)
+    memory = torch.empty(weights["conv.weight"].numel())
+    strides = weights["conv.weight"].stride()
+
+    def with_temporary(factor: float) -> dict[str, torch.Tensor]:
+        """What a host cast for this run lies in the same place each time."""
+        flat = torch.frombuffer(memory.numpy(), dtype=torch.float32)
+        place = flat.as_strided(weights["conv.weight"].shape, strides)
+        return {**weights, "conv.weight": place.copy_(weights["conv.weight"] * factor)}
+
+    for engine in (one, other):
+        engine.update_weights(with_temporary(1.0))
+    other.release_weights()
+    other.update_weights(with_temporary(3.0))
+    assert_right(other(**INPUTS), with_temporary(3.0), INPUTS)
+    assert_right(one(**INPUTS), weights, INPUTS)
+
+
 def test_generation_tells_whether_weights_moved(engine: Engine) -> None:
     weights = make_weights()
     weights["conv.weight"] = weights["conv.weight"].to(memory_format=torch.channels_last)

@@ -20,6 +20,12 @@ def weight(value: float = 0.0) -> torch.Tensor:
 WANTED = TensorLayout.of(weight().to(memory_format=torch.channels_last))
 
 
+def filled(weights: LaidOutWeights, host: torch.Tensor) -> torch.Tensor:
+    found = weights.of("w", host, WANTED)
+    weights.write({"w": host})
+    return found
+
+
 def test_a_skeleton_in_channels_last_takes_no_memory_and_keeps_its_shapes() -> None:
     module = hollow(lambda: nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(16, 4)), torch.float16, CPU)
     before = {name: tensor.shape for name, tensor in module.state_dict().items()}
@@ -32,10 +38,11 @@ def test_a_skeleton_in_channels_last_takes_no_memory_and_keeps_its_shapes() -> N
 
 def test_a_copy_stays_where_it_is_and_follows_the_host() -> None:
     weights, host = LaidOutWeights(), weight()
-    first = weights.of("w", host, WANTED)
+    first = filled(weights, host)
     address = first.data_ptr()
     host.mul_(2)
-    second = weights.of("w", host, WANTED)
+    assert not torch.equal(first, host)
+    second = filled(weights, host)
     assert second.data_ptr() == address and torch.equal(second, host) and second.stride() == WANTED.stride
     assert weights.bytes == host.nbytes
 
@@ -45,7 +52,7 @@ def test_engines_share_a_copy() -> None:
     assert one.of("w", host, WANTED).data_ptr() == other.of("w", host.detach(), WANTED).data_ptr()
     assert one.bytes + other.bytes == host.nbytes, "counted once"
     one.clear()
-    assert torch.equal(other.of("w", host, WANTED), host) and other.bytes == host.nbytes
+    assert torch.equal(filled(other, host), host) and other.bytes == host.nbytes
 
 
 def test_an_engine_that_was_never_closed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +75,13 @@ def test_models_do_not_share_even_at_the_same_address() -> None:
         return torch.frombuffer(memory.numpy(), dtype=torch.float32).view(2, 3, 3, 3).copy_(weight(value))
 
     first = host(0.0)
-    running = one.of("w", first, WANTED)
+    running = filled(one, first)
     address = first.data_ptr()
+    assert one.are_sources_alive
     del first
     second = host(100.0)
-    assert second.data_ptr() == address
-    assert torch.equal(other.of("w", second, WANTED), weight(100.0))
+    assert second.data_ptr() == address and not one.are_sources_alive
+    assert torch.equal(filled(other, second), weight(100.0))
     assert torch.equal(running, weight(0.0))
 
 
@@ -95,5 +103,5 @@ def test_a_weight_that_lies_right_is_no_copy() -> None:
 def test_copies_made_in_inference_mode_serve_outside_of_it() -> None:
     weights, host = LaidOutWeights(), weight()
     with torch.inference_mode():
-        weights.of("w", host, WANTED)
-    assert torch.equal(weights.of("w", host, WANTED), host)
+        filled(weights, host)
+    assert torch.equal(filled(weights, host), host)

@@ -557,15 +557,20 @@ def test_copies_follow_their_sources_and_are_shared() -> None:
     weight, wanted = DerivedWeight(("a", "b")), TensorLayout((5, 4), (4, 1), torch.float32)
     one, other = LaidOutWeights(), LaidOutWeights()
     copy = one.made("derived_0", weight, [first, second], wanted, CPU)
+    one.write({"a": first, "b": second})
     assert torch.equal(copy, torch.cat([first, second])) and one.bytes == copy.nbytes
     second += 1
     again = other.made("derived_0", weight, [first, second], wanted, CPU)
+    other.write({"a": first, "b": second})
     assert again is copy and torch.equal(copy[2:], second) and one.bytes == other.bytes == copy.nbytes // 2
     moved = other.made("derived_0", weight, [first, second.clone()], wanted, CPU)
     assert moved is not copy and one.bytes == copy.nbytes
     quantised = replace(weight, form=Form.QUANTISED)
     small = other.made("derived_1", quantised, [first, second], replace(wanted, dtype=torch.float8_e4m3fn), CPU)
-    assert small.dtype == torch.float8_e4m3fn
+    other.write({"a": first, "b": second})
+    assert small.dtype == torch.float8_e4m3fn and small[0].float().abs().max() == 448
+    with pytest.raises(ValueError, match="do not have 5 rows"):
+        other.made("derived_2", weight, [first, first], wanted, CPU)
     one.clear()
     other.clear()
     assert one.bytes == other.bytes == 0
