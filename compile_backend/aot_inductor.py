@@ -39,7 +39,7 @@ class AOTInductorBackend:
     can_bake = False
 
     def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=(TRITON,) if device.type == "cuda" else ())
+        return Environment.current(device, packages=TRITON if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return package_options(device, optimize)

@@ -55,6 +55,7 @@ class CompiledEngine:
         self._laid_out = LaidOutWeights()
         self._sources = _sources_of(signature)
         self._places: Hashable = None
+        self._is_supplied = False
         self._addresses: tuple[int, ...] = ()
         self._generation = 0
 
@@ -109,15 +110,16 @@ class CompiledEngine:
         assert self._supply is not None
         fitted = {name: self._fitted(name, wanted, weights) for name, wanted in self._signature.weights.items()}
         self._read = [name for name in fitted if name in weights and not self._laid_out.copies(name)]
+        self._is_supplied = True
         self._supply({**self._constants, **fitted})
         addresses = tuple(tensor.data_ptr() for tensor in fitted.values())
         self._generation += addresses != self._addresses
         self._addresses = addresses
 
     def release_weights(self) -> None:
-        if self._weights is not None and self._drop is not None:
+        if self._is_supplied and self._drop is not None:
             self._drop()
-            self._places = None
+            self._is_supplied, self._places = False, None
         self._weights = None
 
     def close(self) -> None:

@@ -195,8 +195,8 @@ class LaidOutWeights:
         places = [_place_of(source) for source in sources]
         place = (what, wanted, device, *places)
         copy = self._shared.get(place)
-        if (held := self._held.get(name)) is not None and held.copy is copy:
-            return held.copy.tensor
+        if copy is not None and self._stands_for(name) is copy:
+            return copy.tensor
         self._let_go(name)  # before its successor needs room
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
@@ -206,6 +206,10 @@ class LaidOutWeights:
         self._pairs = []
         copy.holders += 1
         return copy.tensor
+
+    def _stands_for(self, name: str) -> _Copy | None:
+        held = self._held.get(name)
+        return None if held is None else held.copy
 
     def clear(self) -> None:
         for name in list(self._held):

@@ -15,8 +15,8 @@ OLDEST_TORCH = "2.8"
 """The first torch whose AOTInductor packages take the host's own tensors as weights."""
 
 
-TRITON = "triton-windows" if os.name == "nt" else "triton"
-"""The package that brings it."""
+TRITON = ("triton", "triton-windows") if os.name == "nt" else ("triton",)
+"""Packages that bring it, the usual one last."""
 
 
 def why_no_packages() -> str | None:
@@ -79,5 +79,5 @@ def why_no_triton() -> str | None:
     try:
         import triton  # noqa: F401
     except ImportError:
-        return f"triton is missing, which generates the GPU's kernels; install it with: pip install {TRITON}"
+        return f"triton is missing, which generates the GPU's kernels; install it with: pip install {TRITON[-1]}"
     return None

@@ -9,43 +9,64 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+
+log = logging.getLogger(__name__)
 
 MARK = "slipstream.lock"
 """A file in such a folder, locked for as long as its process lives."""
 
 _INSIDE = "/data/aotinductor/"
-"""Of a package, which lies in one folder within that of torch: where its code is, two folders further down."""
+"""Of a package: where its code is."""
+
+_CLOCKS_DIFFER = 2.0
+"""Seconds between the clock and the times of files."""
 
 _marks: dict[Path, int] = {}
 """Open files by the folders that they mark."""
+
+_marking = threading.Lock()
+"""What appears while this is held was unpacked by whoever holds it."""
 
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
     """Mark what torch unpacks meanwhile, where the system can tell what that is."""
-    before = _unpacked()
-    yield
-    with contextlib.suppress(OSError):
-        _forget_removed()
-        for folder in _unpacked() - before:
-            _mark(folder)
-        sweep()
+    with _marking:
+        before, started = _unpacked(), time.time()
+        yield
+        try:
+            _forget_removed()
+            for folder in _unpacked() - before:
+                if folder.is_dir() and folder.stat().st_mtime > started - _CLOCKS_DIFFER:
+                    _mark(folder)
+            sweep()
+        except Exception as error:  # an engine that was loaded is not to fail for this
+            log.debug("Slipstream: what torch unpacked is not marked: %s", error)
 
 
 def _unpacked() -> set[Path]:
-    """Folders of the packages that are loaded into this process."""
+    """Folders for temporary files in which packages lie that are loaded into this process."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             files = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if _INSIDE in line}
     except OSError:
         return set()
-    return {Path(file).parents[4] for file in files if file.endswith(".so") and len(Path(file).parents) > 4}
+    root = _root()
+    inside = (Path(file).relative_to(root).parts for file in files if Path(file).is_relative_to(root))
+    return {root / parts[0] for parts in inside if _INSIDE in f"/{'/'.join(parts[1:])}"}
+
+
+def _root() -> Path:
+    return Path(tempfile.gettempdir()).resolve()
 
 
 def _forget_removed() -> None:
@@ -57,12 +78,14 @@ def _mark(folder: Path) -> None:
     locks = _locks()
     if locks is None:
         return
-    handle = os.open(folder / MARK, os.O_RDWR | os.O_CREAT, 0o600)
+    new = folder / f"{MARK}.new"
+    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         locks.flock(handle, locks.LOCK_EX | locks.LOCK_NB)
-    except OSError:  # another thread has, or nobody can
+        new.rename(folder / MARK)  # from here on others see it, and it is locked
+    except OSError:
         os.close(handle)
-        return
+        raise
     if not _marks:
         atexit.register(_remove_all, os.getpid())
     _marks[folder] = handle
@@ -81,7 +104,7 @@ def sweep() -> None:
     locks = _locks()
     if locks is None:
         return
-    for mark in Path(tempfile.gettempdir()).glob(f"*/{MARK}"):
+    for mark in _root().glob(f"*/{MARK}"):
         with contextlib.suppress(OSError):  # another user's, or another process removes it now
             handle = os.open(mark, os.O_RDWR | os.O_NOFOLLOW)
             try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.compile_backend.layouts import LaidOutWeights
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Engine
 from slipstream.tests.unit.compile_backend.support import (
@@ -308,6 +309,25 @@ def test_released_weights_are_let_go(engine: Engine) -> None:
     engine.release_weights()
     gc.collect()
     assert [storage() for storage in storages if storage() is not None] == []
+
+
+def test_weights_of_a_hand_over_that_failed_are_let_go(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no")
+
+    weights = make_weights(3)
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in weights.values()]
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="no"):
+        patched.setattr(LaidOutWeights, "write", fails)
+        engine.update_weights(weights)
+    engine.release_weights()
+    with pytest.raises(IncompatibleEngine, match="no weights"):
+        engine(**INPUTS)
+    del weights
+    gc.collect()
+    assert [storage() for storage in storages if storage() is not None] == []
+    engine.update_weights(make_weights(4))
+    assert_right(engine(**INPUTS), make_weights(4), INPUTS)
 
 
 def test_replaced_weights_are_let_go(engine: Engine) -> None:

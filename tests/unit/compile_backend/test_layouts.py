@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,19 @@ def test_a_copy_goes_when_the_last_engine_lets_go() -> None:
         weights.clear()
         assert weights.bytes == 0
     assert not LaidOutWeights._shared
+
+
+def test_a_copy_goes_before_its_successor_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, empty = LaidOutWeights(), layouts._empty
+    before = weakref.ref(filled(weights, weight()).untyped_storage())
+
+    def checked(device: torch.device, wanted: TensorLayout) -> torch.Tensor:
+        assert before() is None
+        return empty(device, wanted)
+
+    monkeypatch.setattr(layouts, "_empty", checked)
+    host = weight(1.0)
+    assert torch.equal(filled(weights, host), host)
 
 
 def test_a_weight_that_lies_right_is_no_copy() -> None:

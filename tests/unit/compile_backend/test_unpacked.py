@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from slipstream.compile_backend.unpacked import MARK
+from slipstream.compile_backend.unpacked import MARK, _marks, marked
 from slipstream.tests.unit.compile_backend.support import Built
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="no system to tell what is unpacked")
@@ -119,3 +124,38 @@ def test_what_is_not_ours_stays(root: Path, packaged: Built, tmp_path: Path, end
 def test_a_folder_that_was_cleaned_meanwhile(root: Path, packaged: Built, tmp_path: Path, ending: ExitStack) -> None:
     Process(root, packaged, tmp_path, ending).end("clean")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["kept/theirs/model", "temporary/theirs/model", "temporary"])
+def test_packages_of_others_that_are_loaded_meanwhile_are_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    code = tmp_path / place / "data" / "aotinductor" / "model" / "code.so"
+    code.parent.mkdir(parents=True)
+    shutil.copy(_ctypes.__file__, code)
+    for folder in code.parents:
+        if folder.is_relative_to(tmp_path):
+            os.utime(folder, (0, 0))
+    with marked():
+        ctypes.CDLL(str(code))
+    assert not list(tmp_path.rglob(f"{MARK}*")) and str(tmp_path) not in str(_marks)
+
+
+def test_threads_that_load_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each marks what is its own, and nobody fails while others' are gone already."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def load(number: int) -> bool:
+        folder = tmp_path / str(number)
+        code = folder / "package" / "data" / "aotinductor" / "model" / "code.so"
+        with marked():
+            code.parent.mkdir(parents=True)
+            shutil.copy(_ctypes.__file__, code)
+            ctypes.CDLL(str(code))
+        was_marked = (folder / MARK).is_file()
+        shutil.rmtree(folder)
+        return was_marked
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(load, range(40)))
