@@ -409,8 +409,10 @@ def test_others_at_the_same_address_leave_a_copy_alone_that_is_in_use(built: Bui
         place = flat.as_strided(weights["conv.weight"].shape, strides)
         return {**weights, "conv.weight": place.copy_(weights["conv.weight"] * factor)}
 
+    both = with_temporary(1.0)
     for engine in (one, other):
-        engine.update_weights(with_temporary(1.0))
+        engine.update_weights(both)
+    del both
     other.release_weights()
     other.update_weights(with_temporary(3.0))
     assert_right(other(**INPUTS), with_temporary(3.0), INPUTS)
