@@ -8,13 +8,30 @@ from typing import Any
 
 import torch
 
+from ..compile_backend import AOTInductorBackend
+from ..compile_backend.options import JOINED_PERCENT, OURS, REWRITES
+from ..core.protocols import Backend
 from ..core.spec import Optimize, Precision
 from ..engine_cache import EngineStore
 from ..runtime.provider import EngineProvider
 from ..runtime.settings import NUMBERS, BackendChoice, BuildPolicy, Levers, Parallel, Settings
 from ..trt_backend import TensorRTBackend
 from ..trt_backend.backend import NEEDED
-from .variants import AS_EXPORTED, BAKE, ENGINES, FAST_BUILD, FIRST, GRAPH, HINT, MAX, PARALLEL, TEXT, Variant
+from .variants import (
+    AS_EXPORTED,
+    BAKE,
+    ENGINES,
+    FAST_BUILD,
+    FIRST,
+    GRAPH,
+    HINT,
+    JOINED,
+    MAX,
+    PARALLEL,
+    TEXT,
+    UNJOINED,
+    Variant,
+)
 
 _NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False, first_step=False)
 _OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}
@@ -28,7 +45,12 @@ _ON: Mapping[str, Mapping[str, Any]] = {
 
 
 def provider_of(variant: Variant, store: EngineStore) -> EngineProvider:
-    return EngineProvider(store, [_AsExported()]) if AS_EXPORTED in variant.levers else EngineProvider(store)
+    rewritten = next((lever for lever in variant.levers if lever in (AS_EXPORTED, UNJOINED, JOINED)), None)
+    if rewritten is None:
+        return EngineProvider(store)
+    # What the build process does follows from the options that it is given.
+    backend: Backend = _AsExported() if variant.mode == BackendChoice.TENSORRT.value else _Rewritten(rewritten)
+    return EngineProvider(store, [backend])
 
 
 def settings_of(variant: Variant, policy: BuildPolicy) -> Settings:
@@ -51,8 +73,17 @@ def levers_of(variant: Variant) -> Levers:
     return levers
 
 
-class _AsExported(TensorRTBackend):
-    """What the build process does follows from the options that it is given."""
+class _Rewritten(AOTInductorBackend):
+    def __init__(self, lever: str) -> None:
+        self._lever = lever
 
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        usual = super().options(device, precision, optimize)
+        if self._lever == AS_EXPORTED:
+            return {name: value for name, value in usual.items() if not name.startswith(OURS)}
+        return {**usual, JOINED_PERCENT: 100 if self._lever == JOINED else 0} if REWRITES in usual else usual
+
+
+class _AsExported(TensorRTBackend):
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return {**super().options(device, precision, optimize), "surgery": NEEDED}

@@ -20,6 +20,7 @@ EAGER_FAST = f"{EAGER}:{FAST}"
 RIVAL, RECIPE = "diffusers", "compile"
 RIVAL_COMPILED = f"{RIVAL}:{RECIPE}"
 CHANNELS_LAST, MAX, FAST_BUILD, BAKE, AS_EXPORTED = "channels_last", "max", "fast-build", "bake", "as-exported"
+UNJOINED, JOINED = "unjoined", "joined"
 FP32, BF16_MATH = OTHER_NUMBERS = Precision.FP32.value, "bf16-math"
 SAGE = "sage"
 SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
@@ -32,7 +33,10 @@ OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
 _PRECISIONS = {each.value for each in Precision}
-_INSTEAD = (set(NUMBERS), {MAX, FAST_BUILD}, set(STEPS), {*OTHER_NUMBERS, SAGE}, {*SWITCHES, COLD})
+_INSTEAD = (
+    set(NUMBERS), {MAX, FAST_BUILD, AS_EXPORTED, UNJOINED, JOINED}, set(STEPS), {*OTHER_NUMBERS, SAGE},
+    {*SWITCHES, COLD},
+)  # fmt: skip
 """Levers of which a name has one at most."""
 
 USUAL = (
@@ -42,10 +46,11 @@ USUAL = (
 
 _COMPILED = f"{OURS}:compiled"
 _MAX, _FP8, _INT8 = (f"{_COMPILED}+{lever}" for lever in (MAX, Quantised.FP8.value, Quantised.INT8.value))
+_REWRITTEN = f"{_COMPILED}+{AS_EXPORTED}", f"{_COMPILED}+{UNJOINED}", _COMPILED, f"{_COMPILED}+{JOINED}"
 
 LADDER_CASE = "sdxl-1024-b2"
 LADDER = (
-    f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:max-autotune+{CHANNELS_LAST}", _COMPILED, _MAX, _INT8,
+    f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:reduce-overhead+{CHANNELS_LAST}", *_REWRITTEN, _INT8,
     _FP8,
 )  # fmt: skip
 """From the plain model in full precision to our fastest engine: what each means makes faster, rung by rung."""
@@ -104,7 +109,9 @@ _LEVER_WORDS = {
     MAX: "built with `optimize: max`",
     FAST_BUILD: "built with `optimize: fast build`",
     BAKE: "the weights inside the engine, which cannot take others then",
-    AS_EXPORTED: "without the graph surgery that TensorRT can do without",
+    AS_EXPORTED: "its graph as it was exported, changed by no more than the backend needs",
+    UNJOINED: "no layers joined, the other rewrites of its graph done",
+    JOINED: "all layers joined that share an input (query, key and value), also large ones, where that takes copies",
     ENGINES: "of the levers below only those that are named",
     HINT: "the ControlNet's hint embedded once a picture",
     TEXT: "keys and values of the attention over the text computed once a prompt",
@@ -260,5 +267,5 @@ def _levers_of(kind: str, mode: str) -> set[str] | None:
     if kind == OURS and mode == BackendChoice.TENSORRT.value:
         return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *SWITCHES, COLD, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
-        return {MAX, FAST_BUILD, *OF_JOBS, *SWITCHES, COLD, *NUMBERS}
+        return {MAX, FAST_BUILD, AS_EXPORTED, UNJOINED, JOINED, *OF_JOBS, *SWITCHES, COLD, *NUMBERS}
     return None

@@ -23,7 +23,7 @@ from slipstream.tests.unit.benchmarks.support import row
 
 CANNY = CASES["sd15-canny-512-20steps"]
 DISTANCES = {"seed": {"latent": 1.4, "picture": 0.6}, "hint": {"latent": 0.2, "picture": 0.3}}
-NOTHING_ON = Levers(hint_once=False, text_once=False, parallel="off", one_graph=False)
+NOTHING_ON = Levers(hint_once=False, text_once=False, parallel="off", one_graph=False, first_step=False)
 
 
 def job(device: str = "cuda") -> Job:
@@ -41,11 +41,12 @@ def job(device: str = "cuda") -> Job:
         ("slipstream:compiled", Levers()),
         ("slipstream:compiled+max", Levers()),
         ("slipstream:compiled+engines", NOTHING_ON),
-        ("slipstream:tensorrt+engines+hint", Levers(True, False, "off", False)),
-        ("slipstream:compiled+engines+hint+text", Levers(True, True, "off", False)),
-        ("slipstream:compiled+engines+hint+text+parallel", Levers(True, True, "on", False)),
-        ("slipstream:compiled+engines+hint+text+parallel+graph", Levers(True, True, "on", True)),
-        ("slipstream:compiled+engines+graph", Levers(False, False, "off", True)),
+        ("slipstream:tensorrt+engines+hint", Levers(True, False, "off", False, False)),
+        ("slipstream:compiled+engines+hint+text", Levers(True, True, "off", False, False)),
+        ("slipstream:compiled+engines+hint+text+parallel", Levers(True, True, "on", False, False)),
+        ("slipstream:compiled+engines+hint+text+parallel+graph", Levers(True, True, "on", True, False)),
+        ("slipstream:compiled+engines+graph", Levers(False, False, "off", True, False)),
+        ("slipstream:compiled+engines+graph+first", Levers(False, False, "off", True, True)),
     ],
 )
 def test_behind_engines_a_lever_is_on_where_it_is_named(name: str, levers: Levers) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.models import Model
-from slipstream.benchmarks.ours import settings_of
+from slipstream.benchmarks.ours import provider_of, settings_of
 from slipstream.benchmarks.plain_source import PlainSource
 from slipstream.benchmarks.variants import LADDER, SWITCHED, USUAL, Variant, describe, ladder_to_measure, of_tables
+from slipstream.compile_backend.options import JOINED_PERCENT, OURS, REWRITES
 from slipstream.core.spec import Optimize, Precision, Quantised
+from slipstream.engine_cache import EngineStore
 from slipstream.runtime.settings import BuildPolicy
 
 
@@ -93,6 +98,22 @@ def test_levers_are_what_an_engine_is_asked_for(levers: str, precision: object, 
     assert (settings.precision, settings.optimize) == (precision, optimize)
 
 
+def test_rungs_are_engines_of_other_graphs(tmp_path: Path) -> None:
+    def options(lever: str) -> dict[str, Any]:
+        variant = Variant.of(f"slipstream:compiled{lever}")
+        backend = provider_of(variant, EngineStore(tmp_path)).backends[0]
+        assert backend.name == "aotinductor"
+        optimize = settings_of(variant, BuildPolicy.MANUAL).optimize
+        return dict(backend.options(torch.device("cuda"), Precision.FP16, optimize))
+
+    usual = options("")
+    ours = {name: value for name, value in usual.items() if name.startswith(OURS)}
+    plain = {name: value for name, value in usual.items() if name not in ours}
+    assert options("+as-exported") == plain and ours[REWRITES] and 0 < ours[JOINED_PERCENT] < 100
+    assert options("+unjoined") == {**usual, JOINED_PERCENT: 0}
+    assert options("+joined") == {**usual, JOINED_PERCENT: 100}
+
+
 def test_every_variant_of_a_table_means_something_in_its_case() -> None:
     for case in CASES.values():
         variants = [Variant.of(name) for name in of_tables(case)]
@@ -108,7 +129,7 @@ def test_the_rungs_are_described_each_in_its_own_words() -> None:
     assert len({describe(name) for name in LADDER}) == len(LADDER)
     assert LADDER[0] == "eager+fp32" and LADDER[-1] == "slipstream:compiled+fp8"
     measured = ladder_to_measure()
-    assert sorted(measured) == sorted(LADDER) and measured[-1] == "torch.compile:max-autotune+channels_last"
+    assert sorted(measured) == sorted(LADDER) and measured[-1] == "torch.compile:reduce-overhead+channels_last"
 
 
 class _Source:
