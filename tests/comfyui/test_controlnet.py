@@ -145,7 +145,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(CASES, "sdxl", "cfg 1", "batch of two", "for part of the run"))
+@pytest.mark.parametrize(
+    "name", with_slow(CASES, "sdxl", "cfg 1", "batch of two", "for part of the run", "second-order sampler")
+)
 def test_picture_is_the_plain_one_and_both_engines_made_it(name: str, provider: EngineProvider) -> None:
     case = CASES[name]
     control = tiny.controlnet(case.family)
