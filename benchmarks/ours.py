@@ -27,9 +27,9 @@ from .variants import (
     HINT,
     JOINED,
     MAX,
+    OF_GRAPHS,
     PARALLEL,
     TEXT,
-    UNJOINED,
     Variant,
 )
 
@@ -45,7 +45,7 @@ _ON: Mapping[str, Mapping[str, Any]] = {
 
 
 def provider_of(variant: Variant, store: EngineStore) -> EngineProvider:
-    rewritten = next((lever for lever in variant.levers if lever in (AS_EXPORTED, UNJOINED, JOINED)), None)
+    rewritten = next((lever for lever in variant.levers if lever in OF_GRAPHS), None)
     if rewritten is None:
         return EngineProvider(store)
     # What the build process does follows from the options that it is given.

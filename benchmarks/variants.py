@@ -19,8 +19,8 @@ FAST = "fast"
 EAGER_FAST = f"{EAGER}:{FAST}"
 RIVAL, RECIPE = "diffusers", "compile"
 RIVAL_COMPILED = f"{RIVAL}:{RECIPE}"
-CHANNELS_LAST, MAX, FAST_BUILD, BAKE, AS_EXPORTED = "channels_last", "max", "fast-build", "bake", "as-exported"
-UNJOINED, JOINED = "unjoined", "joined"
+CHANNELS_LAST, MAX, FAST_BUILD, BAKE = "channels_last", "max", "fast-build", "bake"
+AS_EXPORTED, UNJOINED, JOINED = OF_GRAPHS = "as-exported", "unjoined", "joined"
 FP32, BF16_MATH = OTHER_NUMBERS = Precision.FP32.value, "bf16-math"
 SAGE = "sage"
 SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
@@ -34,7 +34,7 @@ MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-au
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
 _PRECISIONS = {each.value for each in Precision}
 _INSTEAD = (
-    set(NUMBERS), {MAX, FAST_BUILD, AS_EXPORTED, UNJOINED, JOINED}, set(STEPS), {*OTHER_NUMBERS, SAGE},
+    set(NUMBERS), {MAX, FAST_BUILD, *OF_GRAPHS}, set(STEPS), {*OTHER_NUMBERS, SAGE},
     {*SWITCHES, COLD},
 )  # fmt: skip
 """Levers of which a name has one at most."""
@@ -267,5 +267,5 @@ def _levers_of(kind: str, mode: str) -> set[str] | None:
     if kind == OURS and mode == BackendChoice.TENSORRT.value:
         return {MAX, FAST_BUILD, BAKE, AS_EXPORTED, *OF_JOBS, *SWITCHES, COLD, *_PRECISIONS}
     if kind == OURS and mode in _ENGINES:
-        return {MAX, FAST_BUILD, AS_EXPORTED, UNJOINED, JOINED, *OF_JOBS, *SWITCHES, COLD, *NUMBERS}
+        return {MAX, FAST_BUILD, *OF_GRAPHS, *OF_JOBS, *SWITCHES, COLD, *NUMBERS}
     return None

@@ -97,6 +97,11 @@ class _Held:
     memory: tuple[StorageWeakRef, ...]
     weight: DerivedWeight | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the sources' own numbers."""
+        return self.weight is None or self.weight.is_plain
+
     def parts(self, weights: Weights) -> Iterator[tuple[torch.Tensor, str]]:
         """What is written as it is, and of which weight."""
         start = 0
@@ -165,7 +170,7 @@ class LaidOutWeights:
             for parts, names in self._pairs:
                 torch._foreach_copy_(parts, [weights[name] for name in names])
             for held in self._held.values():
-                if held.weight is not None and not held.weight.is_plain:
+                if held.weight is not None and not held.is_plain:
                     held.weight.write(held.copy.tensor, [weights[name] for name in held.sources])
 
     def _paired(self, weights: Weights) -> list[tuple[list[torch.Tensor], list[str]]]:
@@ -174,7 +179,7 @@ class LaidOutWeights:
         others: tuple[list[torch.Tensor], list[str]] = [], []
         with torch.inference_mode(False):
             for held in self._held.values():
-                for part, name in held.parts(weights) if held.weight is None or held.weight.is_plain else ():
+                for part, name in held.parts(weights) if held.is_plain else ():
                     source = weights[name]
                     parts, names = alike if part.stride() == source.stride() and part.is_contiguous() else others
                     parts.append(part)
