@@ -85,16 +85,34 @@ def _lock(folder: Path) -> str:
     return str(Path(tempfile.gettempdir()) / f"slipstream-{NAME}-{digest}.lock")
 
 
+def read_values(folder: Path) -> Raw:
+    """The values of each sample, by `values_key` and what they are of; empty where none were kept.
+
+    One array holds all of them: an entry of the archive for each would take twice the room.
+    """
+    file = folder / f"{NAME}.npz"
+    if not file.exists():
+        return {}
+    with np.load(file) as held:
+        parts = np.split(held["values"], np.cumsum(held["lengths"])[:-1])
+        return dict(zip(map(str, held["names"]), parts, strict=True)) if len(held["names"]) else {}
+
+
 def _keep_values(folder: Path, raw: Raw, keys: set[str]) -> None:
     values = folder / f"{NAME}.npz"
-    older = dict(np.load(values)) if values.exists() else {}
-    together = {**older, **{name: each.astype(np.float16) for name, each in raw.items()}}
+    older = read_values(folder)
+    together: dict[str, NDArray[Any]] = {**older, **{name: each.astype(np.float16) for name, each in raw.items()}}
     wanted = {f"{key}-{what}" for key in keys for what in _VALUES}
     kept = {name: each for name, each in together.items() if name in wanted}
     if not raw and len(kept) == len(older):
         return
     with open(part := folder / f"{NAME}.npz.part", "wb") as stream:
-        np.savez_compressed(stream, **kept)
+        np.savez_compressed(
+            stream,
+            names=np.array(list(kept), str),
+            lengths=np.array([len(each) for each in kept.values()], np.int64),
+            values=np.concatenate([*kept.values(), np.empty(0, np.float16)]),
+        )
     os.replace(part, values)
 
 

@@ -14,7 +14,7 @@ from slipstream.benchmarks.page import DOCS
 from slipstream.benchmarks.rows import RESULTS
 from slipstream.benchmarks.skipping import protocol
 from slipstream.benchmarks.skipping.page import HELP, NAME, page, write_page
-from slipstream.benchmarks.skipping.results import EXEMPT, condition_of, disagreements, is_judged, read
+from slipstream.benchmarks.skipping.results import EXEMPT, condition_of, disagreements, is_judged, read, read_values
 from slipstream.benchmarks.skipping.shown import measured, with_figures
 from slipstream.sampling.measured import MEASURED, closeness
 from slipstream.sampling.presets import PRESETS, Use
@@ -73,7 +73,7 @@ def test_every_row_of_a_preset_has_what_the_table_needs(rows: list[dict[str, Any
 
 
 def test_rows_follow_from_the_values_of_each_sample(rows: list[dict[str, Any]]) -> None:
-    values = np.load(RESULTS / f"{NAME}.npz")
+    values = read_values(RESULTS)
     found = {
         name.removesuffix("-preset"): values[name].mean(dtype=np.float64) for name in values if name.endswith("-preset")
     }
