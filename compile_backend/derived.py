@@ -10,10 +10,7 @@ from typing import Any
 import torch
 
 from ..core.dtypes import dtype_name, dtype_named
-
-FP8 = torch.float8_e4m3fn
-LARGEST = {FP8: 448.0, torch.int8: 127.0}
-"""The largest number that quantised weights and inputs may have."""
+from ..core.eight_bits import FP8, quantised, scale_of_rows
 
 
 class Form(str, Enum):
@@ -90,18 +87,3 @@ class DerivedWeight:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DerivedWeight:
         return cls(tuple(data["sources"]), Form(data["form"]), dtype_named(data["eight_bits"]))
-
-
-def scale_of_rows(rows: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
-    """By what each row is to be divided so that its largest number becomes the largest of `eight_bits`; fp32 [..., 1].
-
-    Symmetric quantisation with a scale for each row, as in torchao's dynamic recipes.
-    """
-    largest = rows.abs().amax(dim=-1, keepdim=True).float()
-    return (largest * (1 / LARGEST[eight_bits])).clamp(min=1e-12)
-
-
-def quantised(rows: torch.Tensor, scale: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
-    """Rows in eight bits. No number of a row exceeds its scale, so nothing has to be cut off."""
-    scaled = rows.float() * scale.reciprocal()
-    return (scaled.round() if eight_bits == torch.int8 else scaled).to(eight_bits)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.dtypes import dtype_named, dtype_of
+from ..core.eight_bits import DTYPES, why_no_layer, why_not_on
 from ..core.environment import Environment
 from ..core.errors import BackendUnavailable, BuildFailed, IncompatibleEngine, UnsupportedModel
 from ..core.progress import Progress, ProgressCallback
@@ -18,7 +19,7 @@ from ..core.spec import EngineSpec, Optimize, Precision
 from ..core.streams import on_device
 from .build import PlanBuilder
 from .engine import TensorRTEngine
-from .export import ExportedGraph, export_graph, save_graph
+from .export import ExportedGraph, bytes_of_weights, export_graph, save_graph
 from .fingerprint import fingerprints
 from .library import Library, find_library
 from .requirements import advice, advice_on_packages, missing_packages
@@ -31,6 +32,8 @@ RECIPE = 1
 """Raise when export, surgery or build make another plan of the same model: it makes new engines of all old ones."""
 ALL, NEEDED = "all", "needed"
 """Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
+_NEEDED = ("split_sequences", "fold_constants", "forget_empty_sizes")
+_NEEDED_FOR_EIGHT_BITS = (*_NEEDED, "fold_transposes")
 
 
 class TensorRTBackend:
@@ -71,13 +74,15 @@ class TensorRTBackend:
         return None
 
     def why_unsupported(self, spec: EngineSpec) -> str | None:
-        if spec.quantised is not None:
-            return f"TensorRT engines do not compute in {spec.numbers} here; choose backend compiled for that"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            library = find_library(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            library = find_library(device)
         except BackendUnavailable as error:
             return str(error)
-        return library.why_not_precision(spec.precision)
+        reason = library.why_not_precision(spec.precision)
+        if reason is None and spec.quantised is not None:
+            reason = library.why_not_in_eight_bits or why_not_on(device, spec.quantised)
+        return reason
 
     def build_bytes(self, spec: EngineSpec) -> int:
         """The weights once in the network and once in the plan, and as much again to try kernels in."""
@@ -115,7 +120,7 @@ def _build(job: BuildJob, progress: ProgressCallback) -> Artifact:
     progress(Progress("export", None, "exporting the model"))
     graph = export_graph(job, max(library.opset, 18))
     progress(Progress("export", None, "simplifying the graph"))
-    graph, reports = _operated(graph, library, str(job.spec.backend.options["surgery"]))
+    graph, reports = _operated(graph, library, job.spec)
     numbers = _read_weights(job.weights) if job.spec.backend.contains_weights else None
     path = save_graph(graph.model, graph.weights, job.directory, numbers)
     share = sparse_share(numbers.values()) if numbers else 0.0
@@ -135,15 +140,21 @@ def _maker(library: Library) -> str:
     return f"{library.name} {library.version}"
 
 
-def _operated(graph: ExportedGraph, library: Library, passes: str = ALL) -> tuple[ExportedGraph, list[Any]]:
+def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple[ExportedGraph, list[Any]]:
+    """
+    Raises:
+        UnsupportedModel: eight bits were asked for, and no layer gains by them.
+    """
     from .surgery import lower_to_opset_17, operate
 
-    weights = dict(graph.weights)
-    only = None if passes == ALL else ("split_sequences", "fold_constants", "forget_empty_sizes")
-    model, reports = operate(graph.model, weights, opset=max(library.opset, 18), only=only)
+    weights, eight_bits = dict(graph.weights), DTYPES[spec.quantised] if spec.quantised else None
+    only = None if spec.backend.options["surgery"] == ALL else _NEEDED if eight_bits is None else _NEEDED_FOR_EIGHT_BITS
+    model, reports = operate(graph.model, weights, opset=max(library.opset, 18), only=only, eight_bits=eight_bits)
+    if eight_bits is not None and not any(source.eight_bits for source in weights.values()):
+        raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
     if library.opset < 18:
         model = lower_to_opset_17(model)
-    return ExportedGraph(model, weights, graph.weight_bytes), reports
+    return ExportedGraph(model, weights, bytes_of_weights(model, weights)), reports
 
 
 def _signature(

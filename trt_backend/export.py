@@ -153,10 +153,15 @@ def _without_weights(model: Any, module: torch.nn.Module) -> ExportedGraph:
         value.const_value = onnx_ir.ExternalTensor(
             WEIGHTS, 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name, base_dir=""
         )
-    total = sum(state[name].nbytes for name in weights)
     proto = serde.serialize_model(model)
     _name_axes(proto)
-    return ExportedGraph(proto, weights, total)
+    return ExportedGraph(proto, weights, bytes_of_weights(proto, weights))
+
+
+def bytes_of_weights(model: onnx.ModelProto, weights: WeightMap) -> int:
+    """Of all that a graph's initializers refer to."""
+    there = (tensor for tensor in model.graph.initializer if tensor.name in weights)
+    return sum(int(_entry(tensor, "length").value) for tensor in there)
 
 
 def _name_axes(model: onnx.ModelProto) -> None:

@@ -110,6 +110,13 @@ class Library:
             return f"TensorRT {self.version} has no bf16; use fp16, or TensorRT 10 or newer"
         return None
 
+    @property
+    def why_not_in_eight_bits(self) -> str | None:
+        """Why older ones do not: they read no graph of opset 21, the first that says such numbers in all dtypes."""
+        if self.opset >= 21:
+            return None
+        return f"TensorRT {self.version} does not compute in 8 bits here, 10.9 and newer do; choose backend compiled"
+
     # ------------------------------------------------------------------------------------------------ building
 
     def new_builder(self) -> Any:
@@ -246,10 +253,10 @@ class Library:
     def torch_dtype(self, dtype: Any) -> torch.dtype:
         """
         Raises:
-            KeyError: no input or output of ours has it.
+            KeyError: no input, output or weight of ours has it.
         """
         names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
-        names["BOOL"] = "bool"
+        names |= {"BOOL": "bool", "FP8": "float8_e4m3fn", "INT8": "int8"}
         known = {getattr(self.trt.DataType, ours): theirs for ours, theirs in names.items() if _has(self.trt, ours)}
         found: torch.dtype = getattr(torch, known[dtype])
         return found

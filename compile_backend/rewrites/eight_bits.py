@@ -1,9 +1,6 @@
 """Large linear layers in eight bits, inputs quantised row by row as they come: attacks compute, and bandwidth.
 
-Which layers gain was found by measurement: those of feed-forward blocks, which widen or narrow. Their input comes from
-a norm or an activation, so that the kernel which computes it quantises it as well. What attention gives would take a
-kernel more, as much time as the layer saves; small layers are not faster in eight bits. Query, key and value would gain
-another 3 % of SDXL's call in fp8, but with them the result is off by 6 % instead of 4 %.
+Which layers gain, `core/eight_bits.py` says.
 """
 
 from __future__ import annotations
@@ -11,35 +8,12 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ...core.spec import Quantised
-from ..derived import FP8, DerivedWeight, Form, quantised, scale_of_rows
+from ...core.eight_bits import FP8, gains, quantised, scale_of_rows
+from ..derived import DerivedWeight, Form
 from .graph import Graph, argument, aten, shape_of
-
-LEAST_COLUMNS = 640
-LEAST_PRODUCT = 2_500_000_000
-"""Multiplications of a layer that gains, in one call."""
 
 _LONG = 2048
 _LEAST_PART = 256
-_STEP = 16
-"""Rows and columns of an eight-bit weight are multiples of it."""
-
-CHOOSE_AUTO = "choose precision auto, in the node or, if that is on auto already, in Slipstream's settings"
-
-_LEAST_CAPABILITY = {Quantised.FP8: (8, 9), Quantised.INT8: (8, 0)}
-_CHIPS = {
-    Quantised.FP8: "an NVIDIA Ada, Hopper or Blackwell GPU (RTX 40 series or newer)",
-    Quantised.INT8: "an NVIDIA Ampere GPU (RTX 30 series) or newer",
-}
-
-
-def why_not_on(device: torch.device, wanted: Quantised) -> str | None:
-    """Why this chip cannot multiply so; None where it can."""
-    if device.type != "cuda":
-        return None
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[wanted]:
-        return None
-    return f"{wanted.value} needs {_CHIPS[wanted]}; {CHOOSE_AUTO}"
 
 
 def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
@@ -57,10 +31,7 @@ def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
 def _gains(node: Node) -> bool:
     assert isinstance(node.args[0], Node)
     columns, rows = shape_of(node.args[0])[-1], shape_of(node)[-1]
-    samples = node.args[0].meta["val"].numel() // columns
-    large = columns >= LEAST_COLUMNS and samples * rows * columns >= LEAST_PRODUCT
-    of_attention = rows in (columns, 2 * columns, 3 * columns)
-    return large and not of_attention and rows % _STEP == 0 and columns % _STEP == 0
+    return gains(node.args[0].meta["val"].numel() // columns, columns, rows)
 
 
 def _quantise(graph: Graph, node: Node, source: str, eight_bits: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..derived import FP8
+from ...core.eight_bits import FP8
 from .eight_bits import fp8_linear, fp8_product, in_eight_bits, of_product
 from .graph import Graph, argument, aten, is_call, shape_of
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from ..derived import FP8, LARGEST
+from ...core.eight_bits import FP8, LARGEST
 from .gated import LONGEST, parts_of
 
 _LARGEST = tl.constexpr(LARGEST[FP8])

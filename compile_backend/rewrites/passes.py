@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.export import ExportedProgram
 
+from ...core.eight_bits import CHOOSE_AUTO, DTYPES, why_no_layer, why_not_on
 from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Tensors
 from ...core.spec import EngineSpec, Quantised
-from ..derived import FP8, DerivedWeight
+from ..derived import DerivedWeight
 from ..modules import module_of
 from ..options import JOINED_PERCENT, PACKAGED, REWRITES
-from .eight_bits import CHOOSE_AUTO, quantise_linears, why_not_on
+from .eight_bits import quantise_linears
 from .gated import fuse_gates, runs_on
 from .graph import Graph
 from .group_norm import by_channel
@@ -39,9 +40,6 @@ class Rewritten:
     derived: Mapping[str, DerivedWeight]
     eight_bits: int = 0
     as_it_is: str = ""
-
-
-_EIGHT_BITS = {Quantised.FP8: FP8, Quantised.INT8: torch.int8}
 
 
 def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
@@ -86,12 +84,9 @@ def _rewritten(
         by_products(graph)
     count = 0
     if spec.quantised is not None:
-        count = quantise_linears(graph, _EIGHT_BITS[spec.quantised])
+        count = quantise_linears(graph, DTYPES[spec.quantised])
         if not count:
-            raise UnsupportedModel(
-                f"{spec.fingerprint.architecture_name} has no linear layer that is faster in {spec.numbers} at this "
-                f"size; {CHOOSE_AUTO}"
-            )
+            raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
         if gates:
             fuse_gates(graph)
     join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)

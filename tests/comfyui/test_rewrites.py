@@ -16,7 +16,6 @@ from slipstream.compile_backend.engine import CompiledEngine
 from slipstream.compile_backend.modules import assign
 from slipstream.compile_backend.options import JOINED_PERCENT, PACKAGED, REWRITES
 from slipstream.compile_backend.program import export_program, load_constants
-from slipstream.compile_backend.rewrites import eight_bits
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, ModelSource
 from slipstream.core.spec import BackendConfig, Quantised
@@ -118,8 +117,8 @@ def test_what_is_compiled_computes_what_the_model_does(name: str, tmp_path: Path
 def test_eight_bits_follow_a_change_of_the_weights(
     name: str, quantised: Quantised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eight_bits, "LEAST_COLUMNS", 32)
-    monkeypatch.setattr(eight_bits, "LEAST_PRODUCT", 1)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_COLUMNS", 32)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_PRODUCT", 1)
     source, shapes = MODELS[name]()
     engine, _ = engine_of(job_of(source, shapes, tmp_path, quantised))
     inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, 1)
@@ -149,8 +148,8 @@ def test_pictures_in_eight_bits_are_near_those_of_the_model(
     `least` is of the worst picture, in dB; `most` of a step in the mean, relative: of the last ones, where little noise
     is left to predict, the error is several times as large.
     """
-    monkeypatch.setattr(eight_bits, "LEAST_COLUMNS", 16)
-    monkeypatch.setattr(eight_bits, "LEAST_PRODUCT", 1)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_COLUMNS", 16)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_PRODUCT", 1)
     captions = ["a large red circle left of a small blue square on a white background"] * _PICTURES
     noise = torch.randn(_PICTURES, 4, 32, 32, generator=torch.Generator().manual_seed(6))
     plain = Subject(captions, noise)

@@ -89,6 +89,14 @@ class Operation:
 
         return gs.Constant(self.fresh(name), value)
 
+    def number(self, name: str, value: float, kind: int) -> gs.Constant:
+        """A constant of no axes, of a dtype as ONNX numbers it: NumPy lacks some."""
+        import onnx
+        import onnx_graphsurgeon as gs
+        from onnx_graphsurgeon.ir.tensor import LazyValues
+
+        return gs.Constant(self.fresh(name), LazyValues(onnx.helper.make_tensor(name, kind, (), [value])))
+
     def variable(self, name: str, like: gs.Tensor, shape: Sequence[Dim | None] | None) -> gs.Variable:
         """A new tensor of the dtype of `like`."""
         import onnx_graphsurgeon as gs
@@ -208,36 +216,56 @@ def value_of_node(node: gs.Node) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def lay_out(weight: gs.Constant, shape: Sequence[int]) -> None:
-    """Declare a weight's initializer to have another shape, of the same dtype.
+def lay_out(weight: gs.Constant, shape: Sequence[int], kind: int | None = None) -> None:
+    """Declare a weight's initializer to have another shape, or another dtype.
 
-    A reference to external data keeps its place where the number of elements stays. Where it grows, the reference
+    A reference to external data keeps its place where the number of bytes stays. Where it changes, the reference
     starts at offset 0 and has the length that the new shape needs: the caller makes the file long enough.
-    Data that lies in the graph itself is left as it is, or becomes zeros where the number grows.
+    Data that lies in the graph itself is left as it is, or becomes zeros where the number of bytes changes.
+
+    Args:
+        kind: the dtype as ONNX numbers it; None leaves it.
     """
-    import onnx
     from onnx_graphsurgeon.ir.tensor import LazyValues
+
+    weight.values = LazyValues(_declared(weight, shape, kind))
+
+
+def named_weight(operation: Operation, name: str, beside: gs.Constant, shape: Sequence[int], dtype: Any) -> gs.Constant:
+    """One more initializer for a weight, which lies where `beside` does."""
+    import onnx
+    import onnx_graphsurgeon as gs
+    from onnx_graphsurgeon.ir.tensor import LazyValues
+
+    proto = _declared(beside, shape, int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))))
+    proto.name = operation.fresh(name)
+    return gs.Constant(proto.name, LazyValues(proto))
+
+
+def _declared(weight: gs.Constant, shape: Sequence[int], kind: int | None) -> onnx.TensorProto:
+    import onnx
 
     proto = onnx.TensorProto()
     proto.CopyFrom(weight._values.tensor)
-    same = prod(proto.dims) == prod(shape)
+    same = prod(proto.dims) == prod(shape) and kind in (None, proto.data_type)
     del proto.dims[:]
     proto.dims.extend(shape)
     if not same:
-        _resize(proto)
-    weight.values = LazyValues(proto)
+        _resize(proto, proto.data_type if kind is None else kind)
+    return proto
 
 
-def _resize(proto: onnx.TensorProto) -> None:
-    """Make the data, or the reference to it, as long as the shape says."""
+def _resize(proto: onnx.TensorProto, kind: int) -> None:
+    """Make the data, or the reference to it, as long as the shape and the dtype say."""
     import onnx
 
-    length = prod(proto.dims) * onnx.helper.tensor_dtype_to_np_dtype(proto.data_type).itemsize
+    length = prod(proto.dims) * onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
+    before, proto.data_type = proto.data_type, kind
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         location = next(entry.value for entry in proto.external_data if entry.key == "location")
         del proto.external_data[:]
         for key, value in (("location", location), ("offset", "0"), ("length", str(length))):
             proto.external_data.add(key=key, value=value)
         return
-    proto.ClearField(onnx.helper.tensor_dtype_to_field(proto.data_type))
+    proto.ClearField(onnx.helper.tensor_dtype_to_field(before))
     proto.raw_data = bytes(length)

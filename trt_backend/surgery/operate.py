@@ -11,6 +11,7 @@ from ..weight_map import WeightMap
 from .attention import mark_attention_decomposable, recover_attention
 from .cleanup import remove_idle
 from .constants import fold_constants, merge_duplicates
+from .eight_bits import quantise_products
 from .empty_sizes import forget_empty_sizes
 from .graph import Operation
 from .normalization import recover_group_norm, recover_layer_norm
@@ -22,6 +23,7 @@ from .transposes import fold_transposes
 
 if TYPE_CHECKING:
     import onnx
+    import torch
 
 Pass = Callable[[Operation], int]
 
@@ -53,7 +55,12 @@ class PassReport:
 
 
 def operate(
-    model: onnx.ModelProto, weights: WeightMap, *, opset: int, only: Container[str] | None = None
+    model: onnx.ModelProto,
+    weights: WeightMap,
+    *,
+    opset: int,
+    only: Container[str] | None = None,
+    eight_bits: torch.dtype | None = None,
 ) -> tuple[onnx.ModelProto, list[PassReport]]:
     """Return the graph as TensorRT builds it best, and what each pass did, in the order they first ran.
 
@@ -65,6 +72,7 @@ def operate(
             than it was: the caller makes the file long enough.
         opset: the graph's, or a later one: it is declared to be of that opset then.
         only: names of the passes to run; None runs all.
+        eight_bits: float8_e4m3fn or int8, for the products that gain by it; None leaves all as they are.
 
     Raises:
         UnsupportedModel: an operator means something else in `opset`.
@@ -81,6 +89,8 @@ def operate(
             if not _run(REPEATED, operation, counts, only):
                 break
             operation = _begin(_finished(operation), weights, opset)
+        if eight_bits is not None:
+            counts[quantise_products.__name__] = quantise_products(operation, eight_bits)
         _run(LAST, operation, counts, only)
         finished = _finished(operation)
     _forget_missing(finished, weights)

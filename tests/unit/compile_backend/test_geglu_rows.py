@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.compile_backend.derived import FP8, quantised, scale_of_rows
-from slipstream.compile_backend.rewrites import eight_bits, gated, rewrite
+from slipstream.compile_backend.rewrites import gated, rewrite
+from slipstream.core.eight_bits import FP8, quantised, scale_of_rows
 from slipstream.core.spec import Quantised
 from slipstream.tests.unit.compile_backend.test_rewrites import Gated, off, spec_of, with_weights
 
@@ -85,7 +85,7 @@ def test_rows_that_the_kernel_would_misread_are_refused() -> None:
 def test_a_compiled_program_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As engines are made: exported, written anew, and compiled ahead of time."""
     for name, value in (("LEAST_COLUMNS", 16), ("LEAST_PRODUCT", 1)):
-        monkeypatch.setattr(eight_bits, name, value)
+        monkeypatch.setattr(f"slipstream.core.eight_bits.{name}", value)
     device = torch.device("cuda", 0)
     module = Gated().to(device, torch.float16).eval()
     example = {"x": torch.randn(2, 16, 32, device=device, dtype=torch.float16)}

@@ -33,6 +33,7 @@ from slipstream.compile_backend.rewrites import (
     rewrite,
     wide_attention,
 )
+from slipstream.core.eight_bits import why_not_on
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Quantised
@@ -227,8 +228,8 @@ def test_constants_and_unsaved_buffers_survive() -> None:
 
 @pytest.fixture
 def small_layers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "LEAST_COLUMNS", 16)
-    monkeypatch.setattr(eight_bits, "LEAST_PRODUCT", 1)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_COLUMNS", 16)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_PRODUCT", 1)
 
 
 @pytest.mark.usefixtures("small_layers_gain")
@@ -403,8 +404,8 @@ def test_a_model_without_large_layers_says_so() -> None:
 
 def test_a_chip_without_such_arithmetic_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    assert "Ada" in (eight_bits.why_not_on(torch.device("cuda"), Quantised.FP8) or "")
-    assert eight_bits.why_not_on(torch.device("cuda"), Quantised.INT8) is None
+    assert "Ada" in (why_not_on(torch.device("cuda"), Quantised.FP8) or "")
+    assert why_not_on(torch.device("cuda"), Quantised.INT8) is None
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])

@@ -44,6 +44,7 @@ from slipstream.tests.fakes import (
     make_model,
     wait_until,
 )
+from slipstream.tests.unit.trt_backend.support import library_of
 from slipstream.trt_backend import TensorRTBackend
 
 CALL = CallShape.of(make_inputs())
@@ -186,26 +187,31 @@ def test_an_engine_in_eight_bits_is_told_of_as_that(provider: EngineProvider, so
     assert ask(provider, source).plan != offer.plan, "auto is another engine"
 
 
+@pytest.fixture
+def old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> NullBackend:
+    """8.6 is the only one that knows no eight bits."""
+    monkeypatch.setattr("slipstream.trt_backend.backend.find_library", lambda device: library_of("8.6.1")[0])
+    backend = NullBackend("tensorrt")
+    backend.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]
+    return backend
+
+
 def test_a_backend_without_eight_bits_gives_way(
-    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker, old_tensorrt: NullBackend
 ) -> None:
-    other = NullBackend("tensorrt")
-    other.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]
-    provider.backends.insert(0, other)
+    provider.backends.insert(0, old_tensorrt)
     offer = ask(provider, source, FP8)
     assert offer.plan is not None and offer.plan.backend.name == "null"
     assert [job.spec.backend.name for job in worker.jobs] == ["null"]
 
 
 def test_tensorrt_by_name_says_that_it_has_no_eight_bits(
-    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker, old_tensorrt: NullBackend
 ) -> None:
-    other = NullBackend("tensorrt")
-    other.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]
-    provider.backends.append(other)
+    provider.backends.append(old_tensorrt)
     for policy in BuildPolicy:
         offer = ask(provider, source, replace(FP8, policy=policy, backend=BackendChoice.TENSORRT))
-        assert offer.engine is None and "tensorrt: TensorRT engines do not compute in fp8 here" in offer.reason
+        assert offer.engine is None and "tensorrt: TensorRT 8.6.1 does not compute in 8 bits here" in offer.reason
     assert not worker.builds and not provider.store.list()
 
 

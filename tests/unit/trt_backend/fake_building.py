@@ -23,6 +23,8 @@ _TYPES = {
     onnx.TensorProto.INT32: "INT32",
     onnx.TensorProto.INT64: "INT64",
     onnx.TensorProto.BOOL: "BOOL",
+    onnx.TensorProto.INT8: "INT8",
+    onnx.TensorProto.FLOAT8E4M3FN: "FP8",
 }
 PLAN = b"ftrt"
 CACHE = b"ptrt"

@@ -15,7 +15,8 @@ import onnx
 
 from slipstream.tests.unit.trt_backend.fake_building import complain, data_type, dims, read_plan
 
-_NUMPY = {"FLOAT": "float32", "HALF": "float16", "INT32": "int32", "INT64": "int64", "BOOL": "bool"}
+_NUMPY = {"FLOAT": "float32", "HALF": "float16", "INT32": "int32", "INT64": "int64", "BOOL": "bool", "INT8": "int8"}
+_NUMPY["FP8"] = "float8_e4m3fn"
 Shape = tuple[int, ...]
 
 
@@ -121,8 +122,9 @@ class ICudaEngine:
         return 1001 + 4 * sum(math.prod(shape) for shape in shapes)
 
     def _compute(self, feeds: dict[str, Any]) -> dict[str, Any]:
-        found = self._session.run(list(self._outputs), {**self._weights, **feeds})
-        return dict(zip(self._outputs, found, strict=True))
+        values = {name: _value(array) for name, array in {**self._weights, **feeds}.items()}
+        found = self._session.run_with_ort_values(list(self._outputs), values)
+        return {name: value.numpy() for name, value in zip(self._outputs, found, strict=True)}
 
     def _dtype(self, name: str) -> str:
         return _NUMPY[self.get_tensor_dtype(name).name]
@@ -137,6 +139,15 @@ class ICudaEngine:
                 feeds[name] = np.zeros(tensor.dims, onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type))
             self._known_shapes[key] = {name: found.shape for name, found in self._compute(feeds).items()}
         return self._known_shapes[key]
+
+
+def _value(array: np.ndarray[Any, Any]) -> Any:
+    """As onnxruntime takes it, which does not know NumPy's eight-bit floats."""
+    from onnxruntime import OrtValue
+
+    if array.dtype.name != _NUMPY["FP8"]:
+        return OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), onnx.TensorProto.FLOAT8E4M3FN)
 
 
 def _session(model: onnx.ModelProto, fed: set[str]) -> Any:

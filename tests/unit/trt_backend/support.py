@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from slipstream.core.dtypes import dtype_name, dtype_named, dtype_of, input_dtypes
+from slipstream.core.eight_bits import DTYPES
 from slipstream.core.environment import Environment
 from slipstream.core.progress import ProgressCallback, ignore_progress
 from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
-from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
+from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Quantised, Role
 from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
 from slipstream.tests.unit.trt_backend.fake_tensorrt import FakeTensorRT, fake_tensorrt
 from slipstream.trt_backend.build import PlanBuilder
@@ -37,7 +38,7 @@ NO_CACHE = TimingCache(None, "fake", None)
 
 
 class SmallNet(nn.Module):
-    """Convolution, group norm, linear, attention over a context."""
+    """Convolution, group norm, linear, attention over a context, feed-forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +46,7 @@ class SmallNet(nn.Module):
         self.norm = nn.GroupNorm(4, 16)
         self.time = nn.Linear(1, 16)
         self.query, self.key, self.value = nn.Linear(16, 16), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.wide, self.narrow = nn.Linear(16, 64), nn.Linear(64, 16)
         self.out = nn.Conv2d(16, 4, 3, padding=1)
 
     def forward(self, x: torch.Tensor, timesteps: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,6 +56,7 @@ class SmallNet(nn.Module):
         tokens = h.flatten(2).transpose(1, 2)
         q, k, v = (_heads(layer(source)) for layer, source in self._parts(tokens, context))
         found = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        found = found + self.narrow(nn.functional.gelu(self.wide(found)))
         return (self.out(h + found.transpose(1, 2).reshape(batch, 16, height, width)),)
 
     def _parts(self, tokens: torch.Tensor, context: torch.Tensor) -> list[tuple[nn.Module, torch.Tensor]]:
@@ -85,7 +88,10 @@ THREE = (profile((1, 1, 1), (8, 8, 8), 8), profile((2, 2, 2), (16, 16, 16), 16),
 
 
 def make_spec(
-    precision: Precision = Precision.FP32, profiles: tuple[ShapeProfile, ...] = (STATIC,), **options: Any
+    precision: Precision = Precision.FP32,
+    profiles: tuple[ShapeProfile, ...] = (STATIC,),
+    quantised: Quantised | None = None,
+    **options: Any,
 ) -> EngineSpec:
     dtype = dtype_name(dtype_of(precision))
     return EngineSpec(
@@ -98,6 +104,7 @@ def make_spec(
         optimize=Optimize.FAST_BUILD,
         backend=BackendConfig("tensorrt", {**OPTIONS, **options}),
         more_profiles=profiles[1:],
+        quantised=quantised,
     )
 
 
@@ -136,19 +143,27 @@ def library_of(release: str) -> tuple[Library, FakeTensorRT]:
 
 
 @functools.cache
-def _exported(opset: int, lowered: bool, precision: Precision, profiles: tuple[ShapeProfile, ...]) -> ExportedGraph:
+def _exported(
+    opset: int,
+    lowered: bool,
+    precision: Precision,
+    profiles: tuple[ShapeProfile, ...],
+    quantised: Quantised | None,
+) -> ExportedGraph:
     """For each opset once in a session: it takes seconds."""
     with tempfile.TemporaryDirectory() as folder:
         architecture = SmallArchitecture(SmallNet, outputs=("out",))
         job = BuildJob(Path(folder), make_spec(precision, profiles), architecture, CPU, Environment.current(CPU))
         graph = export_graph(job, opset)
     weights = dict(graph.weights)
-    model, _ = operate(graph.model, weights, opset=opset)
+    eight_bits = DTYPES[quantised] if quantised else None
+    with mock.patch.multiple("slipstream.core.eight_bits", LEAST_COLUMNS=16, LEAST_PRODUCT=1):
+        model, _ = operate(graph.model, weights, opset=opset, eight_bits=eight_bits)
     return ExportedGraph(lower_to_opset_17(model) if lowered else model, weights, graph.weight_bytes)
 
 
 def exported(library: Library, spec: EngineSpec) -> ExportedGraph:
-    graph = _exported(max(library.opset, 18), library.opset < 18, spec.precision, spec.profiles)
+    graph = _exported(max(library.opset, 18), library.opset < 18, spec.precision, spec.profiles, spec.quantised)
     return ExportedGraph(copy.deepcopy(graph.model), dict(graph.weights), graph.weight_bytes)
 
 

@@ -185,8 +185,9 @@ def test_dtypes(release: str) -> None:
     found, trt = library_of(release)
     assert found.torch_dtype(trt.DataType.HALF) == torch.float16
     assert found.torch_dtype(trt.DataType.FLOAT) == torch.float32
+    assert found.torch_dtype(trt.DataType.FP8) == torch.float8_e4m3fn
     with pytest.raises(KeyError):
-        found.torch_dtype(trt.DataType.FP8)
+        found.torch_dtype(trt.DataType.UINT8)
 
 
 def test_only_the_last_errors_are_told() -> None:

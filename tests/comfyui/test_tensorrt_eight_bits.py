@@ -1,0 +1,170 @@
+"""TensorRT's graphs in eight bits, without a GPU: computed by onnxruntime, read and built by TensorRT-RTX."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.eight_bits import DTYPES
+from slipstream.core.environment import Environment
+from slipstream.core.errors import BuildFailed
+from slipstream.core.progress import ignore_progress
+from slipstream.core.protocols import BuildJob, ModelSource
+from slipstream.core.shapes import ShapeProfile
+from slipstream.core.spec import Precision, Quantised
+from slipstream.hosts.comfy.demo_model import load_demo_model
+from slipstream.hosts.comfy.source import ComfyUNetSource
+from slipstream.runtime.bake import baked
+from slipstream.runtime.plan import CallShape, plans
+from slipstream.runtime.settings import BackendChoice, Settings
+from slipstream.runtime.verify import LIMIT_OF_QUANTISED, relative_error
+from slipstream.tests.comfyui.test_rewrites import MODELS, Shapes
+from slipstream.tests.comfyui.test_tensorrt import (
+    FOR_TENSORRT_ALONE,
+    NEEDED,
+    BuildsHere,
+    job_for,
+    plan_bytes,
+    run_graph,
+)
+from slipstream.trt_backend import TensorRTBackend
+from slipstream.trt_backend.export import export_graph, save_graph
+from slipstream.trt_backend.library import Library, find_library
+from slipstream.trt_backend.signature import PlanSignature
+from slipstream.trt_backend.surgery import PASSES, operate
+
+CPU = torch.device("cpu")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed")
+
+CHIPS = {Quantised.FP8: ("SM89", "SM120"), Quantised.INT8: ("SM80", "SM120")}
+"""The oldest and the newest that compute so."""
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_COLUMNS", 32)
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_PRODUCT", 1)
+
+
+def job_of(source: ModelSource, shapes: Shapes, precision: Precision, quantised: Quantised, folder: Path) -> BuildJob:
+    job = job_for(source.architecture, ShapeProfile.static(shapes), precision, folder)
+    return BuildJob(folder, replace(job.spec, quantised=quantised), source.architecture, CPU, Environment.current(CPU))
+
+
+def graph_of(job: BuildJob) -> tuple[Any, Any, Counter[str]]:
+    exported = export_graph(job, 23)
+    weights = dict(exported.weights)
+    passes, eight_bits = set(PASSES) - {FOR_TENSORRT_ALONE}, DTYPES[job.spec.quantised]
+    model, _ = operate(exported.model, weights, opset=23, only=passes, eight_bits=eight_bits)
+    return model, weights, Counter(node.op_type for node in model.graph.node)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "quantised"),
+    [
+        ("sdxl", Precision.FP16, Quantised.FP8),
+        ("sdxl", Precision.FP32, Quantised.INT8),
+        ("sd3", Precision.FP32, Quantised.FP8),
+        ("flux", Precision.FP32, Quantised.INT8),
+        ("pixart", Precision.FP32, Quantised.FP8),
+    ],
+)
+def test_a_graph_is_near_the_model(
+    name: str, precision: Precision, quantised: Quantised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without calibration. Real TensorRT builds a plan of it."""
+    source, shapes = MODELS[name]()
+    job = job_of(source, shapes, precision, quantised, tmp_path)
+    model, weights, kinds = graph_of(job)
+    changed = {each.name for each in weights.values() if each.eight_bits}
+    read = kinds["QuantizeLinear"]  # once for all layers that read the same
+    assert 1 < read <= len(changed) and kinds["DequantizeLinear"] == read + len(changed), kinds
+    numbers = {key: tensor.detach() for key, tensor in source.weights(precision).items()}
+    dtypes = {key: getattr(torch, dtype) for key, dtype in job.spec.dtypes.items()}
+    inputs = source.architecture.random_inputs(shapes, dtypes, CPU, seed=3)
+    with torch.no_grad():
+        wanted = source.reference(inputs)
+    path = save_graph(model, weights, tmp_path, numbers)
+    found = relative_error(run_graph(path, inputs), wanted)
+    assert 1e-4 < found < LIMIT_OF_QUANTISED
+    marked, _ = operate(model, weights, opset=23, only={FOR_TENSORRT_ALONE})
+    path = save_graph(marked, weights, tmp_path, numbers)
+    for chip in CHIPS[quantised]:
+        monkeypatch.setattr(Library, "target_this_gpu", _for(chip))
+        assert plan_bytes(job.spec, path, len(marked.graph.node)) > 0
+
+
+@pytest.mark.parametrize("quantised", list(Quantised))
+def test_tensorrt_lets_every_number_and_scale_be_replaced(quantised: Quantised, tmp_path: Path) -> None:
+    """Of a graph without numbers, as it is built for all checkpoints; the build itself needs a GPU."""
+    source, shapes = MODELS["sdxl"]()
+    model, weights, _ = graph_of(job_of(source, shapes, Precision.FP16, quantised, tmp_path))
+    marked, _ = operate(model, weights, opset=23, only={FOR_TENSORRT_ALONE})
+    path = save_graph(marked, weights, tmp_path)
+    library = find_library(CPU)
+    builder = library.new_builder()
+    network = library.new_network(builder)
+    parser = library.trt.OnnxParser(network, library.log.listener)
+    assert parser.parse_from_file(str(path)), library.log.said()
+    assert library.make_refittable(builder.create_builder_config(), network, weights) == []
+    assert len(weights) > len(source.architecture.weight_names), "a layer in eight bits has two"
+
+
+def _for(chip: str) -> Any:
+    def target(library: Library, config: Any) -> None:
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(library.trt.ComputeCapability, chip), 0)
+
+    return target
+
+
+def built(source: ComfyUNetSource, precision: Precision | Quantised, folder: Path) -> PlanSignature:
+    """What TensorRT's backend makes of the demo model in fp16, its weights inside: others need a GPU to be built."""
+    settings = Settings(backend=BackendChoice.TENSORRT, precision=precision, bake=True, compute=Precision.FP16)
+    shapes = {"x": (2, 4, 32, 32), "timesteps": (2,), "context": (2, 77, source.architecture.config["context_dim"])}
+    call = CallShape(tuple((name, shape, torch.float32) for name, shape in shapes.items()))
+    (plan,) = plans(source.architecture, call, source.precision, CPU, settings, [BuildsHere()])
+    plan = baked(plan, source)
+    folder.mkdir()
+    assert plan.save_weights is not None
+    plan.save_weights(folder / "numbers.safetensors")
+    job = BuildJob(folder, plan.spec, source.architecture, CPU, plan.key.environment, folder / "numbers.safetensors")
+    artifact = TensorRTBackend().build(job, ignore_progress)
+    assert all((folder / name).stat().st_size for name in artifact.files)
+    return PlanSignature.read(folder)
+
+
+def test_a_plan_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are told of as what they take: half as much where they are in eight bits, and their scales."""
+    monkeypatch.setattr(Library, "target_this_gpu", _for("SM89"))
+    source = ComfyUNetSource(load_demo_model())
+    half, eight = (
+        built(source, precision, tmp_path / precision.value) for precision in (Precision.FP16, Quantised.FP8)
+    )
+    weights = source.weights(Precision.FP16)
+    feed_forward = [weights[name] for name in weights if ".ff.net." in name and weights[name].ndim == 2]
+    saved, scales = sum(map(torch.numel, feed_forward)), 4 * sum(map(len, feed_forward))
+    assert feed_forward and half.weight_bytes - eight.weight_bytes == saved - scales
+    assert set(half.baked) == set(eight.baked) == set(weights)
+
+
+def test_a_model_without_such_layers_is_told_what_to_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.core.eight_bits.LEAST_COLUMNS", 1 << 20)
+    source = ComfyUNetSource(load_demo_model())
+    with pytest.raises(BuildFailed, match="no linear layer that is faster in fp8 at this size; choose precision auto"):
+        built(source, Quantised.FP8, tmp_path / "fp8")
+
+
+def test_a_chip_without_such_arithmetic_is_told_what_to_choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source, shapes = MODELS["sdxl"]()
+    spec = job_of(source, shapes, Precision.FP16, Quantised.FP8, tmp_path).spec
+    assert TensorRTBackend().why_unsupported(spec) is None
+    monkeypatch.setattr("slipstream.trt_backend.backend.why_not_on", lambda device, wanted: f"{wanted.value} needs Ada")
+    assert TensorRTBackend().why_unsupported(spec) == "fp8 needs Ada"
