@@ -10,7 +10,7 @@ from .manifest import BuildRecord, FileRecord, Manifest, Verification, is_digest
 from .memo import WeightsMemo
 from .overflows import OverflowMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
-from .weights import digest_module_file, digest_tensors
+from .weights import digest_tensors
 from .wording import describe_differences
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "canonical",
     "canonical_json",
     "describe_differences",
-    "digest_module_file",
     "digest_of",
     "digest_tensors",
     "file_identity",

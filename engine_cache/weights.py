@@ -7,15 +7,12 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy
 import torch
 
 from ..core.errors import UnsupportedModel
-from .files import identity, sha256_of
 from .key import canonical_json
-from .memo import WeightsMemo
 
 _COLUMNS = 1024
 _WORD = torch.int32.itemsize
@@ -47,22 +44,6 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
     for name in names:
         digest.update(found[name].numpy().data)
     return digest.hexdigest()
-
-
-def digest_module_file(path: Path | str, memo: WeightsMemo | None = None) -> str:
-    """sha256 of a checkpoint file, in hex; read once and remembered by the file's identity.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    known = memo.get(path) if memo is not None else None
-    if known is not None:
-        return known
-    seen = identity(Path(path))
-    digest = sha256_of(Path(path))
-    if memo is not None:
-        memo.put(path, digest, seen)
-    return digest
 
 
 @contextmanager

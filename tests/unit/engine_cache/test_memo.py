@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine_cache import WeightsMemo, digest_module_file, weights
+from slipstream.engine_cache import WeightsMemo
 from slipstream.engine_cache.files import identity
 from slipstream.engine_cache.memo import KEPT
 
@@ -35,19 +34,9 @@ def memo(tmp_path: Path) -> WeightsMemo:
     return WeightsMemo(tmp_path / "store")
 
 
-def test_a_file_is_read_once(checkpoint: Path, memo: WeightsMemo, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest = digest_module_file(checkpoint, memo)
-    assert digest == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-    monkeypatch.setattr(weights, "sha256_of", lambda path: pytest.fail("read again"))
-    fresh = WeightsMemo(memo._memo.folder.parent)
-    assert digest_module_file(checkpoint, fresh) == digest
-    assert digest_module_file(str(checkpoint), fresh) == digest
-
-
-def test_without_a_memo_it_is_read_every_time(checkpoint: Path) -> None:
-    assert digest_module_file(checkpoint) == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-    with pytest.raises(OSError):
-        digest_module_file(checkpoint.parent / "gone", None)
+def test_another_process_knows_it_too(checkpoint: Path, memo: WeightsMemo) -> None:
+    assert memo.put(str(checkpoint), "d1", identity(checkpoint))
+    assert WeightsMemo(memo._memo.folder.parent).get(checkpoint) == "d1"
 
 
 def test_any_change_of_the_file_is_seen(checkpoint: Path, memo: WeightsMemo) -> None:
@@ -115,8 +104,8 @@ def test_it_is_bounded_and_forgets_the_oldest(checkpoint: Path, memo: WeightsMem
 def test_an_impossible_place_only_costs_time(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     memo = WeightsMemo(tmp_path / "file")
-    assert digest_module_file(checkpoint, memo) == digest_module_file(checkpoint, memo)
     assert memo.put(checkpoint, "d", identity(checkpoint)) is False
+    assert memo.get(checkpoint) is None
 
 
 def test_threads_do_not_lose_each_others_records(tmp_path: Path, memo: WeightsMemo) -> None:
