@@ -8,7 +8,7 @@ every model: the way of torchao's dynamic recipes, and of compiled engines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from .graph import Operation, dims, element_type, lay_out, named_weight
 if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
-_FLOAT, _HALF, _BF16, _INT8, _FP8 = 1, 10, 16, 3, 17
+_FLOAT, _HALF, _BF16, _INT8, _FP8, _BOOL = 1, 10, 16, 3, 17, 9
 """As ONNX numbers dtypes."""
 
 Known = dict[str, "tuple[gs.Tensor, gs.Tensor]"]
@@ -90,12 +90,18 @@ class _Maker:
         """x [..., columns] rounded to eight bits, none larger than 1, and by what it has to be multiplied, [..., 1]."""
         kind, shape, each = _kind(x), x.shape, [*x.shape[:-1], 1]
         axes = self._operation.constant("last_axis", np.array([-1], np.int64))
-        largest = self.node("ReduceMax", kind, each, self.node("Abs", kind, shape, x), axes)
+        largest = self.node("ReduceMax", kind, each, self._size(x), axes)
         by = self.node("Mul", _FLOAT, each, self.cast(largest, _FLOAT), self._number(1 / (self._largest * self._unit)))
         by = self.node("Max", _FLOAT, each, by, self._number(LEAST_SCALE / self._unit))
         divided = self.cast(self.node("Div", _FLOAT, shape, self.cast(x, _FLOAT), by), kind)
         small = self.node("QuantizeLinear", self.eight_bits, shape, divided, *self._unit_and_zero(kind))
         return self.dequantised(small, kind), by
+
+    def _size(self, x: gs.Tensor) -> gs.Tensor:
+        """|x|, and infinity for what is no number: a maximum overlooks that, and rounded it would look like one."""
+        kind = _kind(x)
+        is_none, infinity = self.node("IsNaN", _BOOL, x.shape, x), self._operation.number("infinity", inf, kind)
+        return self.node("Where", kind, x.shape, is_none, infinity, self.node("Abs", kind, x.shape, x))
 
     def dequantised(self, small: gs.Tensor, kind: int) -> gs.Tensor:
         """What numbers in eight bits count."""

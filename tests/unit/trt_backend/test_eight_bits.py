@@ -106,6 +106,17 @@ def test_no_row_is_too_small_or_too_large(wanted: Quantised, size: float, tmp_pa
 
 
 @BOTH
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(wanted: Quantised, wrong: float, tmp_path: Path) -> None:
+    """Rounded to a number, it would look like an answer."""
+    bench = Bench("11.4.0", tmp_path, make_spec(Precision.FP32, (STATIC,), wanted))
+    engine, weights = bench.load(), make_weights()
+    weights["wide.bias"][3] = wrong
+    engine.update_weights(weights)
+    assert not engine(**make_inputs(bench.spec))["out"].isfinite().any()
+
+
+@BOTH
 def test_a_lora_changes_numbers_and_scales_together_and_is_taken_back(wanted: Quantised, tmp_path: Path) -> None:
     bench = Bench("11.4.0", tmp_path, make_spec(Precision.FP32, (STATIC,), wanted))
     engine, weights, inputs = bench.load(), make_weights(), make_inputs(bench.spec)
