@@ -48,7 +48,7 @@ def why_no_layer(architecture: str, numbers: str) -> str:
     return f"{architecture} has no linear layer that is faster in {numbers} at this size; {CHOOSE_AUTO}"
 
 
-def gains(samples: int | None, columns: int, rows: int) -> bool:
+def gains(samples: int, columns: int, rows: int) -> bool:
     """Whether a layer of a weight [rows, columns] is worth it, by measurement on an H200: those of feed-forward blocks.
 
     What they read comes from a norm or an activation, so that the kernel which computes it quantises it as well. What
@@ -57,9 +57,9 @@ def gains(samples: int | None, columns: int, rows: int) -> bool:
     instead of 4 %.
 
     Args:
-        samples: rows of what it reads; None where that differs from call to call.
+        samples: rows of what it reads.
     """
-    large = columns >= LEAST_COLUMNS and (samples is None or samples * rows * columns >= LEAST_PRODUCT)
+    large = columns >= LEAST_COLUMNS and samples * rows * columns >= LEAST_PRODUCT
     of_attention = rows in (columns, 2 * columns, 3 * columns)
     return large and not of_attention and rows % _STEP == 0 and columns % _STEP == 0
 

@@ -81,7 +81,7 @@ class TensorRTBackend:
             return str(error)
         reason = library.why_not_precision(spec.precision)
         if reason is None and spec.quantised is not None:
-            reason = library.why_not_in_eight_bits or why_not_on(device, spec.quantised)
+            reason = why_not_on(device, spec.quantised) or library.why_not_in_eight_bits
         return reason
 
     def build_bytes(self, spec: EngineSpec) -> int:
@@ -117,6 +117,8 @@ class TensorRTBackend:
 
 def _build(job: BuildJob, progress: ProgressCallback) -> Artifact:
     library = find_library(job.device)
+    if job.spec.quantised is not None and (reason := why_not_on(job.device, job.spec.quantised)):
+        raise UnsupportedModel(reason)  # the machine may have several cards, of which this is another
     progress(Progress("export", None, "exporting the model"))
     graph = export_graph(job, max(library.opset, 18))
     progress(Progress("export", None, "simplifying the graph"))
@@ -149,7 +151,14 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
 
     weights, eight_bits = dict(graph.weights), DTYPES[spec.quantised] if spec.quantised else None
     only = None if spec.backend.options["surgery"] == ALL else _NEEDED if eight_bits is None else _NEEDED_FOR_EIGHT_BITS
-    model, reports = operate(graph.model, weights, opset=max(library.opset, 18), only=only, eight_bits=eight_bits)
+    model, reports = operate(
+        graph.model,
+        weights,
+        opset=max(library.opset, 18),
+        only=only,
+        eight_bits=eight_bits,
+        tuned=spec.profile.opt,
+    )
     if eight_bits is not None and not any(source.eight_bits for source in weights.values()):
         raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
     if library.opset < 18:

@@ -7,7 +7,7 @@ every model: the way of torchao's dynamic recipes, and of compiled engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +16,19 @@ import torch
 
 from ...core.eight_bits import FP8, LARGEST, LEAST_SCALE, gains
 from ..weight_map import UNIT, Part
-from .graph import Operation, dims, element_type, lay_out, named_weight
+from .graph import Dim, Operation, element_type, lay_out, named_weight
 
 if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
+Sizes = Mapping[str, Sequence[Dim]]
+"""Tensor name -> its sizes at the shapes that an engine is tuned for, as far as they are known."""
+
 _FLOAT, _HALF, _BF16, _INT8, _FP8, _BOOL = 1, 10, 16, 3, 17, 9
 """As ONNX numbers dtypes."""
 
-Known = dict[str, "tuple[gs.Tensor, gs.Tensor]"]
-"""What was quantised already, by name, since several products may read it."""
 
-
-def quantise_products(operation: Operation, eight_bits: torch.dtype) -> int:
+def quantise_products(operation: Operation, eight_bits: torch.dtype, sizes: Sizes) -> int:
     """Products of features with a weight that is read nowhere else become products of numbers in eight bits.
 
     Args:
@@ -37,80 +37,94 @@ def quantise_products(operation: Operation, eight_bits: torch.dtype) -> int:
     Returns:
         How many did.
     """
-    known: Known = {}
-    wanted = [node for node in operation.nodes("MatMul") if _gains(operation, node)]
+    quantiser = _Quantiser(operation, eight_bits)
+    wanted = [node for node in operation.nodes("MatMul") if _gains(operation, node, sizes)]
     for node in wanted:
-        _quantise(operation, node, eight_bits, known)
+        quantiser.quantise(node)
     return len(wanted)
 
 
-def _gains(operation: Operation, node: gs.Node) -> bool:
+def _gains(operation: Operation, node: gs.Node, sizes: Sizes) -> bool:
     x, weight = node.inputs
-    shape = dims(x)
-    if not operation.is_weight(weight) or len(weight.shape) != 2 or len(weight.outputs) != 1 or not shape:
+    if not operation.is_weight(weight) or len(weight.shape) != 2 or len(weight.outputs) != 1:
         return False
-    if element_type(x) not in (_FLOAT, _HALF, _BF16) or node.outputs[0].shape is None:
+    if element_type(x) not in (_FLOAT, _HALF, _BF16) or x.shape is None or node.outputs[0].shape is None:
         return False
-    sizes = [size for size in shape[:-1] if isinstance(size, int)]
-    samples = prod(sizes) if len(sizes) == len(shape) - 1 else None
-    if samples is None and any(given is x for given in operation.graph.inputs):
-        return False  # text as the host gives it: a few samples, however many
-    # Already padded weights would have to be padded again; those whose sizes gain never are.
-    return operation.weights[weight.name].padded is None and gains(samples, *weight.shape)
+    rows = [size for size in sizes.get(x.name, ("unknown",))[:-1] if isinstance(size, int)]
+    return len(rows) == len(x.shape) - 1 and gains(prod(rows), *weight.shape)
 
 
-def _quantise(operation: Operation, node: gs.Node, eight_bits: torch.dtype, known: Known) -> None:
-    """x W as ((x / s) (W / t)) s t, with the largest number of each row for s, and of each of W's columns for t."""
-    x, weight = node.inputs
-    make = _Maker(operation, node, eight_bits)
-    if x.name not in known:
-        known[x.name] = make.rows_in_eight_bits(x)
-    small, by = known[x.name]
-    scale = named_weight(operation, f"{weight.name}_scale", weight, weight.shape[1:], np.float32)
-    source = operation.weights[weight.name]
-    operation.weights[scale.name] = source.in_eight_bits(eight_bits, Part.SCALE)
-    operation.weights[weight.name] = source.in_eight_bits(eight_bits)
-    lay_out(weight, weight.shape, make.eight_bits)
-    kind, shape = _kind(x), node.outputs[0].shape
-    product = make.node("MatMul", kind, shape, small, make.dequantised(weight, kind))
-    scaled = make.node("Mul", _FLOAT, shape, make.cast(product, _FLOAT), by)
-    operation.replace(node, "Cast", [make.node("Mul", _FLOAT, shape, scaled, scale)], to=kind)
+class _Quantiser:
+    """Takes products of one graph, one after the other; what several of them read is quantised once."""
 
-
-class _Maker:
-    """Puts nodes in front of another."""
-
-    def __init__(self, operation: Operation, before: gs.Node, eight_bits: torch.dtype) -> None:
+    def __init__(self, operation: Operation, eight_bits: torch.dtype) -> None:
         self._operation = operation
-        self._before = before
+        self._dtype, self._kind = eight_bits, _FP8 if eight_bits == FP8 else _INT8
         self._unit, self._largest = UNIT[eight_bits], LARGEST[eight_bits]
-        self.eight_bits = _FP8 if eight_bits == FP8 else _INT8
+        self._known: dict[str, tuple[gs.Tensor, gs.Tensor]] = {}
+        self._numbers: dict[tuple[float, int], gs.Tensor] = {}
+        self._last_axis = operation.constant("last_axis", np.array([-1], np.int64))
+        self._before: gs.Node | None = None
 
-    def rows_in_eight_bits(self, x: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
+    def quantise(self, node: gs.Node) -> None:
+        """x W as ((x / s) (W / t)) s t, with the largest number of each row for s, and of each of W's columns for t."""
+        self._before = node
+        x, weight = node.inputs
+        if x.name not in self._known:
+            self._known[x.name] = self._rows_in_eight_bits(x)
+        small, by = self._known[x.name]
+        scale = self._weight_in_eight_bits(weight)
+        kind, shape = _kind(x), node.outputs[0].shape
+        product = self._node("MatMul", kind, shape, small, self._dequantised(weight, kind))
+        scaled = self._node("Mul", _FLOAT, shape, self._cast(product, _FLOAT), by)
+        if kind == _FLOAT:
+            self._operation.replace(node, "Mul", [scaled, scale])
+        else:
+            self._operation.replace(node, "Cast", [self._node("Mul", _FLOAT, shape, scaled, scale)], to=kind)
+
+    def _weight_in_eight_bits(self, weight: gs.Constant) -> gs.Tensor:
+        """Returns the scale of each of its columns, a weight as well."""
+        weights, source = self._operation.weights, self._operation.weights[weight.name]
+        scale = named_weight(self._operation, f"{weight.name}_scale", weight, weight.shape[1:], _FLOAT)
+        weights[scale.name] = source.in_eight_bits(self._dtype, Part.SCALE)
+        weights[weight.name] = source.in_eight_bits(self._dtype)
+        lay_out(weight, weight.shape, self._kind)
+        return scale
+
+    def _rows_in_eight_bits(self, x: gs.Tensor) -> tuple[gs.Tensor, gs.Tensor]:
         """x [..., columns] rounded to eight bits, none larger than 1, and by what it has to be multiplied, [..., 1]."""
         kind, shape, each = _kind(x), x.shape, [*x.shape[:-1], 1]
-        axes = self._operation.constant("last_axis", np.array([-1], np.int64))
-        largest = self.node("ReduceMax", kind, each, self._size(x), axes)
-        by = self.node("Mul", _FLOAT, each, self.cast(largest, _FLOAT), self._number(1 / (self._largest * self._unit)))
-        by = self.node("Max", _FLOAT, each, by, self._number(LEAST_SCALE / self._unit))
-        divided = self.cast(self.node("Div", _FLOAT, shape, self.cast(x, _FLOAT), by), kind)
-        small = self.node("QuantizeLinear", self.eight_bits, shape, divided, *self._unit_and_zero(kind))
-        return self.dequantised(small, kind), by
+        largest = self._node("ReduceMax", kind, each, self._size(x), self._last_axis)
+        of_largest = self._number(1 / (self._largest * self._unit), _FLOAT)
+        by = self._node("Mul", _FLOAT, each, self._cast(largest, _FLOAT), of_largest)
+        by = self._node("Max", _FLOAT, each, by, self._number(LEAST_SCALE / self._unit, _FLOAT))
+        # In fp32 up to here: rounded to half precision first, numbers would come to lie between two others.
+        divided = self._node("Div", _FLOAT, shape, self._cast(x, _FLOAT), by)
+        small = self._node("QuantizeLinear", self._kind, shape, divided, *self._unit_and_zero(_FLOAT))
+        return self._dequantised(small, kind), by
 
     def _size(self, x: gs.Tensor) -> gs.Tensor:
         """|x|, and infinity for what is no number: a maximum overlooks that, and rounded it would look like one."""
         kind = _kind(x)
-        is_none, infinity = self.node("IsNaN", _BOOL, x.shape, x), self._operation.number("infinity", inf, kind)
-        return self.node("Where", kind, x.shape, is_none, infinity, self.node("Abs", kind, x.shape, x))
+        is_none = self._node("IsNaN", _BOOL, x.shape, x)
+        return self._node("Where", kind, x.shape, is_none, self._number(inf, kind), self._node("Abs", kind, x.shape, x))
 
-    def dequantised(self, small: gs.Tensor, kind: int) -> gs.Tensor:
+    def _dequantised(self, small: gs.Tensor, kind: int) -> gs.Tensor:
         """What numbers in eight bits count."""
-        return self.node("DequantizeLinear", kind, small.shape, small, *self._unit_and_zero(kind))
+        return self._node("DequantizeLinear", kind, small.shape, small, *self._unit_and_zero(kind))
 
-    def cast(self, x: gs.Tensor, kind: int) -> gs.Tensor:
-        return x if _kind(x) == kind else self.node("Cast", kind, x.shape, x, to=kind)
+    def _cast(self, x: gs.Tensor, kind: int) -> gs.Tensor:
+        return x if _kind(x) == kind else self._node("Cast", kind, x.shape, x, to=kind)
 
-    def node(self, op: str, kind: int, shape: Sequence[Any], *inputs: gs.Tensor, **attributes: Any) -> gs.Tensor:
+    def _unit_and_zero(self, kind: int) -> tuple[gs.Tensor, gs.Tensor]:
+        return self._number(self._unit, kind), self._number(0, self._kind)
+
+    def _number(self, value: float, kind: int) -> gs.Tensor:
+        if (value, kind) not in self._numbers:
+            self._numbers[value, kind] = self._operation.number("number", value, kind)
+        return self._numbers[value, kind]
+
+    def _node(self, op: str, kind: int, shape: Sequence[Any], *inputs: gs.Tensor, **attributes: Any) -> gs.Tensor:
         """
         Args:
             kind, shape: of what it gives.
@@ -120,13 +134,6 @@ class _Maker:
         made = gs.Variable(self._operation.fresh(f"eight_bits_{op}"), kind, list(shape))
         self._operation.add(op, list(inputs), [made], before=self._before, **attributes)
         return made
-
-    def _unit_and_zero(self, kind: int) -> tuple[gs.Tensor, gs.Tensor]:
-        made = self._operation.number
-        return made("unit", self._unit, kind), made("zero", 0, self.eight_bits)
-
-    def _number(self, value: float) -> gs.Tensor:
-        return self._operation.number("number", value, _FLOAT)
 
 
 def _kind(x: gs.Tensor) -> int:

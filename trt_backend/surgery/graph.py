@@ -231,13 +231,12 @@ def lay_out(weight: gs.Constant, shape: Sequence[int], kind: int | None = None) 
     weight.values = LazyValues(_declared(weight, shape, kind))
 
 
-def named_weight(operation: Operation, name: str, beside: gs.Constant, shape: Sequence[int], dtype: Any) -> gs.Constant:
-    """One more initializer for a weight, which lies where `beside` does."""
-    import onnx
+def named_weight(operation: Operation, name: str, beside: gs.Constant, shape: Sequence[int], kind: int) -> gs.Constant:
+    """One more initializer for a weight, of a dtype as ONNX numbers it, which lies where `beside` does."""
     import onnx_graphsurgeon as gs
     from onnx_graphsurgeon.ir.tensor import LazyValues
 
-    proto = _declared(beside, shape, int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))))
+    proto = _declared(beside, shape, kind)
     proto.name = operation.fresh(name)
     return gs.Constant(proto.name, LazyValues(proto))
 
@@ -258,8 +257,9 @@ def _declared(weight: gs.Constant, shape: Sequence[int], kind: int | None) -> on
 def _resize(proto: onnx.TensorProto, kind: int) -> None:
     """Make the data, or the reference to it, as long as the shape and the dtype say."""
     import onnx
+    from onnx_ir import DataType  # NumPy, and onnx by it, took eight-bit floats and bf16 for fp32 until 1.18
 
-    length = prod(proto.dims) * onnx.helper.tensor_dtype_to_np_dtype(kind).itemsize
+    length = int(prod(proto.dims) * DataType(kind).itemsize)
     before, proto.data_type = proto.data_type, kind
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         location = next(entry.value for entry in proto.external_data if entry.key == "location")

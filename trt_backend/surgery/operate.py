@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ...core.shapes import Shape
 from ..weight_map import WeightMap
 from .attention import mark_attention_decomposable, recover_attention
 from .cleanup import remove_idle
 from .constants import fold_constants, merge_duplicates
 from .eight_bits import quantise_products
 from .empty_sizes import forget_empty_sizes
-from .graph import Operation
+from .graph import Dim, Operation, dims
 from .normalization import recover_group_norm, recover_layer_norm
 from .opset import raise_opset
 from .padding import pad_matmul_k
@@ -61,6 +63,7 @@ def operate(
     opset: int,
     only: Container[str] | None = None,
     eight_bits: torch.dtype | None = None,
+    tuned: Mapping[str, Shape] = MappingProxyType({}),
 ) -> tuple[onnx.ModelProto, list[PassReport]]:
     """Return the graph as TensorRT builds it best, and what each pass did, in the order they first ran.
 
@@ -73,6 +76,7 @@ def operate(
         opset: the graph's, or a later one: it is declared to be of that opset then.
         only: names of the passes to run; None runs all.
         eight_bits: float8_e4m3fn or int8, for the products that gain by it; None leaves all as they are.
+        tuned: the inputs' shapes at which they gain, for those that are open.
 
     Raises:
         UnsupportedModel: an operator means something else in `opset`.
@@ -90,7 +94,8 @@ def operate(
                 break
             operation = _begin(_finished(operation), weights, opset)
         if eight_bits is not None:
-            counts[quantise_products.__name__] = quantise_products(operation, eight_bits)
+            sizes = _sizes(_finished(operation), weights, opset, tuned)
+            counts[quantise_products.__name__] = quantise_products(operation, eight_bits, sizes)
         _run(LAST, operation, counts, only)
         finished = _finished(operation)
     _forget_missing(finished, weights)
@@ -118,6 +123,21 @@ def _begin(model: onnx.ModelProto, weights: WeightMap, opset: int) -> Operation:
             break
         model = _finished(operation)
     return operation
+
+
+def _sizes(
+    model: onnx.ModelProto, weights: WeightMap, opset: int, tuned: Mapping[str, Shape]
+) -> dict[str, Sequence[Dim]]:
+    """Of all tensors whose number of axes is known, for inputs of these shapes; the model is not to be used again."""
+    del model.graph.value_info[:]  # they name sizes that are numbers now
+    for tensor in model.graph.input:
+        for dim, size in zip(tensor.type.tensor_type.shape.dim, tuned.get(tensor.name, ()), strict=False):
+            dim.dim_value = size
+    known, _ = operate(
+        model, dict(weights), opset=opset, only=(fold_constants.__name__,)
+    )  # sizes' products and the like
+    tensors = _begin(known, dict(weights), opset).graph.tensors()
+    return {name: sizes for name, tensor in tensors.items() if (sizes := dims(tensor)) is not None}
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:

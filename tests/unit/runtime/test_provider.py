@@ -189,7 +189,7 @@ def test_an_engine_in_eight_bits_is_told_of_as_that(provider: EngineProvider, so
 
 @pytest.fixture
 def old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> NullBackend:
-    """8.6 is the only one that knows no eight bits."""
+    """One that knows no eight bits here."""
     monkeypatch.setattr("slipstream.trt_backend.backend.find_library", lambda device: library_of("8.6.1")[0])
     backend = NullBackend("tensorrt")
     backend.why_unsupported = TensorRTBackend().why_unsupported  # type: ignore[method-assign]

@@ -158,7 +158,7 @@ def _exported(
     weights = dict(graph.weights)
     eight_bits = DTYPES[quantised] if quantised else None
     with mock.patch.multiple("slipstream.core.eight_bits", LEAST_COLUMNS=16, LEAST_PRODUCT=1):
-        model, _ = operate(graph.model, weights, opset=opset, eight_bits=eight_bits)
+        model, _ = operate(graph.model, weights, opset=opset, eight_bits=eight_bits, tuned=profiles[0].opt)
     return ExportedGraph(lower_to_opset_17(model) if lowered else model, weights, graph.weight_bytes)
 
 
