@@ -50,7 +50,10 @@ WITHOUT_SLOW = "--without-slow"
 """An option of tests/conftest.py: slow tests are skipped."""
 SLOW = "slow: "
 """How the reason of such a skip begins."""
-ONCE = ("test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py")
+ONCE = (
+    "test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py",
+    "test_tensorrt_eight_bits.py",
+)  # fmt: skip
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
 SEAMS = (
     "test_harness.py", "test_main_job.py", "test_node_texts.py", "test_one_step.py", "test_route_guard.py",

@@ -72,9 +72,9 @@ def graph_of(job: BuildJob) -> tuple[Any, Any, Counter[str]]:
     [
         ("sdxl", Precision.FP16, Quantised.FP8),
         ("sdxl", Precision.FP32, Quantised.INT8),
-        ("sd3", Precision.FP32, Quantised.FP8),
+        pytest.param("sd3", Precision.FP32, Quantised.FP8, marks=pytest.mark.slow),
         ("flux", Precision.FP32, Quantised.INT8),
-        ("pixart", Precision.FP32, Quantised.FP8),
+        pytest.param("pixart", Precision.FP32, Quantised.FP8, marks=pytest.mark.slow),
     ],
 )
 def test_a_graph_is_near_the_model(
