@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from slipstream.core.eight_bits import DTYPES
-from slipstream.core.environment import Environment
 from slipstream.core.errors import BuildFailed
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, ModelSource
@@ -29,13 +28,14 @@ from slipstream.tests.comfyui.test_tensorrt import (
     FOR_TENSORRT_ALONE,
     NEEDED,
     BuildsHere,
+    fixed_weights,
     job_for,
     plan_bytes,
     run_graph,
 )
 from slipstream.trt_backend import TensorRTBackend
 from slipstream.trt_backend.export import export_graph, save_graph
-from slipstream.trt_backend.library import Library, find_library
+from slipstream.trt_backend.library import Library
 from slipstream.trt_backend.signature import PlanSignature
 from slipstream.trt_backend.surgery import PASSES, operate
 
@@ -55,7 +55,7 @@ def _small_layers_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_of(source: ModelSource, shapes: Shapes, precision: Precision, quantised: Quantised, folder: Path) -> BuildJob:
     job = job_for(source.architecture, ShapeProfile.static(shapes), precision, folder)
-    return BuildJob(folder, replace(job.spec, quantised=quantised), source.architecture, CPU, Environment.current(CPU))
+    return replace(job, spec=replace(job.spec, quantised=quantised))
 
 
 def graph_of(job: BuildJob) -> tuple[Any, Any, Counter[str]]:
@@ -110,12 +110,7 @@ def test_tensorrt_lets_every_number_and_scale_be_replaced(quantised: Quantised, 
     model, weights, _ = graph_of(job_of(source, shapes, Precision.FP16, quantised, tmp_path))
     marked, _ = operate(model, weights, opset=23, only={FOR_TENSORRT_ALONE})
     path = save_graph(marked, weights, tmp_path)
-    library = find_library(CPU)
-    builder = library.new_builder()
-    network = library.new_network(builder)
-    parser = library.trt.OnnxParser(network, library.log.listener)
-    assert parser.parse_from_file(str(path)), library.log.said()
-    assert library.make_refittable(builder.create_builder_config(), network, weights) == []
+    assert fixed_weights(path, weights) == []
     assert len(weights) > len(source.architecture.weight_names), "a layer in eight bits has two"
 
 

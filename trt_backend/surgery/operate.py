@@ -133,9 +133,8 @@ def _sizes(
     for tensor in model.graph.input:
         for dim, size in zip(tensor.type.tensor_type.shape.dim, tuned.get(tensor.name, ()), strict=False):
             dim.dim_value = size
-    known, _ = operate(
-        model, dict(weights), opset=opset, only=(fold_constants.__name__,)
-    )  # sizes' products and the like
+    # Sizes may be products of others.
+    known, _ = operate(model, dict(weights), opset=opset, only=(fold_constants.__name__,))
     tensors = _begin(known, dict(weights), opset).graph.tensors()
     return {name: sizes for name, tensor in tensors.items() if (sizes := dims(tensor)) is not None}
 

@@ -13,7 +13,6 @@ pytest.importorskip("onnx_graphsurgeon", reason="no onnx-graphsurgeon")
 pytest.importorskip("onnxruntime", reason="no onnxruntime")
 
 import onnx
-import onnxruntime
 import torch
 from torch import nn
 
@@ -205,7 +204,10 @@ def test_what_a_layer_reads_is_rounded_once(wanted: Quantised, dtype: torch.dtyp
     case = export(layer, x, opset=21)
     model, taken = in_eight_bits(case, wanted)
     layer.__class__ = type("Here", (Rounded,), {"eight_bits": DTYPES[wanted]})
-    found, exact = run(case, model, x), torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    found, exact = (
+        case.run(model, case.weights, x),
+        torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float()),
+    )
     layer.float()
     assert taken == ["weight"]
     assert relative(found.float(), layer(x.float())) < 5e-4 < relative(found.float(), exact)
@@ -226,7 +228,7 @@ def test_no_product_exceeds_half_precision(wanted: Quantised) -> None:
     model, _ = in_eight_bits(case, wanted)
     (product,) = [node.output[0] for node in model.graph.node if node.op_type == "MatMul"]
     model.graph.output.insert(0, onnx.helper.make_tensor_value_info(product, onnx.TensorProto.FLOAT16, (1, 4, 16)))
-    found = run(case, model, x)
+    found = case.run(model, case.weights, x)
     assert found.isfinite().all() and found.abs().max() > 100
 
 
@@ -251,7 +253,7 @@ def test_only_features_by_a_weight_of_their_own_are_taken(wanted: Quantised) -> 
     case = export(Many(), x, opset=21)
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["own.weight"], "the others are read twice, have three axes, or stand on the left"
-    assert relative(run(case, model, x), case.expected) < 0.1
+    assert relative(case.run(model, case.weights, x), case.expected) < 0.1
 
 
 @pytest.mark.usefixtures("everything_gains")
@@ -270,7 +272,7 @@ def test_what_two_layers_read_is_rounded_once_for_both(wanted: Quantised) -> Non
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["first.weight", "second.weight"]
     assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == 1
-    assert relative(run(case, model, x), case.expected) < 5e-2
+    assert relative(case.run(model, case.weights, x), case.expected) < 5e-2
 
 
 class Modulated(nn.Module):
@@ -299,22 +301,6 @@ def test_of_open_sizes_those_count_that_the_engine_is_tuned_for(
 
 def names(case: Case) -> list[str]:
     return [tensor.name for tensor in case.model.graph.input]
-
-
-def run(case: Case, model: onnx.ModelProto, x: torch.Tensor) -> torch.Tensor:
-    """The first output, with the real weights in place of references to them."""
-    whole = onnx.ModelProto()
-    whole.CopyFrom(model)
-    for tensor in whole.graph.initializer:
-        if tensor.name in case.weights:
-            source = case.weights[tensor.name]
-            numbers = source.laid_out(case.state[source.name]).contiguous()
-            dims, kind, name = tuple(tensor.dims), tensor.data_type, tensor.name
-            assert dims == tuple(numbers.shape)
-            tensor.CopyFrom(onnx.TensorProto(dims=dims, data_type=kind, name=name))
-            tensor.raw_data = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
-    session = onnxruntime.InferenceSession(whole.SerializeToString())
-    return torch.from_numpy(session.run(None, {names(case)[0]: x.numpy()})[0])
 
 
 # ---------------------------------------------------------------------------------------------------- the backend

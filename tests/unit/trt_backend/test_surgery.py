@@ -106,7 +106,8 @@ def filled(model: onnx.ModelProto, weights: WeightMap, state: Mapping[str, torch
             weight = weights[tensor.name].laid_out(state[weights[tensor.name].name])
             assert tuple(tensor.dims) == tuple(weight.shape), f"{tensor.name} is declared otherwise than it is laid out"
             assert reference(tensor) == {"location": "weights.bin", "offset": "0", "length": str(weight.nbytes)}
-            tensor.CopyFrom(onnx.numpy_helper.from_array(weight.numpy(), tensor.name))
+            raw = weight.reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy lacks eight-bit floats
+            tensor.CopyFrom(onnx.helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, raw, raw=True))
     return whole
 
 
