@@ -14,6 +14,10 @@ def main(arguments: list[str] | None = None) -> int:
         from ..runtime.worker import main as work
 
         return work(words[1])
+    if words[:2] == ["worker", "capture"] and len(words) == 3:
+        from ..runtime.worker import compile_capture_library
+
+        return compile_capture_library(words[2])
     from .commands import run
 
     return run(words)

@@ -33,20 +33,32 @@ def shared_cpp_runtime(folder: Path) -> Iterator[None]:
     Raises:
         BuildFailed: this machine's compiler cannot link it so.
     """
-    compiler = _usual_compiler()
-    if sys.platform != "linux" or links_shared_runtime(compiler):
+    compiler = compiler_with_shared_runtime(folder)
+    if compiler == _usual_compiler():
         yield
         return
+    import torch._inductor.config
+
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
+        yield
+
+
+def compiler_with_shared_runtime(folder: Path) -> str:
+    """Return the C++ compiler, or a wrapper of it in `folder`, that links the C++ runtime as a shared library.
+
+    Raises:
+        BuildFailed: this machine's compiler cannot link it so.
+    """
+    compiler = _usual_compiler()
+    if sys.platform != "linux" or links_shared_runtime(compiler):
+        return compiler
     wrapper = _wrapper(compiler, folder)
     if wrapper is None or not links_shared_runtime(wrapper):
         raise BuildFailed(
             f"The C++ compiler ({compiler}) links its runtime library statically, and packages with a second copy of "
             "it crash; install the compiler's shared runtime (on Debian or Ubuntu: sudo apt install g++) and try again"
         )
-    import torch._inductor.config
-
-    with torch._inductor.config.patch({"cpp.cxx": (None, wrapper)}):
-        yield
+    return wrapper
 
 
 def _usual_compiler() -> str:

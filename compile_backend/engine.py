@@ -50,7 +50,9 @@ class CompiledEngine:
         self._drop = drop
         self._constants = dict(constants)
         self._own_bytes = device_bytes
-        self._weights: list[torch.Tensor] | None = None
+        self._weights: object | None = None
+        """Keeps what the compiled code reads alive."""
+        self._version: Hashable = None
         self._read: list[str] = []
         self._laid_out = LaidOutWeights()
         self._sources = _sources_of(signature)
@@ -84,10 +86,14 @@ class CompiledEngine:
             results = self._run(self._checked(tensors))
         return dict(zip(self._outputs, results, strict=True))
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
         if self._supply is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
+        if version is not None and version == self._version:
+            self._weights = weights
+            return
         self.release_weights()  # what fails below leaves neither old weights nor addresses that nobody keeps alive
+        self._version = None
         found = self._found(weights)
         places = places_of(found.values())
         if places != self._places or not self._laid_out.are_sources_alive:
@@ -96,6 +102,7 @@ class CompiledEngine:
             self._places = places
         self._laid_out.write(found)
         self._weights = [found[name].detach() for name in self._read]  # a parameter may get other memory any time
+        self._version = version
 
     def _found(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         try:
@@ -119,14 +126,14 @@ class CompiledEngine:
     def release_weights(self) -> None:
         if self._is_supplied and self._drop is not None:
             self._drop()
-            self._is_supplied, self._places = False, None
+            self._is_supplied, self._places, self._version = False, None, None
         self._weights = None
 
     def close(self) -> None:
         self.release_weights()
         self._laid_out.clear()
         self._run = self._supply = None
-        self._drop, self._places = None, None
+        self._drop, self._places, self._version = None, None, None
 
     def _fitted(self, name: str, wanted: TensorLayout, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if (derived := self._signature.derived.get(name)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -57,8 +57,11 @@ class Engine(Protocol):
         """
         ...
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
         """Compute with `weights` (state-dict names) from now on; they are kept alive, and not copied where possible.
+
+        Args:
+            version: see `BoundWeights`; with that of the last call nothing is looked at or copied again.
 
         Raises:
             IncompatibleEngine: a name is missing, a shape, stride or dtype differs, or the engine contains others.
@@ -178,6 +181,32 @@ class BuildJob:
     keep: Path | None = None
 
 
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class BoundWeights:
+    """A model's weights where they lie: an engine reads them there until they are released.
+
+    Attributes:
+        tensors: by the names of the skeleton.
+        version: equal for two bindings of one model whose tensors lie in the same places with the same values; None
+            where nobody knows.
+        release: lets the host move or free them again. It may be called once, from any thread.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    version: Hashable = None
+    release: Callable[[], None] = _nothing
+
+    def __enter__(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class ModelSource(Protocol):
     """One live model of a host, in the words of the runtime. Used inside a run, never kept after it."""
 
@@ -201,8 +230,8 @@ class ModelSource(Protocol):
         """Digest of the unpatched weights; remembered, since the first call may read gigabytes."""
         ...
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        """The numbers as they are to be used now, LoRA included, in the names of the skeleton.
+    def bind(self, precision: Precision) -> BoundWeights:
+        """The weights as they are to be used now, LoRA included, held where they lie until they are released.
 
         Raises:
             UnsupportedModel: they cannot be had in this dtype on this device, e.g. for lack of memory.

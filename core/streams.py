@@ -38,6 +38,12 @@ def current_stream(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else _NoStream()
 
 
+def wait_for(device: torch.device) -> None:
+    """Let the host wait until `device` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @functools.lru_cache(maxsize=16)
 def _stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
@@ -77,7 +83,21 @@ def side_stream(device: torch.device) -> Iterator[Stream]:
     if device.type != "cuda":
         yield _NoStream()
         return
-    caller, side = torch.cuda.current_stream(device), _stream(device)
+    with _beside_caller(device, _stream(device)) as side:
+        yield side
+
+
+@contextmanager
+def capture_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """The stream of a CUDA device on which nothing but captures is done, after all that engines were given before."""
+    _stream(device, 2).wait_stream(_stream(device))
+    with _beside_caller(device, _stream(device, 2)) as stream:
+        yield stream
+
+
+@contextmanager
+def _beside_caller(device: torch.device, side: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+    caller = torch.cuda.current_stream(device)
     if caller == side:
         yield side
         return

@@ -58,6 +58,11 @@ class Entry:
         return 0.0
 
     @property
+    def marks(self) -> Path:
+        """Where the store keeps what processes that ended left behind about engines."""
+        return self._store.marks
+
+    @property
     def artifact(self) -> Artifact:
         """What a backend loads."""
         return Artifact(self.directory, tuple(self.manifest.files), self.manifest.details)

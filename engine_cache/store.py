@@ -6,7 +6,8 @@
     <root>/tmp/                 folders in the making and folders on their way out
     <root>/quarantine/          corrupt entries, each with a file that says why
     <root>/memo/                remembered: digests of checkpoint files, past builds, models that overflow in fp16
-    <root>/keep/                what builds learn about this machine, such as timings of kernels
+    <root>/keep/                what builds learn about this machine, and the library behind CUDA graphs
+    <root>/marks/               of engines in use for the first time: what a process that ended left behind
 
 An entry appears and disappears by one rename of its folder under the store's lock. Reading takes no lock.
 """
@@ -66,6 +67,7 @@ class EngineStore:
     def __init__(self, root: Path | str, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
         self._space = Workspace(Path(root))
         self.root = self._space.root
+        self.keep, self.marks = self._space.keep, self._space.marks
         self.limit_bytes = limit_bytes
         self._said: set[str] = set()
 

@@ -31,6 +31,8 @@ class Workspace:
         self.tmp = self.root / "tmp"
         self.quarantine = self.root / "quarantine"
         self.in_use = self.root / "in_use"
+        self.keep = self.root / "keep"
+        self.marks = self.root / "marks"
         self.claims = Claims(self.in_use)
 
     def create(self) -> None:

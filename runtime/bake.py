@@ -70,9 +70,10 @@ def _on_cpu(source: ModelSource, precision: Precision) -> dict[str, torch.Tensor
     """Contiguous, and each in memory of its own: the file's format knows no views."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in source.weights(precision).items():
-        moved = tensor.detach().to("cpu").contiguous()
-        place = moved.untyped_storage().data_ptr()
-        found[name] = moved.clone() if place in seen else moved
-        seen.add(place)
+    with source.bind(precision) as weights:
+        for name, tensor in weights.items():
+            moved = tensor.detach().to("cpu").contiguous()
+            place = moved.untyped_storage().data_ptr()
+            found[name] = moved.clone() if place in seen else moved
+            seen.add(place)
     return found

@@ -16,13 +16,13 @@ from ..core.spec import EngineSpec
 from ..engine_cache import BuildHistory, BuildRecord, EngineStore, Entry
 from ..engine_cache.files import store_errors
 from .builder import run_build
+from .capture.compiling import compile_in_background
 from .estimate import estimator, past_build
 from .plan import Plan
 
 log = logging.getLogger(__name__)
 
 _NEEDED_BYTES = 512 * 1024**2
-_KEEP = "keep"
 _WEIGHTS = "weights.safetensors"
 
 
@@ -82,10 +82,11 @@ def _build(
 
 
 def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCallback) -> BuildJob:
-    keep = store.root / _KEEP
     with store_errors("Preparing a build", store.root):
-        keep.mkdir(exist_ok=True)
-    job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment, keep=keep)
+        store.keep.mkdir(exist_ok=True)
+    if plan.device.type == "cuda":
+        compile_in_background(store.keep)
+    job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment, keep=store.keep)
     if plan.save_weights is None:
         return job
     progress(Progress("weights", None, "writing the model's weights for the engine"))

@@ -1,7 +1,8 @@
-"""Engines replayed as CUDA graphs: attacks overhead, since a whole call is launched at once.
+"""Engines replayed as CUDA graphs: a whole call is launched at once, which reduces launch overhead.
 
 A graph repeats kernels with the addresses of its capture. So inputs are copied to fixed places first, what comes out is
-copied to fresh memory, and when the weights lie elsewhere the graph is captured anew.
+copied to fresh memory, and when the weights lie elsewhere the graph is captured anew. Captures allocate nothing, see
+`capture`: one that fails harms neither the process nor the picture.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from ..core.protocols import Engine, Tensors
 from ..core.shapes import ShapeProfile
-from ..core.streams import side_stream
-from .graph_memory import GraphMemory
-from .memory import MemoryWatch
+from ..core.streams import capture_stream, side_stream
+from .canary import EngineCanary
+from .capture.arena import Arena, Graph, capture, prepare_libraries
+from .capture.compiling import compile_in_background
+from .capture.library import CaptureError, CaptureLibrary, loaded_library
 
 log = logging.getLogger(__name__)
 
 _GRAPHS_KEPT = 4
 """Sets of shapes of one engine between which one may change without another capture."""
+
+_PASSES = 4
+"""Calls, at most, until a call needs no memory that an earlier one had not set aside."""
 
 _Call = tuple[Hashable, tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]]
 """What is computed; names, shapes, dtypes and devices of a call's inputs."""
@@ -35,6 +42,9 @@ Compute = Callable[..., Tensors]
 
 
 _local = threading.local()
+
+_capturing = threading.Lock()
+"""One capture at a time: they share a stream."""
 
 
 @contextmanager
@@ -69,28 +79,51 @@ def is_inlined() -> bool:
     return getattr(_local, "inlined", False)
 
 
-def graphed(engine: Engine, device: torch.device) -> Engine:
-    """`engine`, replayed as a CUDA graph where it runs on a GPU."""
-    return GraphedEngine(engine, device) if device.type == "cuda" else engine
+class Graphing:
+    """What an engine's graphs need beside a device.
+
+    Args:
+        folder: where the capture library lies; None: nothing is captured.
+        canary: of the engine.
+    """
+
+    def __init__(self, folder: Path | None = None, canary: EngineCanary | None = None) -> None:
+        self._folder = folder
+        self.canary = canary or EngineCanary(None, "")
+
+    def library(self) -> CaptureLibrary | None:
+        """The library, where captures may be made; one that is missing is compiled in the background."""
+        if self._folder is None or not self.canary.allows_graphs:
+            return None
+        library = loaded_library(self._folder)
+        if library is None:
+            compile_in_background(self._folder)
+        return library
 
 
 class CudaGraphs:
     """What a function computes, as CUDA graphs: one for each set of shapes, of those that were used last.
 
-    Work is done on a stream of its own, joined with the caller's by events: never on the default stream, and without
-    waiting on the host. The graphs run one after the other there, so they compute in the same memory.
+    Work is done on streams of its own, joined with the caller's by events: never on the default stream, and without
+    waiting on the host. The graphs run one after the other, so they compute in the same memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, graphing: Graphing | None = None) -> None:
         self._device = device
+        self._graphing = graphing or Graphing()
         self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
-        self._memory: GraphMemory | None = None
+        self._arena: Arena | None = None
         self._hopeless: set[Hashable] = set()
 
     @property
+    def are_possible(self) -> bool:
+        """Whether graphs can be captured here and now."""
+        return self._graphing.library() is not None
+
+    @property
     def bytes(self) -> int:
-        """Device memory of all graphs together."""
-        computed_in = self._memory.bytes if self._memory else 0
+        """Device memory of all graphs together, in bytes."""
+        computed_in = self._arena.bytes if self._arena else 0
         return computed_in + sum(graph.bytes for graph in self._graphs.values())
 
     def run(
@@ -107,7 +140,7 @@ class CudaGraphs:
         Args:
             generation: another one voids what was captured before.
             what: tells functions apart.
-            constant: names of tensors that hold the same numbers for as long as they are the same object; they are
+            constant: names of tensors that hold the same values for as long as they are the same object; they are
                 copied to where the graph reads them only when another one comes.
             or_raise: where no graph can be had, raise instead of computing without.
 
@@ -115,13 +148,13 @@ class CudaGraphs:
             RuntimeError: see `or_raise`.
         """
         call = _call_of(tensors, what)
-        if what in self._hopeless and or_raise:
-            raise RuntimeError("it cannot be a CUDA graph")
         if what not in self._hopeless:
             known = self._graphs.get(call)
             if known is None or known.generation != generation:
                 self._capture(call, compute, generation, tensors, constant, or_raise)
         if (graph := self._graphs.get(call)) is None:
+            if or_raise:
+                raise CaptureError("it cannot be a CUDA graph")
             return compute(**tensors)
         self._graphs.move_to_end(call)
         return graph.replay(tensors)
@@ -146,9 +179,9 @@ class CudaGraphs:
         """Give back all memory."""
         while self._graphs:
             self._graphs.popitem()[1].close()
-        if self._memory is not None:
-            self._memory.release()
-        self._memory = None
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = None
 
     def _capture(
         self,
@@ -159,37 +192,48 @@ class CudaGraphs:
         constant: frozenset[str],
         or_raise: bool,
     ) -> None:
+        """Capture a call, where that can be done.
+
+        Raises:
+            Exception: what `compute` raises outside of a capture; the other graphs stay.
+            CaptureError: it cannot be captured, and `or_raise` is given.
+        """
+        if (library := self._graphing.library()) is None:
+            return
+        if self._arena is None:
+            self._arena = Arena(library, self._device)
         # What is kept here outlives a host's inference mode.
-        with side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
-            if call not in self._graphs:
-                self._add(call, compute, tensors, constant)
-            watch = MemoryWatch(self._device)
+        with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
+            prepare_libraries(library, self._device)
+            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
             try:
-                self._graphs[call].capture(compute, generation)
+                with self._graphing.canary.capturing():
+                    graph.capture(compute, generation, library, stream)
             except BaseException as error:
                 self.drop()
-                if watch.ran_out(error) or not isinstance(error, RuntimeError):
+                if not isinstance(error, CaptureError):
                     raise
                 self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
                 if or_raise:
                     raise
                 log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", error)
 
-    def _add(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> None:
-        outputs = compute(**tensors)  # raises where the call itself is wrong: then the other graphs stay
+    def _added(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> _Graph:
+        assert self._arena is not None
+        with self._arena.inside(grows=True):
+            like = {name: tensor.to("meta") for name, tensor in compute(**tensors).items()}
         if len(self._graphs) >= _GRAPHS_KEPT:
             self._graphs.popitem(last=False)[1].close()
-        if self._memory is None:
-            self._memory = GraphMemory(self._device)
-        self._graphs[call] = _Graph(tensors, outputs, self._device, self._memory, constant)
+        self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant)
+        return self._graphs[call]
 
 
 class GraphedEngine:
     """An engine whose calls are CUDA graphs."""
 
-    def __init__(self, engine: Engine, device: torch.device) -> None:
+    def __init__(self, engine: Engine, device: torch.device, graphing: Graphing | None = None) -> None:
         self._engine = engine
-        self._graphs = CudaGraphs(device)
+        self._graphs = CudaGraphs(device, graphing)
         self._has_weights = False
 
     @property
@@ -213,9 +257,9 @@ class GraphedEngine:
             return self._engine(**tensors)  # which also says what is wrong
         return self._graphs.run(self._engine, self._engine.generation, tensors)
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
         self._has_weights = False
-        self._engine.update_weights(weights)
+        self._engine.update_weights(weights, version)
         self._has_weights = True
 
     def release_weights(self) -> None:
@@ -239,61 +283,76 @@ def _call_of(tensors: Tensors, what: Hashable = None) -> _Call:
 
 
 class _Graph:
-    """One captured call and the places that it reads and writes. Made and used on the stream of `side_stream`.
+    """One captured call and the places that it reads and writes.
 
     Args:
-        memory: in which it computes; shared with graphs that never run at the same time.
+        inputs: of a call like those to come.
+        like: its results, on the meta device.
+        arena: in which it computes; shared with graphs that never run at the same time.
         constant: see `CudaGraphs.run`.
     """
 
     def __init__(
-        self,
-        inputs: Tensors,
-        outputs: Tensors,
-        device: torch.device,
-        memory: GraphMemory,
-        constant: frozenset[str] = frozenset(),
+        self, inputs: Tensors, like: Tensors, device: torch.device, arena: Arena, constant: frozenset[str]
     ) -> None:
         self._device = device
         self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        # Results leave the graph for ordinary memory, so that all that it allocates is free at its end.
-        self._outputs = {name: torch.empty_like(tensor) for name, tensor in outputs.items()}
-        self._memory = memory
-        self._graph = torch.cuda.CUDAGraph()
+        # Results leave the arena for ordinary memory, which the next replay does not write to.
+        self._outputs = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
+        self._arena = arena
+        self._graph: Graph | None = None
         self._constant = constant
         self._copied: dict[str, weakref.ref[torch.Tensor]] = {}
         self.generation: Hashable = None
 
     @property
     def bytes(self) -> int:
-        """Without the memory that it computes in."""
+        """Device memory in bytes, without that which it computes in."""
         return sum(tensor.nbytes for tensor in (*self._inputs.values(), *self._outputs.values()))
 
-    def capture(self, compute: Compute, generation: Hashable) -> None:
-        """Record the call as it is now. The graph before this one lends it its memory."""
-        compute(**self._inputs)  # kernels are loaded and libraries have chosen theirs before anything is recorded
+    def capture(
+        self, compute: Compute, generation: Hashable, library: CaptureLibrary, stream: torch.cuda.Stream
+    ) -> None:
+        """Record the call as it is now, on the current stream, and launch it once.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        self._set_memory_aside(compute)
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with self._memory.measured():
-            with _capturing(graph, self._memory):
+        try:
+            with _no_garbage_collection(), self._arena.inside(grows=False):
+                graph = capture(library, stream, lambda: self._record(compute))
+        except CaptureError:
+            raise
+        except Exception as error:  # outside of a capture it computed: what a graph cannot hold is to blame
+            raise CaptureError(str(error)) from error
+        graph.launch(stream)
+        torch.cuda.synchronize(self._device)
+        self.close()
+        self._graph, self.generation = graph, generation
+
+    def _set_memory_aside(self, compute: Compute) -> None:
+        """Compute until the arena holds all that a call needs; kernels are loaded and libraries have chosen theirs."""
+        for _ in range(_PASSES):
+            before = self._arena.bytes
+            with self._arena.inside(grows=True):
                 self._record(compute)
-            graph.replay()  # some allocators take the graph's memory only now
-            torch.cuda.synchronize(self._device)
-        self._graph, before = graph, self._graph
-        before.reset()
-        self.generation = generation
+            if self._arena.bytes == before:
+                return
 
     def _record(self, compute: Compute) -> None:
-        # A function of its own: nothing that was allocated in a capture may be freed after it.
+        # A function of its own: what it allocated is free again when it ends.
         for name, tensor in compute(**self._inputs).items():
             self._outputs[name].copy_(tensor)
 
     def replay(self, tensors: Tensors) -> Tensors:
+        assert self._graph is not None
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        with side_stream(self._device), torch.no_grad():
+        with side_stream(self._device) as stream, torch.no_grad():
             for name, tensor in tensors.items():
                 self._put(name, tensor)
-            self._graph.replay()
+            self._graph.launch(stream)
             for name, result in results.items():
                 result.copy_(self._outputs[name])
         return results
@@ -307,51 +366,19 @@ class _Graph:
         self._inputs[name].copy_(tensor)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)  # a graph that still runs must keep its memory
-        self._graph.reset()
-        self._inputs, self._outputs = {}, {}
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)  # a graph that still runs must keep its memory
+            self._graph.close()
+            self._graph = None
 
 
 @contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, memory: GraphMemory) -> Iterator[None]:
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected in the midst of a capture could wait for the device, which would void it."""
     collects = gc.isenabled()
-    gc.disable()  # tensors that are freed in the midst of a capture would end it
-    try:
-        # "thread_local": what other threads do with the GPU meanwhile (previews, uploads) is none of the graph's.
-        graph.capture_begin(pool=memory.handle, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # the capture is void; what made it so is what matters
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    except BaseException:
-        _end_failed_capture(memory)
-        raise
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _end_failed_capture(memory: GraphMemory) -> None:
-    """torch believes that it still captures: its allocator until it is told, its random generators until they see the
-    end of another capture. Left so, the next random number of this process would raise."""
-    memory.abandon_capture()
-    another = torch.cuda.CUDAGraph()
-    with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream()):
-        number = torch.zeros(1, device="cuda")
-        another.capture_begin(capture_error_mode="thread_local")
-        number.add_(1)
-        another.capture_end()
-
-
-@contextmanager
-def _tuned_convolutions() -> Iterator[None]:
-    """cuDNN measures its algorithms for each new shape; the fastest goes into the graph."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    gc.disable()
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        if collects:
+            gc.enable()

@@ -16,6 +16,7 @@ from ..core.spec import Optimize, Precision
 from ..engine_cache import EngineStore, Entry, Manifest, canonical, describe_differences
 from ..engine_cache.key import KEY_SCHEMA
 from .backends import backend_named
+from .canary import Canary
 from .plan import say_batch, say_sizes
 
 
@@ -50,6 +51,7 @@ def summary(entry: Entry) -> dict[str, Any]:
         **_speed(manifest),
         "state": "stale" if reasons else "ok",
         "reasons": reasons,
+        "caution": Canary(entry.marks).caution(entry.digest),
         "gpu": _environment_of(manifest).get("gpu"),
         "resolution": say_sizes(manifest.profiles),
         "batch": say_batch(manifest.profiles),

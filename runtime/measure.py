@@ -53,7 +53,7 @@ def load_seconds(provider: EngineProvider, source: ModelSource, plan: Plan, entr
     provider.pool.clear()
     started = time.perf_counter()
     loaded = provider.pool.take(plan, entry, source.device)
-    loaded.engine.update_weights(source.weights(plan.spec.precision))
+    loaded.bind(source.bind(plan.spec.precision))
     seconds = time.perf_counter() - started
     provider.pool.give_back(loaded)
     return round(seconds, 4)

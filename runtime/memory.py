@@ -49,19 +49,20 @@ class MemoryWatch:
             return False
         if "out of memory" in str(error).lower() or _times_out_of_memory(self._device) > self._before:
             return True
-        return not _counts_failures(self._device) and (free_bytes(self._device) or 0) < _TIGHT_BYTES
+        free = free_bytes(self._device) if _counts_nothing(self._device) else None
+        return free is not None and free < _TIGHT_BYTES
 
 
 def _times_out_of_memory(device: torch.device) -> int:
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if _counts_nothing(device):
         return 0
     stats: Mapping[str, int] = torch.cuda.memory_stats_as_nested_dict(device)
     return int(stats.get("num_ooms", 0))
 
 
-def _counts_failures(device: torch.device) -> bool:
-    """CUDA's own asynchronous allocator, which ComfyUI prefers, does not."""
-    return device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_allocator_backend() == "native"
+def _counts_nothing(device: torch.device) -> bool:
+    """CUDA's own asynchronous allocator, which ComfyUI prefers, does not count, and must not be asked in a capture."""
+    return device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native"
 
 
 @dataclass

@@ -6,16 +6,28 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
-from ..core.protocols import Engine
+from ..core.protocols import BoundWeights, Engine
+from ..core.spec import Role
 from ..engine_cache import Entry
-from .cuda_graphs import CudaGraphs, graphed
+from .canary import Canary, EngineCanary
+from .cuda_graphs import CudaGraphs, GraphedEngine, Graphing
 from .memory import free_bytes
 from .plan import Plan
 
 _IDLE_ENGINES = 8
+
+_CALLED_IN_STEPS = (Role.UNET, Role.CONTROLNET)
+"""What gains by CUDA graphs: the calls of others are few and long, and their graphs would hold gigabytes."""
+
+
+def is_graphed(plan: Plan, device: torch.device) -> bool:
+    """Whether calls of this engine are CUDA graphs, where these can be had."""
+    return device.type == "cuda" and plan.spec.role in _CALLED_IN_STEPS
+
 
 SizeListener = Callable[[torch.device], None]
 
@@ -27,15 +39,17 @@ class LoadedEngine:
         steps: CUDA graphs of larger pieces of work, of which its calls are a part.
     """
 
-    def __init__(self, plan: Plan, entry: Entry, device: torch.device) -> None:
+    def __init__(self, plan: Plan, entry: Entry, device: torch.device, graphing: Graphing) -> None:
         self._held = ExitStack()
+        self._bound: BoundWeights | None = None
+        self.canary = graphing.canary
         self.hold(entry)
         try:
             entry.verify_files()  # once held, so that nobody prunes in between
             outputs = plan.architecture.outputs
             engine = plan.backend.load(plan.spec, outputs, entry.artifact, device)
-            self.engine: Engine = graphed(engine, device)
-            self.steps = CudaGraphs(device)
+            self.engine: Engine = GraphedEngine(engine, device, graphing) if is_graphed(plan, device) else engine
+            self.steps = CudaGraphs(device, graphing)
         except BaseException:
             self._held.close()
             raise
@@ -59,11 +73,22 @@ class LoadedEngine:
         self._held.enter_context(entry.hold())
         self.entry = entry
 
+    def bind(self, weights: BoundWeights) -> None:
+        """Compute with `weights` from now on, which are released when the engine rests.
+
+        Raises:
+            IncompatibleEngine: see `Engine.update_weights`.
+        """
+        self._release()
+        self._bound = weights
+        self.engine.update_weights(weights.tensors, weights.version)
+
     def rest(self) -> None:
         """Let go of the model's weights and of the files."""
         try:
             self.engine.release_weights()
         finally:
+            self._release()
             self._held.close()
 
     def close(self) -> None:
@@ -71,19 +96,34 @@ class LoadedEngine:
             self.steps.drop()
             self.engine.close()
         finally:
+            self._release()
             self._held.close()
+
+    def _release(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is not None:
+            bound.release()
 
 
 class EnginePool:
     """Keeps a few idle engines loaded, so that switching between models and resolutions costs nothing.
 
+    Args:
+        keep: engines that wait for their next owner.
+        capture_library: the folder of the library by which CUDA graphs are captured; None: none are.
+        canary: knows engines that ended an earlier process.
+
     Attributes:
         on_change: told the device after engines came, went, or may hold more or less memory there.
     """
 
-    def __init__(self, keep: int = _IDLE_ENGINES) -> None:
+    def __init__(
+        self, keep: int = _IDLE_ENGINES, capture_library: Path | None = None, canary: Canary | None = None
+    ) -> None:
         self.on_change: SizeListener = lambda device: None
         self._keep = keep
+        self._capture_library = capture_library
+        self._canary = canary
         self._idle: OrderedDict[int, LoadedEngine] = OrderedDict()
         self._used: dict[int, LoadedEngine] = {}
         self._lock = threading.Lock()
@@ -103,7 +143,8 @@ class EnginePool:
             number = self._find_idle(entry, device)
             loaded = None if number is None else self._idle.pop(number)
         if loaded is None:
-            loaded = LoadedEngine(plan, entry, device)
+            graphing = Graphing(self._capture_library, EngineCanary(self._canary, entry.digest))
+            loaded = LoadedEngine(plan, entry, device, graphing)
         else:
             _or_close(loaded, lambda: loaded.hold(entry))
         with self._lock:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,23 +17,25 @@ from ..core.errors import (
     BuildCancelled,
     BuildDied,
     BuildFailed,
+    IncompatibleEngine,
     NotFinite,
     SlipstreamError,
     StoreError,
     UnsupportedModel,
 )
-from ..core.progress import Progress, ProgressCallback, ignore_progress
+from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
 from ..core.spec import Precision
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, WeightsMemo
 from . import bake
 from .backends import default_backends
 from .build import build_engine
+from .canary import USE, Canary, FirstCall
 from .estimate import estimate, say_estimate
 from .memory import MemoryWatch, Shortages, give_back_unused
 from .overflow import ADVICE, Overflows
 from .plan import CallShape, Plan, plans
-from .pool import EnginePool, LoadedEngine
+from .pool import EnginePool, LoadedEngine, is_graphed
 from .preferences import Background, Preferences
 from .queue import BuildQueue, Ticket
 from .settings import BuildPolicy, Settings
@@ -119,7 +123,10 @@ class EngineProvider:
         self.weights_memo = WeightsMemo(store.root)
         self.history = BuildHistory(store.root)
         self.choices = ChoiceMemo(store.root)
-        self.pool = EnginePool()
+        self.canary = Canary(store.marks)
+        self.pool = EnginePool(capture_library=store.keep, canary=self.canary)
+        self._used: set[str] = set()
+        """Engines that this process has called."""
         self._shortages = Shortages()
         self._overflows = Overflows(store.root)
         self.on_timed: Callable[[], None] = lambda: None
@@ -129,9 +136,14 @@ class EngineProvider:
         self._counting = threading.Lock()
         self._host_is_idle = is_idle
         self.queue = BuildQueue(
-            lambda plan, progress, cancel, may_run: build_engine(plan, self.store, progress, cancel, may_run),
+            self._build,
             self._is_idle,
         )
+
+    def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
+        entry = build_engine(plan, self.store, progress, cancel, may_run)
+        self.canary.forget(entry.digest)
+        return entry
 
     def _is_idle(self) -> bool:
         if self.preferences().background is Background.ALWAYS:
@@ -381,13 +393,20 @@ class EngineProvider:
             torch.OutOfMemoryError: memory does not suffice; what the engine held has been given back.
         """
         self._trust.check_not_refused(source, entry)  # before memory is spent on it
+        self._check_not_fatal(entry)
         if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
             hooks.make_room(source.device, needed)
         watch = MemoryWatch(source.device)
-        loaded = self.pool.take(plan, entry, source.device)
+        bound = source.bind(plan.spec.precision)  # before memory is spent on an engine that could not have its weights
         try:
-            loaded.engine.update_weights(source.weights(plan.spec.precision))
-            self._trust.prove(source, plan, loaded, hooks.check_interrupted)
+            loaded = self._taken(plan, entry, source)
+        except BaseException:
+            bound.release()
+            raise
+        try:
+            loaded.bind(bound)
+            with self._first_call_watched(plan, loaded):
+                self._trust.prove(source, plan, loaded, hooks.check_interrupted)
         except BaseException as error:
             ran_out = watch.ran_out(error)
             if ran_out or _may_be_spoiled(loaded, error):
@@ -400,6 +419,50 @@ class EngineProvider:
         self.store.touch(entry)
         self.pool.on_change(source.device)
         return loaded
+
+    def _check_not_fatal(self, entry: Entry) -> None:
+        """
+        Raises:
+            IncompatibleEngine: an earlier process ended when it used this engine, without CUDA graphs.
+        """
+        death = self.canary.death_of(entry.digest)
+        if death is not None and not death.with_graphs:
+            raise IncompatibleEngine(
+                f"The engine {entry.manifest.label} is not used: {death}. Choose Try again on it in the sidebar, or "
+                "build it again"
+            )
+
+    def _taken(self, plan: Plan, entry: Entry, source: ModelSource) -> LoadedEngine:
+        """An engine of the pool; loading native code for the first time is watched."""
+        if entry.digest in self._used:
+            return self.pool.take(plan, entry, source.device)
+        with self._watched(plan, entry):
+            return self.pool.take(plan, entry, source.device)
+
+    @contextmanager
+    def _first_call_watched(self, plan: Plan, loaded: LoadedEngine) -> Iterator[None]:
+        """Meanwhile the first call of an engine that this process has not called yet is watched."""
+        engine, entry = loaded.engine, loaded.entry
+        if entry.digest in self._used:
+            yield
+            return
+        loaded.engine = first = FirstCall(engine, loaded.device, lambda: self._watched(plan, entry))
+        try:
+            yield
+        finally:
+            loaded.engine = engine
+            if first.is_over:
+                self._used.add(entry.digest)
+
+    def _watched(self, plan: Plan, entry: Entry) -> AbstractContextManager[None]:
+        with_graphs = is_graphed(plan, plan.device) and self.canary.death_of(entry.digest) is None
+        return self.canary.watching(entry.digest, USE, with_graphs)
+
+    def try_again(self, digest: str) -> None:
+        """Use an engine with all that it has, whatever happened when it was used before."""
+        self.canary.forget(digest)
+        self._used.discard(digest)
+        self.pool.close_idle(digest)
 
     def _ready_or_short(self, source: ModelSource, plan: Plan, entry: Entry, hooks: HostHooks) -> LoadedEngine | str:
         """Like `ready`; or that memory ran out, in words."""
@@ -419,6 +482,7 @@ class EngineProvider:
 
     def _short(self, plan: Plan, needed: int, hooks: HostHooks) -> str:
         hooks.drop_copies(plan.device)
+        self.pool.free(plan.device, math.inf)  # the plain model needs the room more than engines that wait
         give_back_unused(plan.device)
         return self._shortages.note(plan.key.digest, plan.device, needed)
 

@@ -49,6 +49,19 @@ def main(directory: str) -> int:
     return 0 if "files" in result else 1
 
 
+def compile_capture_library(folder: str) -> int:
+    """Compile the library behind CUDA graphs into `folder`; 0 on success, 1 with the reason on stderr."""
+    _be_nice()
+    from .capture.compiling import compile_library
+
+    try:
+        compile_library(Path(folder))
+    except Exception as error:  # compilers, and torch's code around them, raise whatever they like
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
 def _build(folder: Path, report: IO[str]) -> dict[str, Any]:
     def progress(update: Progress) -> None:
         line = {"phase": update.phase, "message": update.message, "operations": update.operations}

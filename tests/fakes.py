@@ -16,7 +16,7 @@ from slipstream.core.dtypes import dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
-from slipstream.core.protocols import Artifact, BuildJob, Tensors
+from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, profile_for
 from slipstream.core.skeleton import hollow
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
@@ -121,19 +121,19 @@ class FakeSource:
     def weights_digest(self) -> str:
         return digest_tensors(dict(self.model.named_parameters()))
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+    def bind(self, precision: Precision) -> BoundWeights:
         if self.unavailable is not None:
             raise self.unavailable
         live = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
         patched = {name: tensor + self.lora for name, tensor in live.items()} if self.lora else live
-        return {name: tensor.to(dtype_of(precision)) for name, tensor in patched.items()}
+        return BoundWeights({name: tensor.to(dtype_of(precision)) for name, tensor in patched.items()})
 
     def eager(self, inputs: Tensors) -> Tensors:
-        return _compute(self.weights(self.precision), inputs, dtype_of(self.precision))
+        return _compute(self.bind(self.precision).tensors, inputs, dtype_of(self.precision))
 
     def reference(self, inputs: Tensors) -> Tensors:
         self.reference_calls += 1
-        return _compute(self.weights(Precision.FP32), inputs, torch.float32)
+        return _compute(self.bind(Precision.FP32).tensors, inputs, torch.float32)
 
 
 def _compute(weights: Mapping[str, torch.Tensor], inputs: Tensors, dtype: torch.dtype) -> Tensors:
@@ -248,7 +248,7 @@ class NullEngine:
         finally:
             self._busy.release()
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: object = None) -> None:
         self.updates += 1
         if self._contains_weights:
             if any(not torch.equal(self.weights[name], tensor) for name, tensor in weights.items()):

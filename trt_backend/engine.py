@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class TensorRTEngine:
             context.run({**inputs, **results}, stream)
         return results
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
         """Put what changed into the engine; baked weights stay as they are.
 
         Raises:

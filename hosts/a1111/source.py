@@ -11,7 +11,7 @@ import torch
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
@@ -55,14 +55,15 @@ class LdmUNetSource:
     def weights_digest(self) -> str:
         return _digests.get(self.unet, _checkpoint(), self._digest)
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+    def bind(self, precision: Precision) -> BoundWeights:
         dtype = dtype_of(precision)
-        return {
-            PREFIX + name: self._weights[name].to(dtype)
-            if self._weights[name].is_floating_point()
-            else self._weights[name]
-            for name in self.architecture.weight_names
-        }
+        wanted = {name: self._weights[name] for name in self.architecture.weight_names}
+        return BoundWeights(
+            {
+                PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in wanted.items()
+            }
+        )
 
     def eager(self, inputs: Tensors) -> Tensors:
         with plain_calls():

@@ -7,11 +7,13 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings import SWITCHED_OFF
+from .dynamic_vram import loading_once
 from .hook import lead_calls
 from .model_calls import ModelCalls, Tally, halves_of
 from .running import RunRecorder, begin_run, recorded
@@ -69,4 +71,16 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         calls = ModelCalls(run, source, veto, halves, tally)
         lead_calls(guider.model_options, source.architecture.kind, KEY, calls)
         lead_steps(guider, KEY, calls, module)
-        return executor(*args, **kwargs)
+        with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
+            return executor(*args, **kwargs)
+
+
+def _accelerated_controlnets(guider: Any) -> Iterator[Any]:
+    """The patchers of those that condition this run."""
+    for conds in guider.conds.values():
+        for cond in conds:
+            control = cond.get("control")
+            while control is not None:
+                if "acceleration" in vars(control):  # put there by accelerate_controlnet
+                    yield control.control_model_wrapped
+                control = control.previous_controlnet

@@ -21,6 +21,7 @@ from ...core.errors import SlipstreamError
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings import BackendChoice
 from .autoencoders import DECODER, ENCODER, HALVES, Half
+from .dynamic_vram import loading_once
 from .running import RunRecorder, begin_run, recorded
 from .vae import ComfyVaeSource, plain_method
 from .vae_memory import memory_needed
@@ -110,7 +111,7 @@ class AcceleratedVae:
     def _in_one_run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tiled: bool = False
     ) -> Any:
-        with self.slipstream.session(self, tiled):
+        with self.slipstream.session(self, tiled), loading_once(getattr(self, "patcher", None)):
             return method(*args, **kwargs)
 
     def _memory_used(self, half: Half, estimate: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
@@ -28,6 +28,7 @@ from .diffusion_model import (
     plain_operators,
     scaled_dot_product_attention,
 )
+from .dynamic_vram import bind_staged, is_dynamic
 from .layers import layers_with_weights, plain_layers
 from .vetoes import why_not_these_layers
 from .weights import current_weights
@@ -292,8 +293,8 @@ class ComfyControlNetSource:
         names = frozenset(self.architecture.weight_shapes)
         return original_digest(self._control.control_model_wrapped, self.network, names)
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        return {PREFIX + name: tensor for name, tensor in self._weights(dtype_of(precision)).items()}
+    def bind(self, precision: Precision) -> BoundWeights:
+        return self._bound(dtype_of(precision))
 
     def embed(self, hint: torch.Tensor, types: list[int] | None) -> Tensors:
         """What stays the same in every step, by the plain model's own layers.
@@ -324,9 +325,13 @@ class ComfyControlNetSource:
         import comfy.ops
 
         graph = ControlNetGraph(self.architecture.build(comfy.ops.manual_cast))
-        weights = {PREFIX + name: tensor for name, tensor in self._weights(dtype_of(self.precision)).items()}
-        found = torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32))
+        with self._bound(dtype_of(self.precision)) as held:
+            found = torch.func.functional_call(graph, dict(held), (), cast_inputs(inputs, torch.float32))
         return dict(zip(self.architecture.outputs, found, strict=True))
 
-    def _weights(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        return current_weights(self.network, self.architecture.weight_shapes, dtype, self.device)
+    def _bound(self, dtype: torch.dtype) -> BoundWeights:
+        patcher, names = self._control.control_model_wrapped, frozenset(self.architecture.weight_shapes)
+        if is_dynamic(patcher):
+            return bind_staged(patcher, self.network, names, dtype, prefix=PREFIX)
+        found = current_weights(self.network, names, dtype, self.device)
+        return BoundWeights({PREFIX + name: tensor for name, tensor in found.items()})

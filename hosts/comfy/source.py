@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ...core.dtypes import dtype_of, precision_of
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import WeightsMemo
 from ..architecture import cast_inputs
 from .checkpoint import unet_digest
 from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
+from .dynamic_vram import bind_staged, is_dynamic
 from .text import Within, project, projected_already
 from .weights import copies, current_weights, weights_token
 
@@ -65,9 +66,8 @@ class ComfyUNetSource:
             self._digest = unet_digest(self._patcher, self._memo)
         return self._digest
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        found = self._current(dtype_of(precision), weights_token(self._patcher))
-        return {PREFIX + name: tensor for name, tensor in found.items()}
+    def bind(self, precision: Precision) -> BoundWeights:
+        return self._bound(dtype_of(precision), weights_token(self._patcher), PREFIX)
 
     def project(self, context: torch.Tensor) -> torch.Tensor:
         """A text as its engines take it."""
@@ -85,14 +85,19 @@ class ComfyUNetSource:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         args, rest = split_inputs(cast_inputs(inputs, torch.float32))
         kwargs = {**rest, "transformer_options": {}}
-        return {"out": torch.func.functional_call(self.architecture.caster(), self._host_weights(), args, kwargs)}
+        with self._host_weights() as weights:
+            return {"out": torch.func.functional_call(self.architecture.caster(), dict(weights), args, kwargs)}
 
-    def _host_weights(self) -> dict[str, torch.Tensor]:
+    def _host_weights(self) -> BoundWeights:
         """In the dtype that the host computes in."""
         dtype, token = dtype_of(self.precision), weights_token(self._patcher)
         if not copies.has(self.device, dtype, token, self.owner):
             token = None  # another dtype's copies, which an engine is about to use, must stay
-        return self._current(dtype, token)
+        return self._bound(dtype, token)
 
-    def _current(self, dtype: torch.dtype, token: Hashable | None) -> dict[str, torch.Tensor]:
-        return current_weights(self.unet, self.architecture.weight_names, dtype, self.device, token, self.owner)
+    def _bound(self, dtype: torch.dtype, token: Hashable | None, prefix: str = "") -> BoundWeights:
+        names = self.architecture.weight_names
+        if is_dynamic(self._patcher):
+            return bind_staged(self._patcher, self.unet, names, dtype, self.owner, prefix)
+        found = current_weights(self.unet, names, dtype, self.device, token, self.owner)
+        return BoundWeights({prefix + name: tensor for name, tensor in found.items()})

@@ -190,8 +190,9 @@ class ComfyUNetHalfSource(ComfyUNetSource):
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
         graph = self.architecture.graph(self.architecture.caster())
-        weights = {PREFIX + name: tensor for name, tensor in self._host_weights().items()}
-        return self._named(torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32)))
+        with self._host_weights() as held:
+            weights = {PREFIX + name: tensor for name, tensor in held.items()}
+            return self._named(torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32)))
 
     def _named(self, results: tuple[torch.Tensor, ...]) -> Tensors:
         return dict(zip(self.architecture.outputs, results, strict=True))

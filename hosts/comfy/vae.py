@@ -10,7 +10,7 @@ import torch
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.shapes import Shape
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
@@ -20,6 +20,7 @@ from ..architecture import Draw, NetworkArchitecture, Remembered, architecture_d
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .checkpoint import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
+from .dynamic_vram import bind_staged, is_dynamic
 from .vae_vetoes import why_not_these_layers, why_not_this_vae
 from .weights import current_weights, weights_token
 
@@ -163,9 +164,8 @@ class ComfyVaeSource:
     def weights_digest(self) -> str:
         return original_digest(self._vae.patcher, self._model, self.architecture.weight_names)
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        found = self._weights(dtype_of(precision), weights_token(self._vae.patcher))
-        return {PREFIX + name: tensor for name, tensor in found.items()}
+    def bind(self, precision: Precision) -> BoundWeights:
+        return self._bound(dtype_of(precision), weights_token(self._vae.patcher))
 
     def eager(self, inputs: Tensors) -> Tensors:
         half = self.architecture.half
@@ -175,16 +175,20 @@ class ComfyVaeSource:
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32, with a copy of the weights: autoencoders are small."""
         graph = VaeGraph(self.architecture.hollow(), self.architecture.half)
-        weights = {PREFIX + name: tensor for name, tensor in self._weights(torch.float32, None).items()}
+        with self._bound(dtype_of(self.precision), None) as held:
+            weights = {name: tensor.float() for name, tensor in held.items()}
         return {"out": torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32))[0]}
 
     def call(self, shape: Shape) -> CallShape:
         """The engine's call for inputs of this shape."""
         return CallShape(((self.architecture.half.input, shape, dtype_of(self.precision)),))
 
-    def _weights(self, dtype: torch.dtype, token: Any) -> dict[str, torch.Tensor]:
+    def _bound(self, dtype: torch.dtype, token: Any) -> BoundWeights:
         names, owner = self.architecture.weight_names, self.architecture.role.value
-        return current_weights(self._model, names, dtype, self.device, token, owner)
+        if is_dynamic(self._vae.patcher):
+            return bind_staged(self._vae.patcher, self._model, names, dtype, owner, PREFIX)
+        found = current_weights(self._model, names, dtype, self.device, token, owner)
+        return BoundWeights({PREFIX + name: tensor for name, tensor in found.items()})
 
 
 def plain_method(model: Any, half: Half) -> Any:

@@ -38,7 +38,7 @@ def current_weights(
     """
     wanted = frozenset(names)
     layers = layers_of(unet)
-    casting = _casting(layers)
+    casting = {name: layer for name, layer in _casting(layers).items() if _parts_of(name) & wanted}
     own = tensors_of(layers)
     kept = copies.of(device, dtype, token, owner)
     made: Weights = {}
@@ -149,6 +149,10 @@ def _casting(layers: Layers) -> dict[str, Any]:
     }
 
 
+def _parts_of(layer: str) -> set[str]:
+    return {f"{layer}.weight", f"{layer}.bias"}
+
+
 def _casts(layer: Any) -> bool:
     """Of a layer that may."""
     casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or "_v" in layer.__dict__
@@ -174,10 +178,11 @@ def _kept_layer(name: str, layer: Any, kept: Weights, dtype: torch.dtype, device
 def _is_as_it_should_be(layer: Any, part: str, dtype: torch.dtype, device: torch.device) -> bool:
     changes = (getattr(layer, f"{part}{kind}", None) for kind in ("_function", "_lowvram_function"))
     tensor = getattr(layer, part)
-    return (tensor.dtype, tensor.device) == (dtype, device) and not _is_quantized(tensor) and not any(changes)
+    return (tensor.dtype, tensor.device) == (dtype, device) and not is_quantized(tensor) and not any(changes)
 
 
-def _is_quantized(tensor: torch.Tensor) -> bool:
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether ComfyUI holds a weight in a quantised form."""
     return type(tensor).__name__ == "QuantizedTensor"
 
 
@@ -189,8 +194,14 @@ def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device)
         return {key: _plain(tensor) if id(tensor) in own else _plain(tensor).clone() for key, tensor in cast.items()}
 
 
+def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then."""
+    with _Cast(layer, dtype, device):
+        pass
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.dequantize() if _is_quantized(tensor) else tensor.detach()
+    return tensor.dequantize() if is_quantized(tensor) else tensor.detach()
 
 
 class _Cast:

@@ -140,6 +140,8 @@ class WholeStep:
 
     def _replayed(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
         """The step by its graph; None where that cannot be had."""
+        if not pattern.owner.steps.are_possible:
+            return None
         watch = MemoryWatch(x.device)
         try:
             result = self._by_graph(step, pattern, x, sigma)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from diffusers import UNet2DConditionModel
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import cast_inputs
@@ -58,13 +57,15 @@ class DiffusersUNetSource:
             self._digest = digest_tensors(self._tensors())
         return self._digest
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
+    def bind(self, precision: Precision) -> BoundWeights:
         """The UNet's own parameters; copies only where the engine computes in another dtype."""
         dtype = dtype_of(precision)
-        return {
-            PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in self._tensors().items()
-        }
+        return BoundWeights(
+            {
+                PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for name, tensor in self._tensors().items()
+            }
+        )
 
     def eager(self, inputs: Tensors) -> Tensors:
         return call(self.unet, cast_inputs(inputs, self.unet.dtype))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...core.dtypes import dtype_of, precision_of
 from ...core.errors import UnsupportedModel
-from ...core.protocols import Tensors
+from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
@@ -65,8 +64,8 @@ class ForgeUNetSource:
     def weights_digest(self) -> str:
         return _digests.get(self.unet, None, self._digest)
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        return {PREFIX + name: tensor for name, tensor in self._current(dtype_of(precision)).items()}
+    def bind(self, precision: Precision) -> BoundWeights:
+        return BoundWeights({PREFIX + name: tensor for name, tensor in self._current(dtype_of(precision)).items()})
 
     def eager(self, inputs: Tensors) -> Tensors:
         return {"out": call(self.unet, cast_inputs(inputs, dtype_of(self.precision)))}

@@ -41,6 +41,11 @@ async def delete_engine(request: web.Request, fields: dict[str, Any]) -> Answer:
 
 
 @changes()
+async def try_again(request: web.Request, fields: dict[str, Any]) -> Answer:
+    return await asyncio.to_thread(_try_again, _digest(request))
+
+
+@changes()
 async def verify_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
     return await asyncio.to_thread(_verify_all)
 
@@ -68,6 +73,7 @@ ROUTES: list[Route] = [
     ("GET", "/engines/{digest}", show_engine),
     ("POST", "/engines/{digest}/verify", verify_engine),
     ("POST", "/engines/{digest}/delete", delete_engine),
+    ("POST", "/engines/{digest}/try_again", try_again),
     ("POST", "/hit", hit),
 ]
 
@@ -107,6 +113,14 @@ def _verify_all() -> Answer:
     if any(problem is not None for problem in problems.values()):
         send(ENGINES, {})
     return {"problems": problems}
+
+
+def _try_again(digest: str) -> Answer:
+    if not _store().has(digest):
+        raise _missing(digest)
+    provider().try_again(digest)
+    send(ENGINES, {})
+    return {"digest": digest}
 
 
 def _delete(digest: str) -> Answer:

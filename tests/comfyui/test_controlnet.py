@@ -322,7 +322,7 @@ def test_what_is_traced_computes_what_the_network_does(make: Callable[[], Contro
     embedded = inputs | source.embed(hint(), types)
     skeleton = architecture.skeleton(source.precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.weights(source.precision)), (), embedded)
+        found = torch.func.functional_call(skeleton, dict(source.bind(source.precision).tensors), (), embedded)
         assert relative_error(dict(zip(architecture.outputs, found, strict=True)), flat) < 1e-5
         assert relative_error(source.eager(embedded), flat) < 1e-5
         assert relative_error(source.reference(embedded), flat) < 1e-5

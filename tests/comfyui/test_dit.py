@@ -107,7 +107,7 @@ def test_what_is_traced_computes_what_the_model_does_in_half_precision(family: s
     )
     skeleton = source.architecture.skeleton(precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.weights(precision)), (), inputs)[0]
+        found = torch.func.functional_call(skeleton, dict(source.bind(precision).tensors), (), inputs)[0]
         reference, eager = source.reference(inputs), source.eager(inputs)
     assert found.dtype == eager["out"].dtype == dtype and reference["out"].dtype == torch.float32
     assert relative_error({"out": found}, reference) < 1.2 * relative_error(eager, reference) < 2e-2
@@ -159,7 +159,7 @@ def assert_traced_right(model: Patcher, told: bool) -> None:
     shapes = {name: shape for name, shape in SHAPES["pixart"].items() if told or not name.startswith("c_")}
     inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed=1)
     skeleton = source.architecture.skeleton(Precision.FP32, source.device)
-    weights = dict(source.weights(Precision.FP32))
+    weights = dict(source.bind(Precision.FP32).tensors)
     with torch.no_grad():
         graph = torch.export.export(skeleton, (), dict(inputs), strict=False).graph
         found = torch.func.functional_call(skeleton, weights, (), inputs)[0]

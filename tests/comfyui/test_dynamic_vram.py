@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import ExitStack
 from typing import Any
 
+import comfy.lora
+import comfy.model_management
 import pytest
 import torch
 
+from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import Precision
+from slipstream.hosts.comfy import dynamic_vram
 from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.dynamic_vram import loading_once
+from slipstream.hosts.comfy.source import ComfyUNetSource
 from slipstream.hosts.comfy.vae import ComfyVaeHalf
-from slipstream.tests.comfyui.support import tiny
+from slipstream.runtime.pool import LoadedEngine
+from slipstream.tests.comfyui.support import staging, tiny
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> Any:
+def aimdo_enabled(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What switches the layers' construction; the rest of DynamicVRAM needs a GPU."""
     try:
         memory = importlib.import_module("comfy.memory_management")
@@ -33,26 +41,283 @@ def dynamic_vram(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3"])
-def test_a_model_is_the_same_with_and_without(family: str, dynamic_vram: Any) -> None:
+def test_a_model_is_the_same_with_and_without(family: str, aimdo_enabled: Any) -> None:
     model = tiny.transformer(family) if family == "sd3" else tiny.model(family)
     without = ComfyDiffusionModel.of(model.model)
     wanted = without.fingerprint, without.weight_names
-    dynamic_vram()
+    aimdo_enabled()
     found = ComfyDiffusionModel.of(model.model)
     assert (found.fingerprint, found.weight_names) == wanted
     skeleton = found.skeleton(Precision.FP32, CPU)
     assert {name.removeprefix("model.") for name, _ in skeleton.named_parameters()} <= found.weight_names
     assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in skeleton.modules())
-    assert dynamic_vram.memory.aimdo_enabled, "ComfyUI's own models are built as before"
+    assert aimdo_enabled.memory.aimdo_enabled, "ComfyUI's own models are built as before"
 
 
 @pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
-def test_a_vae_is_the_same_with_and_without(half: Any, dynamic_vram: Any) -> None:
+def test_a_vae_is_the_same_with_and_without(half: Any, aimdo_enabled: Any) -> None:
     layers = {
         "ch": 32, "widths": [32, 64], "num_res_blocks": 1, "out_ch": 3, "in_channels": 3, "z_channels": 4,
         "attn_resolutions": [], "resolution": 64, "double_z": True,
     }  # fmt: skip
     config = {"layers": layers, "embed_dim": 4}
     wanted = ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint
-    dynamic_vram()
+    aimdo_enabled()
     assert ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint == wanted
+
+
+# -------------------------------------------------------------------------------- weights where ComfyUI stages them
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a tiny SD1.5 whose weights ComfyUI stages."""
+    kind = staging.switch_on(monkeypatch)
+
+    def make(seed: int = 1) -> Any:
+        model = tiny.model("sd15", seed).model
+        comfy.model_management.archive_model_dtypes(model)
+        return kind(model, staging.DEVICE, CPU)
+
+    return make
+
+
+def load(patcher: Any) -> None:
+    """As ComfyUI does before each run."""
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+
+
+def bound(patcher: Any) -> BoundWeights:
+    return ComfyUNetSource(patcher).bind(Precision.FP32)
+
+
+def wanted(patcher: Any) -> dict[str, torch.Tensor]:
+    """By ComfyUI's own account of a model's weights, patches included."""
+    found = {}
+    for name, value in patcher.get_key_patches("diffusion_model.").items():
+        weight = value[0][0].clone()
+        found["model." + name.removeprefix("diffusion_model.")] = (
+            comfy.lora.calculate_weight(value[1:], weight, name) if len(value) > 1 else weight
+        )
+    return found
+
+
+def assert_right(weights: BoundWeights, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in weights.tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def pages_of(patcher: Any) -> staging.Pages:
+    (pages,) = patcher.model.dynamic_vbars.values()
+    return pages
+
+
+def with_lora(patcher: Any, strength: float) -> Any:
+    clone = patcher.clone()
+    names = [name for name in clone.model.state_dict() if name.startswith("diffusion_model.") and "weight" in name]
+    patches = {name: ("diff", (torch.ones_like(clone.model.state_dict()[name]),)) for name in names}
+    assert clone.add_patches(patches, strength)
+    return clone
+
+
+def places(weights: BoundWeights) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+
+
+def test_weights_are_used_where_they_lie_and_held_until_released(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    weights, pages = bound(patcher), pages_of(patcher)
+    assert_right(weights, expected)
+    inside = [p for p in places(weights).values() if pages.base_addr <= p < pages.base_addr + len(pages.memory)]
+    assert len(inside) > 50 and pages.held == len(pages.resident)
+    pages.take_away()
+    assert_right(weights, expected)
+    weights.release()
+    assert pages.held == 0
+    pages.take_away()
+    assert not pages.resident
+
+
+def test_nothing_is_done_again_while_nothing_changes(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    casts: list[Any] = []
+    monkeypatch.setattr(dynamic_vram, "cast_once", lambda layer, *_: casts.append(layer))
+    loads: list[Any] = []
+    monkeypatch.setattr(type(patcher), "load", lambda self, *args, **kwargs: loads.append(self))
+    for _ in range(3):
+        with loading_once(patcher):
+            patcher.partially_load(patcher.load_device, 0)
+            again = bound(patcher)
+            assert again.version == first.version and places(again) == places(first)
+            again.release()
+            assert pages_of(patcher).held, "the run goes on"
+        assert pages_of(patcher).held == 0
+    assert not casts and not loads
+
+
+def test_what_was_taken_away_is_staged_again_in_the_same_place(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    first = bound(patcher)
+    before = places(first)
+    first.release()
+    pages = pages_of(patcher)
+    for taken in ([0], [3, 5], list(pages.resident)):
+        pages.take_away(*taken)
+        load(patcher)
+        again = bound(patcher)
+        assert_right(again, expected)
+        assert places(again) == before and again.version != first.version
+        again.release()
+    assert pages.held == 0
+
+
+def test_loras_are_part_of_them_and_go_again(staged: Any) -> None:
+    patcher = staged()
+    one, other = with_lora(patcher, 0.5), with_lora(patcher, -0.25)
+    versions = set()
+    for each in (patcher, one, other, one, patcher, other):
+        expected = wanted(each)
+        load(each)
+        weights = bound(each)
+        assert_right(weights, expected)
+        versions.add(weights.version)
+        weights.release()
+    assert len(versions) == 6, "each change is another version"
+    assert pages_of(patcher).held == 0
+
+
+def test_a_plain_load_in_between_moves_small_weights_and_no_engine(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    patcher.clone().partially_load(patcher.load_device, 0)
+    load(patcher)
+    again = bound(patcher)
+    assert places(again) == places(first)
+    assert_right(again, wanted(patcher))
+    again.release()
+
+
+def test_a_weight_that_somebody_replaced_is_seen(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    name, layer = next(
+        (name, layer)
+        for name, layer in patcher.model.diffusion_model.named_modules()
+        if isinstance(layer, torch.nn.GroupNorm)
+    )
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    again = bound(patcher)
+    assert again.version != first.version
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], layer.weight.detach())
+    again.release()
+
+
+def test_unloading_is_noticed(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    bound(patcher).release()
+    patcher.detach()
+    assert not pages_of(patcher).resident
+    load(patcher)
+    again = bound(patcher)
+    assert_right(again, expected)
+    again.release()
+
+
+def test_where_not_all_fits_the_plain_model_runs(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    pages = pages_of(patcher)
+    pages.capacity = 5
+    with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
+        bound(patcher)
+    assert pages.held == 0
+    pages.capacity = 1 << 20
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
+def test_room_for_sampling_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    with monkeypatch.context() as short:
+        short.setattr(comfy.model_management, "get_free_memory", lambda device: 1 << 20)
+        with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
+            bound(patcher)
+    assert pages_of(patcher).held == 0
+
+
+@pytest.mark.parametrize("change", ["callback", "hooks", "injection", "forced"])
+def test_a_load_that_others_have_a_part_in_is_not_left_out(change: str, staged: Any) -> None:
+    from comfy.patcher_extension import CallbacksMP
+
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    loads: list[Any] = []
+    patcher.load = lambda *args, **kwargs: loads.append(args)
+    if change == "callback":
+        patcher.add_callback(CallbacksMP.ON_LOAD, lambda *args: None)
+    elif change == "hooks":
+        patcher.hook_patches = {"hook": {}}
+    elif change == "injection":
+        patcher.injections = {"key": []}
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+    assert bool(loads) == (change != "forced")
+
+
+def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    other = patcher.clone()
+    other.add_object_patch("model_sampling", patcher.model.model_sampling)
+    marker = object()
+    other.add_object_patch("latent_format", marker)
+    with loading_once(other):
+        other.partially_load(other.load_device, 0)
+        assert other.model.latent_format is marker
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+        assert patcher.model.latent_format is not marker
+
+
+def test_an_engine_lets_go_when_it_rests(staged: Any, tmp_path: Any) -> None:
+    """The pool's engines hold the weights for as long as they are in use, whatever happens."""
+    patcher = staged()
+    load(patcher)
+    weights = bound(patcher)
+
+    class Refusing:
+        device_bytes = 0
+
+        def update_weights(self, tensors: Any, version: Any = None) -> None:
+            raise RuntimeError("refused")
+
+        def release_weights(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    loaded = object.__new__(LoadedEngine)
+    loaded._held, loaded._bound, loaded.engine = ExitStack(), None, Refusing()
+    with pytest.raises(RuntimeError):
+        loaded.bind(weights)
+    assert pages_of(patcher).held
+    loaded.rest()
+    assert pages_of(patcher).held == 0

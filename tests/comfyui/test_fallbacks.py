@@ -388,7 +388,7 @@ def test_every_weight_reaches_the_engine(engine_store: EngineStore) -> None:
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
-            engine.update_weights(source.weights(source.precision))
+            engine.update_weights(source.bind(source.precision).tensors)
             found, wanted = engine(**inputs)["out"], source.eager(inputs)["out"]
             parameter.copy_(kept)
         assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5, name

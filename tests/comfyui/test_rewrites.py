@@ -102,7 +102,7 @@ def test_what_is_compiled_computes_what_the_model_does(name: str, tmp_path: Path
     source, shapes = MODELS[name]()
     job = job_of(source, shapes, tmp_path)
     engine, program = engine_of(job)
-    engine.update_weights(source.weights(source.precision))
+    engine.update_weights(source.bind(source.precision).tensors)
     for seed in (1, 2):
         inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed)
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_eight_bits_follow_a_change_of_the_weights(
     source, shapes = MODELS[name]()
     engine, _ = engine_of(job_of(source, shapes, tmp_path, quantised))
     inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, 1)
-    weights = dict(source.weights(source.precision))
+    weights = dict(source.bind(source.precision).tensors)
     quantised_ones = {name for weight in engine._signature.derived.values() for name in weight.sources}
     with torch.no_grad():
         engine.update_weights(weights)
@@ -166,7 +166,7 @@ def test_pictures_in_eight_bits_are_near_those_of_the_model(
                 job_of(source, {name: tuple(t.shape) for name, t in given.items()}, tmp_path, quantised)
             )
             assert engine._signature.eight_bits > 8
-            engine.update_weights(source.weights(source.precision))
+            engine.update_weights(source.bind(source.precision).tensors)
             engines[0] = engine
         found = engines[0](**given)
         calls.append(relative_error(found, {"out": forward(x, timesteps, context)}))

@@ -64,7 +64,7 @@ def test_the_graph_computes_what_the_network_computes(name: str, precision: Prec
     exported = export_graph(job, 23)
     weights = dict(exported.weights)
     model, _ = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})
-    numbers = {name: tensor.detach() for name, tensor in source.weights(precision).items()}
+    numbers = {name: tensor.detach() for name, tensor in source.bind(precision).tensors.items()}
     path = save_graph(model, weights, tmp_path, numbers)
     inputs = source.architecture.random_inputs(job.spec.profile.opt, input_dtypes(job.spec), CPU, seed=3)
     with torch.no_grad():

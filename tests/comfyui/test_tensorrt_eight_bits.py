@@ -88,7 +88,7 @@ def test_a_graph_is_near_the_model(
     read = kinds["QuantizeLinear"]  # once for all layers that read the same
     assert 1 < read <= len(changed) and kinds["DequantizeLinear"] == read + len(changed), kinds
     assert read < len(changed) or name != "sdxl", "its keys and values"
-    numbers = {key: tensor.detach() for key, tensor in source.weights(precision).items()}
+    numbers = {key: tensor.detach() for key, tensor in source.bind(precision).tensors.items()}
     dtypes = {key: getattr(torch, dtype) for key, dtype in job.spec.dtypes.items()}
     inputs = source.architecture.random_inputs(shapes, dtypes, CPU, seed=3)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_tensorrt_builds_what_computes_in_bf16(
     job = job_of(source, shapes, Precision.BF16, quantised, tmp_path)
     model, weights, _ = graph_of(job)
     marked, _ = operate(model, weights, opset=23, only={FOR_TENSORRT_ALONE})
-    numbers = {key: tensor.detach() for key, tensor in source.weights(Precision.BF16).items()}
+    numbers = {key: tensor.detach() for key, tensor in source.bind(Precision.BF16).tensors.items()}
     path = save_graph(marked, weights, tmp_path, numbers)
     monkeypatch.setattr(Library, "target_this_gpu", _for(CHIPS[quantised][0]))
     assert plan_bytes(job.spec, path, len(marked.graph.node)) > 0
@@ -180,7 +180,7 @@ def test_a_plan_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     half, eight = (
         built(source, precision, tmp_path / precision.value) for precision in (Precision.FP16, Quantised.FP8)
     )
-    weights = source.weights(Precision.FP16)
+    weights = source.bind(Precision.FP16).tensors
     feed_forward = [weights[name] for name in weights if ".ff.net." in name and weights[name].ndim == 2]
     saved, scales = sum(map(torch.numel, feed_forward)), 4 * sum(map(len, feed_forward))
     assert feed_forward and half.weight_bytes - eight.weight_bytes == saved - scales

@@ -66,7 +66,7 @@ def test_what_is_traced_computes_what_the_vae_does(kind: str, half: Half) -> Non
     inputs = inputs_of(half)
     skeleton = architecture.skeleton(source.precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.weights(source.precision)), (), inputs)[0]
+        found = torch.func.functional_call(skeleton, dict(source.bind(source.precision).tensors), (), inputs)[0]
         wanted = source.eager(inputs)
         assert wanted["out"].std() > 0.05
         assert relative_error({"out": found}, wanted) < 1e-5

@@ -591,7 +591,7 @@ def test_the_reference_is_fp32_and_leaves_the_model_alone() -> None:
 
 
 def test_weights_are_handed_out_not_copied(unet: UNet2DConditionModel) -> None:
-    weights = DiffusersUNetSource(unet).weights(Precision.FP32)
+    weights = DiffusersUNetSource(unet).bind(Precision.FP32).tensors
     assert weights["model.conv_in.weight"].data_ptr() == unet.conv_in.weight.data_ptr()
     skeleton = DiffusersUNet.of(unet).skeleton(Precision.FP32, torch.device("cpu"))
     assert set(weights) == set(skeleton.state_dict())

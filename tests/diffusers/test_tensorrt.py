@@ -80,7 +80,7 @@ def test_the_graph_computes_what_the_model_computes(
     exported = export_graph(job, 23)
     weights = dict(exported.weights)
     model, _ = operate(exported.model, weights, opset=23, only=set(PASSES) - {FOR_TENSORRT_ALONE})
-    numbers = source.weights(Precision.FP32)
+    numbers = source.bind(Precision.FP32).tensors
     assert {weight.name for weight in weights.values()} == set(numbers), "each can be replaced"
     path = save_graph(model, weights, tmp_path, numbers)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -163,6 +163,15 @@ class ComfyClient:
         """Set how long builds take, the one that runs included, where the server only pretends to build."""
         self.post("/slipstream_test/build_seconds", {"seconds": seconds})
 
+    def fail(self, where: str | None = None, how: str = "raise") -> list[str]:
+        """Have something fail once in the server's process, see the testing pack's `failures`; None: nothing.
+
+        Returns:
+            What failed so far.
+        """
+        done: list[str] = self.post("/slipstream_test/fail", {"where": where, "how": how})["done"]
+        return done
+
     def free(self) -> None:
         """Make ComfyUI unload its models and forget its cached results."""
         self.post("/free", {"unload_models": True, "free_memory": True})

@@ -33,6 +33,11 @@ NOT_COPIED = (
 )
 
 
+def on_gpu() -> bool:
+    """Whether servers compute on the GPU: by SLIPSTREAM_TEST_DEVICE=cuda."""
+    return os.environ.get("SLIPSTREAM_TEST_DEVICE") == "cuda"
+
+
 class ComfyServer:
     """One ComfyUI, started and stopped at will; its folders and engine store outlive a restart."""
 
@@ -90,6 +95,11 @@ class ComfyServer:
         assert self._process is not None, "the server is not running"
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
     def client(self) -> ComfyClient:
         """Return a new client of this server."""
         return ComfyClient(self.url)
@@ -138,10 +148,11 @@ class ComfyServer:
         return self.log_file.read_text(encoding="utf-8", errors="replace") if self.log_file.exists() else ""
 
     def _command(self) -> list[str]:
+        # On a GPU with ComfyUI's own defaults, as users start it.
+        device = () if on_gpu() else ("--cpu", "--use-pytorch-cross-attention", "--preview-method", "latent2rgb")
         return [
-            sys.executable, "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(self.port),
-            "--disable-auto-launch", "--disable-api-nodes", "--use-pytorch-cross-attention",
-            "--preview-method", "latent2rgb", "--base-directory", str(self.base),
+            sys.executable, "main.py", *device, "--listen", "127.0.0.1", "--port", str(self.port),
+            "--disable-auto-launch", "--disable-api-nodes", "--base-directory", str(self.base),
             "--database-url", f"sqlite:///{(self.base / 'user' / 'comfyui.db').as_posix()}",
             "--extra-model-paths-config", str(self.base / "models.yaml"), *self.arguments,
         ]  # fmt: skip

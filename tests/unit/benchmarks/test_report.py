@@ -13,6 +13,7 @@ import pytest
 from slipstream.benchmarks import ladder, page
 from slipstream.benchmarks.cases import CASES
 from slipstream.benchmarks.cold_page import cold_starts
+from slipstream.benchmarks.in_server.summary import read_rows
 from slipstream.benchmarks.ladder import ladders
 from slipstream.benchmarks.page import DOCS, newest, read_all, report
 from slipstream.benchmarks.rows import RESULTS, append
@@ -36,7 +37,7 @@ def line_of(text: str, variant: str) -> list[str]:
 def test_the_page_is_what_the_rows_say() -> None:
     rows = read_all(RESULTS)
     climbed = ladders(rows)
-    text, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows))
+    text, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), read_rows(RESULTS))
     hint = "run `python benchmarks/report.py`"
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == text, hint
     assert (DOCS / "benchmarks.svg").read_text(encoding="utf-8") == picture, hint
@@ -227,7 +228,7 @@ def test_a_broken_row_is_named(tmp_path: Path, monkeypatch, capsys) -> None:
     assert page.main() == 1 and "line 2 is no row" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["run.py", "report.py"])
+@pytest.mark.parametrize("script", ["run.py", "report.py", "server.py"])
 def test_the_scripts_start_from_any_folder(root: Path, tmp_path: Path, script: str) -> None:
     """Through a link of another name, too: the folder may be called anything."""
     link = tmp_path / "some-pack"

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.progress import Progress
-from slipstream.core.protocols import Artifact, BuildJob, Tensors
+from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import EngineKey, Verification
@@ -77,8 +77,8 @@ class FakeSource:
         print("a library says hello")  # noqa: T201  as many do; it must not end up among the results
         return WEIGHTS
 
-    def weights(self, precision: Precision) -> Mapping[str, torch.Tensor]:
-        return {"scale": torch.tensor(3.0)}
+    def bind(self, precision: Precision) -> BoundWeights:
+        return BoundWeights({"scale": torch.tensor(3.0)})
 
     def eager(self, inputs: Tensors) -> Tensors:
         return {"out": inputs["x"] * 3.0}
@@ -99,7 +99,7 @@ class FakeEngine:
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
         return {"out": self._alter(tensors["x"] * self._weights["scale"])}
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: object = None) -> None:
         self._weights = weights
 
     def release_weights(self) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from slipstream.core.errors import BuildFailed, StoreError, UnsupportedModel
 from slipstream.core.progress import CancelToken, ignore_progress
+from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import ModelFingerprint, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import build as build_module
@@ -137,7 +138,7 @@ def test_the_file_has_the_numbers_in_the_engines_precision(
     provider: EngineProvider, source: FakeSource, tmp_path: Path, precision: Precision
 ) -> None:
     baked_plan(provider, source, precision).save_weights(path := tmp_path / "weights.safetensors")
-    found, wanted = load_file(path), source.weights(precision)
+    found, wanted = load_file(path), source.bind(precision).tensors
     assert {name: tensor.dtype for name, tensor in found.items()} == {name: t.dtype for name, t in wanted.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -147,7 +148,7 @@ def test_shared_and_transposed_weights_can_be_written(
 ) -> None:
     table = torch.arange(12.0).reshape(3, 4)
     weights = {"table": table, "tied": table, "turned": table.T, "row": table[1]}
-    monkeypatch.setattr(source, "weights", lambda precision: weights)
+    monkeypatch.setattr(source, "bind", lambda precision: BoundWeights(weights))
     baked_plan(provider, source).save_weights(path := tmp_path / "weights.safetensors")
     found = load_file(path)
     assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)

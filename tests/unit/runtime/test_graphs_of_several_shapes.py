@@ -12,7 +12,8 @@ from slipstream.core.protocols import Engine as EngineProtocol
 from slipstream.core.protocols import Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.runtime import cuda_graphs
-from slipstream.runtime.cuda_graphs import CudaGraphs, GraphedEngine, inlined, not_inlined
+from slipstream.runtime.capture.library import CaptureError, CaptureLibrary
+from slipstream.runtime.cuda_graphs import CudaGraphs, GraphedEngine, Graphing, inlined, not_inlined
 
 CUDA = torch.device("cuda", 0)
 
@@ -32,7 +33,7 @@ class Engine:
             raise RuntimeError("too many numbers")
         return {"out": 2 * tensors["x"]}
 
-    def update_weights(self, weights: object) -> None: ...
+    def update_weights(self, weights: object, version: object = None) -> None: ...
 
     def release_weights(self) -> None: ...
 
@@ -41,16 +42,27 @@ class Engine:
 
 
 class Memory:
-    """A pool that grows with the captures in it."""
+    """An arena that grows with the captures in it."""
 
     made: list[Memory] = []
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, library: object, device: torch.device) -> None:
         self.bytes = 0
         self.made.append(self)
 
-    def release(self) -> None:
+    @contextmanager
+    def inside(self, grows: bool) -> Iterator[None]:
+        yield
+
+    def close(self) -> None:
         self.bytes = 0
+
+
+class Always(Graphing):
+    """Captures are possible."""
+
+    def library(self) -> CaptureLibrary:
+        return object()  # type: ignore[return-value]
 
 
 class Graph:
@@ -67,14 +79,14 @@ class Graph:
     bytes = 10
 
     def __init__(
-        self, inputs: Tensors, outputs: Tensors, device: torch.device, memory: Memory, constant: frozenset[str]
+        self, inputs: Tensors, like: Tensors, device: torch.device, memory: Memory, constant: frozenset[str]
     ) -> None:
         self.size = len(inputs["x"])
         self.generation = -1
         self._memory = memory
         self.open.append(self.size)
 
-    def capture(self, compute: EngineProtocol, generation: int) -> None:
+    def capture(self, compute: EngineProtocol, generation: int, library: object, stream: object) -> None:
         if self.error is not None:
             raise self.error
         self.captures.append(self.size)
@@ -105,14 +117,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
 
     monkeypatch.setattr(Memory, "made", [])
     monkeypatch.setattr(cuda_graphs, "_Graph", Fresh)
-    monkeypatch.setattr(cuda_graphs, "GraphMemory", Memory)
-    monkeypatch.setattr(cuda_graphs, "side_stream", no_stream)
+    monkeypatch.setattr(cuda_graphs, "Arena", Memory)
+    monkeypatch.setattr(cuda_graphs, "capture_stream", no_stream)
+    monkeypatch.setattr(cuda_graphs, "prepare_libraries", lambda library, device: None)
     return Fresh
 
 
 @pytest.fixture
 def engine(graphs: type[Graph]) -> GraphedEngine:
-    made = GraphedEngine(Engine(), CUDA)
+    made = GraphedEngine(Engine(), CUDA, Always())
     made.update_weights({})
     return made
 
@@ -175,7 +188,7 @@ def test_where_no_graph_can_be_had_the_engine_runs_without(
     engine: GraphedEngine, graphs: type[Graph], caplog: pytest.LogCaptureFixture
 ) -> None:
     compute(engine, 1)
-    graphs.error = RuntimeError("it waits on the host")
+    graphs.error = CaptureError("it waits on the host")
     compute(engine, 2, 1, 3)
     assert graphs.replays == [1] and graphs.open == [] and engine.device_bytes == 1000
     assert caplog.text.count("it waits on the host") == 1
@@ -202,7 +215,7 @@ def doubled(x: torch.Tensor) -> Tensors:
 
 
 def test_functions_are_told_apart_and_forgotten_alone(graphs: type[Graph]) -> None:
-    several = CudaGraphs(CUDA)
+    several = CudaGraphs(CUDA, Always())
     for what in ("one", "other", "one"):
         several.run(doubled, 1, {"x": torch.ones(2)}, what)
     assert graphs.captures == [2, 2] and len(Memory.made) == 1
@@ -214,8 +227,8 @@ def test_functions_are_told_apart_and_forgotten_alone(graphs: type[Graph]) -> No
 
 
 def test_a_function_that_must_be_a_graph_raises_where_it_cannot_be_one(graphs: type[Graph]) -> None:
-    several = CudaGraphs(CUDA)
-    graphs.error = RuntimeError("it waits on the host")
+    several = CudaGraphs(CUDA, Always())
+    graphs.error = CaptureError("it waits on the host")
     with pytest.raises(RuntimeError, match="waits"):
         several.run(doubled, 1, {"x": torch.ones(2)}, "one", or_raise=True)
     graphs.error = None
@@ -225,6 +238,16 @@ def test_a_function_that_must_be_a_graph_raises_where_it_cannot_be_one(graphs: t
     several.forget("other", for_good=True)
     with pytest.raises(RuntimeError, match="cannot be"):
         several.run(doubled, 1, {"x": torch.ones(2)}, "other", or_raise=True)
+
+
+def test_without_the_library_nothing_is_captured(graphs: type[Graph]) -> None:
+    engine, several = GraphedEngine(Engine(), CUDA), CudaGraphs(CUDA)
+    engine.update_weights({})
+    compute(engine, 2, 2)
+    assert several.run(doubled, 1, {"x": torch.ones(2)})["out"].tolist() == [2.0, 2.0]
+    with pytest.raises(CaptureError, match="cannot be"):
+        several.run(doubled, 1, {"x": torch.ones(2)}, "one", or_raise=True)
+    assert graphs.captures == [] and not several.are_possible
 
 
 def test_parts_of_a_larger_graph_have_none_of_their_own(engine: GraphedEngine, graphs: type[Graph]) -> None:

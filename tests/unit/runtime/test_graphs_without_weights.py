@@ -25,7 +25,7 @@ class Engine:
     def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         raise IncompatibleEngine("no weights")
 
-    def update_weights(self, weights: dict[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: dict[str, torch.Tensor], version: object = None) -> None:
         if self.broken:
             raise IncompatibleEngine("a weight is missing")
 

@@ -406,7 +406,7 @@ def test_where_nobody_counts_little_free_memory_tells(
 ) -> None:
     with module.run(source) as run:
         call(run, source)
-        monkeypatch.setattr(memory, "_counts_failures", lambda _: False)
+        monkeypatch.setattr(memory, "_counts_nothing", lambda _: True)
         monkeypatch.setattr(memory, "free_bytes", lambda _: free)
         backend.call_error = RuntimeError("run_func_ failed")
         call(run, source)

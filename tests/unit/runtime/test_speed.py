@@ -98,7 +98,7 @@ def test_a_large_model_is_timed_once(
     monkeypatch.setattr("slipstream.runtime.speed._SECONDS", 0.0)
     offer = run_once(provider, source)
     assert offer.engine is not None and offer.plan is not None
-    offer.engine.engine.update_weights(source.weights(source.precision))
+    offer.engine.engine.update_weights(source.bind(source.precision).tensors)
     calls = offer.engine.engine.calls  # type: ignore[attr-defined]
     assert measure_speed(offer.engine.engine, source, offer.plan.spec) is not None
     assert offer.engine.engine.calls == calls + 1  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def test_within_a_whole_step_the_engine_is_timed_as_it_runs_elsewhere(
     offer = run_once(provider, source)
     assert offer.engine is not None and offer.plan is not None
     engine = offer.engine.engine
-    engine.update_weights(source.weights(source.precision))
+    engine.update_weights(source.bind(source.precision).tensors)
     calls, inlining = engine.calls, []  # type: ignore[attr-defined]
 
     def milliseconds(compute: object, device: object) -> float:

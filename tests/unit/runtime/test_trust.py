@@ -134,7 +134,7 @@ def test_an_interrupt_in_the_comparison_leaves_no_unproven_engine(
             run_once(provider, source)
     offer = run_once(provider, source)
     assert offer.engine is not None
-    wanted = source.weights(source.precision)["shift"]
+    wanted = source.bind(source.precision).tensors["shift"]
     assert offer.engine.engine.weights["shift"].equal(wanted)  # type: ignore[attr-defined]
 
 

@@ -77,7 +77,7 @@ class Case:
         self.spec: EngineSpec = plan.spec
         (folder / "engine.txt").write_text("null")
         self.engine: NullEngine = self.backend.load(plan.spec, ("out",), Artifact(folder, ("engine.txt",)), CPU)
-        self.engine.update_weights(self.source.weights(precision))
+        self.engine.update_weights(self.source.bind(precision).tensors)
 
     def verify(self, **changes: Any) -> Any:
         return verify(self.engine, self.source, self.spec, **changes)
@@ -160,7 +160,7 @@ def test_an_engine_that_is_not_finite_is_refused(case: Case, bad: float) -> None
 
 def test_a_model_that_is_not_finite_verifies_nothing(case: Case) -> None:
     case.source.model.scale.fill_(NAN)
-    case.engine.update_weights(case.source.weights(Precision.FP32))
+    case.engine.update_weights(case.source.bind(Precision.FP32).tensors)
     with pytest.raises(IncompatibleEngine):
         case.verify()
 

@@ -9,6 +9,7 @@ from typing import Any
 import comfy.model_management
 import torch
 
+from .failures import allow_failures
 from .quick_builds import use_quick_builds
 
 
@@ -68,5 +69,6 @@ class Sleep:
 
 NODE_CLASS_MAPPINGS = {"SlipstreamTestConditioning": Conditioning, "SlipstreamTestSleep": Sleep}
 
+allow_failures()
 if _seconds := os.environ.get("SLIPSTREAM_TEST_BUILD_SECONDS"):
     use_quick_builds(float(_seconds))

@@ -123,7 +123,7 @@ class _Engine:
             results = torch.func.functional_call(self._module, self._weights, (), given)
         return dict(zip(self._outputs, results, strict=True))
 
-    def update_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: object = None) -> None:
         self._weights = dict(weights)
         self.generation += 1
 

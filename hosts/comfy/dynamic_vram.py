@@ -1,0 +1,303 @@
+"""Weights that ComfyUI stages on demand (dynamic VRAM), used where they lie.
+
+ComfyUI reserves addresses for a model's large weights once, and puts memory behind them page by page, as layers are
+called; where memory is short it takes pages away again. Small weights are moved to the device at each load of a model.
+For an engine all pages of the model are held at once, so nothing is copied and nothing moves while it computes; the
+small weights, a few megabytes, are copied to places that stay. Nothing is held between runs: ComfyUI may take the
+pages for other models, and what it took is staged again by ComfyUI's own code.
+
+What ComfyUI does at each load of a model, 20 to 200 ms, is left out where all of it is done already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.protocols import BoundWeights
+from ..architecture import Remembered, version_of
+from ..walk import layers_of, tensors_of
+from .weights import cast_once, current_weights, is_quantized, weights_token
+
+log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 32 << 20
+"""ComfyUI's unit of staging."""
+_SMALL_BYTES = 64 << 10
+"""A weight up to this size is copied to a place that stays."""
+
+_versions = itertools.count(1)
+
+
+def is_dynamic(patcher: Any) -> bool:
+    """Whether ComfyUI stages this patcher's model on demand."""
+    asked = getattr(patcher, "is_dynamic", None)
+    return asked is not None and bool(asked())
+
+
+# ------------------------------------------------------------------------------------------------- pages
+
+
+@dataclass(frozen=True)
+class Pages:
+    """All pages of a model's weights, held in device memory until they are released.
+
+    Attributes:
+        serials: of each page; another one means that the page was taken away and came back without its content.
+    """
+
+    vbar: Any
+    size: int
+    serials: tuple[int, ...]
+
+    def release(self) -> None:
+        """ComfyUI may take them away again."""
+        self.vbar.unpin(self.vbar.base_addr, self.size)
+
+    def hold_weights_of(self, layer: Any) -> bool:
+        """Whether a layer's weights lie in these pages as ComfyUI staged them."""
+        signature = getattr(layer, "_v_signature", None)
+        if signature is None or getattr(layer, "_v_weight", None) is None:
+            return False
+        _, address, size = layer._v
+        start = address - self.vbar.base_addr
+        pages = self.serials[start // _PAGE_BYTES : -(-(start + size) // _PAGE_BYTES)]
+        return tuple(signature[: len(pages)]) == pages
+
+
+def _hold(patcher: Any) -> Pages | None:
+    """Hold all pages of a loaded model; None where memory does not suffice."""
+    vbar = patcher.model.dynamic_vbars[patcher.load_device]
+    size = int(vbar.offset)
+    found = vbar.fault(vbar.base_addr, size)
+    return None if found is None else Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
+
+
+# ------------------------------------------------------------------------------------------------- binding
+
+
+@dataclass
+class _Staged:
+    """The weights of one network in one dtype, as they were bound last.
+
+    Attributes:
+        seen: changes when any of them was staged anew, loaded, replaced or written to.
+        small: copies of small weights, in places that stay.
+        version: see `BoundWeights`.
+    """
+
+    seen: Hashable = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    small: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: int = 0
+
+
+_staged: Remembered[_Staged] = Remembered()
+
+
+def bind_staged(
+    patcher: Any,
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    owner: str = "",
+    prefix: str = "",
+) -> BoundWeights:
+    """Hold a loaded model's weights where they lie.
+
+    Args:
+        network: of the patcher's model, whose weights are wanted.
+        names: of them, by its state dict.
+        owner: see `weights.current_weights`.
+        prefix: put before each name.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit into the device's memory beside what sampling needs.
+        UnsupportedModel: some are missing, or copies of those that are not used where they lie do not fit.
+    """
+    device = torch.device(patcher.load_device)
+    pages = _hold(patcher)
+    try:
+        if pages is None or not _leaves_room(patcher, device):
+            raise torch.OutOfMemoryError(
+                "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
+            )
+        known = _staged.get(network, (dtype, device, owner, prefix), _Staged)
+        token, own = weights_token(patcher), tensors_of(layers_of(network)).values()
+        seen = token, pages.serials, tuple(map(id, own)), tuple(map(version_of, own))
+        if token is None or known.seen != seen:
+            known.seen = None
+            found = _found(known.small, network, names, dtype, device, pages, token, owner)
+            known.tensors = {prefix + name: tensor for name, tensor in found.items()}
+            known.seen, known.version = seen, next(_versions)
+        if token is not None:
+            _loads.get(patcher.model, None, _Load).serials = pages.serials
+        return BoundWeights(known.tensors, known.version, pages.release)
+    except BaseException:
+        if pages is not None:
+            pages.release()
+        raise
+
+
+def _found(
+    small: dict[str, torch.Tensor],
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    pages: Pages,
+    token: Hashable,
+    owner: str,
+) -> dict[str, torch.Tensor]:
+    staged = _staged_weights(network, names, dtype, device, pages)
+    rest = current_weights(network, names - staged.keys(), dtype, device, token, owner)
+    _copy_small(small, {name: tensor for name, tensor in rest.items() if tensor.nbytes <= _SMALL_BYTES})
+    return {**rest, **staged, **small}
+
+
+def _staged_weights(
+    network: torch.nn.Module, names: Set[str], dtype: torch.dtype, device: torch.device, pages: Pages
+) -> dict[str, torch.Tensor]:
+    """Those that ComfyUI stages in the dtype that is wanted, by name; LoRAs are part of them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in layers_of(network).items():
+        if "_v" not in layer.__dict__ or f"{name}.weight" not in names or _is_changed_at_calls(layer):
+            continue
+        if not pages.hold_weights_of(layer):
+            cast_once(layer, dtype, device)
+        parts = {"weight": getattr(layer, "_v_weight", None), "bias": getattr(layer, "_v_bias", None)}
+        if pages.hold_weights_of(layer) and all(_is_plain(tensor, dtype) for tensor in parts.values()):
+            found |= {f"{name}.{part}": tensor.detach() for part, tensor in parts.items() if tensor is not None}
+    return found
+
+
+def _is_changed_at_calls(layer: Any) -> bool:
+    """Whether functions change what is staged at every call of the layer."""
+    return bool(getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
+
+
+def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    return tensor is None or (tensor.dtype == dtype and not is_quantized(tensor))
+
+
+def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Bring the places up to date; one whose weight has another form now is made anew."""
+    for name in [name for name in places if name not in tensors]:
+        del places[name]
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in tensors.items():
+            place = places.get(name)
+            if place is None or (place.shape, place.dtype, place.device) != (tensor.shape, tensor.dtype, tensor.device):
+                places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if tensors:
+            torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
+
+
+def _leaves_room(patcher: Any, device: torch.device) -> bool:
+    """Whether sampling has what it needs beside this model; what is staged of others gives way."""
+    import comfy.model_management as management
+
+    others = (model for model in management.loaded_models() if model.load_device == device and is_dynamic(model))
+    gives_way = sum(int(model.loaded_size()) for model in others if model.model is not patcher.model)
+    return int(management.get_free_memory(device)) + gives_way >= management.minimum_inference_memory()
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass
+class _Load:
+    """How a model was loaded last while one of our runs looked on.
+
+    Attributes:
+        state: see `_state_of`; None where nobody looked on.
+        serials: of its pages when all of its weights were found to be staged.
+    """
+
+    state: Hashable = None
+    serials: tuple[int, ...] | None = None
+
+
+_loads: Remembered[_Load] = Remembered()
+
+
+@contextmanager
+def loading_once(*patchers: Any) -> Iterator[None]:
+    """Meanwhile ComfyUI does not load those of these models again that are loaded as they are to be.
+
+    Args:
+        patchers: of models; what is none is left alone.
+    """
+    with ExitStack() as ending:
+        for patcher in patchers:
+            if is_dynamic(patcher) and isinstance(patcher.model, torch.nn.Module):
+                ending.enter_context(_loading_once(patcher))
+        yield
+
+
+@contextmanager
+def _loading_once(patcher: Any) -> Iterator[None]:
+    load, known = patcher.partially_load, _loads.get(patcher.model, None, _Load)
+    held: list[Pages] = []
+
+    def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
+        pages = None if force_patch_weights else _still_loaded(patcher, device_to, known)
+        if pages is not None:
+            held.append(pages)
+            return None
+        known.state = known.serials = None
+        result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
+        known.state = _state_of(patcher)
+        return result
+
+    patcher.partially_load = partially_load
+    try:
+        yield
+    finally:
+        with suppress(AttributeError):
+            del patcher.partially_load
+        for pages in held:
+            pages.release()
+
+
+def _still_loaded(patcher: Any, device: Any, known: _Load) -> Pages | None:
+    """The model's pages, held, where all that loading it would do is done; None where it has to be loaded."""
+    if known.serials is None or device != patcher.load_device:
+        return None
+    if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
+        return None
+    patcher.model.dynamic_vbars[device].prioritize()
+    pages = _hold(patcher)
+    if pages is not None and pages.serials != known.serials:
+        pages.release()
+        return None
+    if pages is not None:  # what a load does beside weights
+        with patcher.use_ejected(skip_and_inject_on_exit_only=True):
+            patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
+            patcher.patch_model(load_weights=False)
+    return pages
+
+
+def _is_simple(patcher: Any) -> bool:
+    """Whether nobody is to be told of a load, or has a part in it."""
+    from comfy.patcher_extension import CallbacksMP
+
+    others = (patcher.injections, patcher.hook_patches, patcher.current_hooks, patcher.forced_hooks)
+    return not any(others) and not patcher.get_all_callbacks(CallbacksMP.ON_LOAD)
+
+
+def _state_of(patcher: Any) -> Hashable:
+    """Changes when the model was loaded for other patches, or unloaded; None where this ComfyUI tells otherwise."""
+    model = patcher.model
+    try:
+        loaded = model.current_weight_patches_uuid, str(model.device), int(model.model_loaded_weight_memory)
+        return patcher.patches_uuid, loaded, len(patcher.backup), len(patcher.backup_buffers)
+    except AttributeError as error:
+        log.debug("Slipstream: ComfyUI loads models as ever: %s", error)
+        return None

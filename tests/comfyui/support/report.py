@@ -1,0 +1,49 @@
+"""The outcomes of a run of tests as a file that is kept: what was tried, on what, and what was left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.runtime.measure import commit
+
+from .server import on_gpu
+
+VARIABLE = "SLIPSTREAM_TEST_REPORT"
+
+
+class Report:
+    """A plugin of pytest that writes the file named by `SLIPSTREAM_TEST_REPORT` when the tests have ended."""
+
+    def __init__(self, file: Path, comfyui: str) -> None:
+        self._file = file
+        self._comfyui = comfyui
+        self._outcomes: dict[str, dict[str, object]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the worst of a test's parts."""
+        known = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        known["seconds"] = round(float(str(known["seconds"])) + report.duration, 2)
+        if report.outcome != "passed":
+            known["outcome"] = report.outcome
+            known["why"] = str(report.longrepr).strip().splitlines()[-1][:300]
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        outcomes = [str(each["outcome"]) for each in self._outcomes.values()]
+        content = {
+            "comfyui": self._comfyui,
+            "flags": os.environ.get("SLIPSTREAM_TEST_FLAGS", ""),
+            "device": torch.cuda.get_device_name() if on_gpu() and torch.cuda.is_available() else "CPU",
+            "torch": str(torch.__version__),
+            "commit": os.environ.get("SLIPSTREAM_TEST_COMMIT") or commit(),
+            "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            **{name: outcomes.count(name) for name in ("passed", "failed", "skipped")},
+            "tests": self._outcomes,
+        }
+        self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
