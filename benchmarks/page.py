@@ -14,6 +14,9 @@ from . import cold_page, published, switch_page
 from .cases import CASES
 from .chart import chart
 from .cold_page import cold_starts
+from .in_server import page as server_page
+from .in_server.rows import PREFIX
+from .in_server.summary import read_rows
 from .ladder import FILE as LADDER_FILE
 from .ladder import Ladder, is_nothing_else, ladders, section
 from .ladder import picture as ladder_picture
@@ -28,12 +31,12 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def main() -> int:
     """Write page and charts; 1 where a row cannot be read."""
     try:
-        rows = read_all(RESULTS)
+        rows, served = read_all(RESULTS), read_rows(RESULTS)
     except ValueError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     climbed = ladders(rows)
-    page, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows))
+    page, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), served)
     DOCS.mkdir(exist_ok=True)
     write(DOCS / "benchmarks.md", page)
     write(DOCS / "benchmarks.svg", picture)
@@ -49,13 +52,13 @@ def write(file: Path, text: str) -> None:
 
 
 def read_all(folder: Path) -> list[Row]:
-    """The rows of all files, the oldest first: file names end in their day.
+    """The rows of all files but those about servers, the oldest first: file names end in their day.
 
     Raises:
         ValueError: a line is no row.
     """
     files = sorted(folder.glob("*-????-??-??.jsonl"), key=lambda file: (file.stem[-len("2026-01-31") :], file.name))
-    return [row for file in files for row in read(file)]
+    return [row for file in files if not file.name.startswith(PREFIX) for row in read(file)]
 
 
 def newest(rows: Iterable[Row]) -> list[Group]:
@@ -81,13 +84,18 @@ def _is_of_tensorrt(rows: Sequence[Row]) -> bool:
 
 
 def report(
-    groups: Sequence[Group], climbed: Sequence[Ladder] = (), switched: Sequence[Row] = (), cold: Sequence[Row] = ()
+    groups: Sequence[Group],
+    climbed: Sequence[Ladder] = (),
+    switched: Sequence[Row] = (),
+    cold: Sequence[Row] = (),
+    served: Sequence[Row] = (),
 ) -> tuple[str, str]:
     """The page in Markdown, and the chart of `groups` in SVG.
 
     Args:
         switched: rows of changes between pictures.
         cold: rows of cold starts.
+        served: rows of pictures from a ComfyUI server, which come first.
     """
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
     if any(is_of_skipped(row) for group in groups for row in group.rows):
@@ -98,7 +106,8 @@ def report(
         cold_page.section(cold, map(_circumstances_of, cold)),
         published.section(groups),
     ]
-    body = [_HEAD, *_measured(groups), *filter(None, parts), *how, _variants(groups), _YOURSELF]
+    first = [_HEAD, *filter(None, [server_page.section(served)]), *_measured(groups)]
+    body = [*first, *filter(None, parts), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 
 
@@ -173,8 +182,9 @@ def _variants(groups: Sequence[Group]) -> str:
 
 _HEAD = """# Benchmarks
 
-How long one call of a model takes: plain, compiled by torch in each of its ways, and on Slipstream's engines. This
-page is made by `python benchmarks/report.py` from the rows in `benchmarks/results`; do not edit it by hand.
+How long pictures take in a ComfyUI server, and how long single calls of a model take: plain, compiled by torch, and on
+Slipstream's engines. This page is made by `python benchmarks/report.py` from the rows in `benchmarks/results`; do not
+edit it by hand.
 """
 
 _CHART = """![Milliseconds of one call, the less the better](benchmarks.svg)
@@ -230,6 +240,8 @@ python benchmarks/run.py --ladder                                 # SDXL rung by
 python benchmarks/run.py --switch                                 # changes of size and of batch
 python benchmarks/run.py --cold-start                             # from a process's start to its first picture
 python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compiled,diffusers,diffusers:compile
+python benchmarks/server.py                                       # whole pictures in a real ComfyUI server
+python benchmarks/server.py --turns 3 --flag-sets "default;--fast;--use-ck-attention;--fast --use-ck-attention"
 python benchmarks/report.py                                       # this page
 ```
 

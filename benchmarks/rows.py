@@ -24,6 +24,9 @@ FIELDS = (
 )  # fmt: skip
 """Of every row. A row that may not be trusted has one more, `failed`: the reason."""
 
+IN_A_ROW = "in_a_row_ms"
+"""Of rows of single calls that were also timed one after another, with none of them waited for: ms of each."""
+
 OF_JOBS = ("steps", "errors", "distances")
 """Of rows of whole pictures, too: `errors` by output, and how far pictures are apart that differ in one input."""
 
@@ -41,7 +44,7 @@ OF_SKIPPED = ("computed",)
 
 def complete(row: Row) -> Row:
     """All fields in their order, None for what is not known, and nothing that JSON has no word for."""
-    of_some = (*OF_JOBS, *OF_SKIPPED, *OF_SWITCHED, *OF_COLD)
+    of_some = (IN_A_ROW, *OF_JOBS, *OF_SKIPPED, *OF_SWITCHED, *OF_COLD)
     unknown = set(row) - {*FIELDS, *of_some, "failed"}
     assert not unknown, unknown
     known = {name: _plain(row.get(name)) for name in (*FIELDS, *(name for name in of_some if name in row))}

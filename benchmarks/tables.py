@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .rows import TIMES_EAGER, Row, gpu_of, is_of_job, is_of_skipped
+from .rows import IN_A_ROW, TIMES_EAGER, Row, gpu_of, is_of_job, is_of_skipped
 from .variants import COMPILE, EAGER, describe
 
 
@@ -51,6 +51,12 @@ _JOBS = (
     "nearest other", "build s", "VRAM MB",
 )  # fmt: skip
 _JOBS_SKIPPED = (*_JOBS[:2], "steps", *_JOBS[2:])
+_IN_A_ROW = "in a row"
+_CALLS_IN_A_ROW = (*_CALLS[:3], _IN_A_ROW, *_CALLS[3:])
+
+_CALLS_HEAD = "Single calls, each from an idle GPU:\n"
+_CALLS_IN_A_ROW_HEAD = f'Single calls, each from an idle GPU; "{_IN_A_ROW}": ms a call of many, none waited for:\n'
+_JOBS_HEAD = "Whole pictures in a process of the benchmark's own, without ComfyUI's server:\n"
 
 
 def tables(groups: Sequence[Group]) -> str:
@@ -58,8 +64,10 @@ def tables(groups: Sequence[Group]) -> str:
     calls = [group for group in groups if not group.is_job]
     jobs = [group for group in groups if group.is_job]
     of_jobs = _JOBS if not any(is_of_skipped(row) for group in jobs for row in group.rows) else _JOBS_SKIPPED
-    found = [_table(columns, part) for columns, part in ((_CALLS, calls), (of_jobs, jobs)) if part]
-    return "\n\n".join(found)
+    has_rows = any(row.get(IN_A_ROW) is not None for group in calls for row in group.rows)
+    of_calls = (_CALLS_IN_A_ROW_HEAD, _CALLS_IN_A_ROW) if has_rows else (_CALLS_HEAD, _CALLS)
+    parts = ((*of_calls, calls), (_JOBS_HEAD, of_jobs, jobs))
+    return "\n\n".join(f"{head}\n{_table(columns, part)}" for head, columns, part in parts if part)
 
 
 def _table(columns: Sequence[str], groups: Sequence[Group]) -> str:
@@ -75,7 +83,8 @@ def _cells(columns: Sequence[str], group: Group, row: Row) -> list[str]:
         head.append(f"{row['computed']} of {row['steps']}" if is_of_skipped(row) else str(row["steps"]))
     if "failed" in row:
         return [*head, "failed", *[""] * (len(columns) - len(head) - 1)]
-    speed = [f"{row['ms']:.2f}", _ratio(group.eager_ms, row["ms"]), _ratio(group.best_compile_ms, row["ms"])]
+    in_a_row = [_rounded(row.get(IN_A_ROW), 2)] if _IN_A_ROW in columns else []
+    speed = [f"{row['ms']:.2f}", *in_a_row, _ratio(group.eager_ms, row["ms"]), _ratio(group.best_compile_ms, row["ms"])]
     built, held = _rounded(row["build_s"], 0), _rounded(row["vram_mb"], 0)
     if is_of_job(row):
         errors = [f"{row['errors'][output]:.1e}" for output in ("latent", "picture")]

@@ -1,0 +1,211 @@
+"""One variant's turn at a case: warm-up pictures, the one that is compared, timed ones, and the row of them all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..rows import Row
+from .cases import CASES
+from .client import Calls, Client, Picture, PictureFailed
+from .deadline import OutOfTime
+from .gpu import Monitor
+from .graph import OUR_NODES, Prompt, Wish, build_prompt, required_defaults
+from .plan import Block
+from .process import ServerDied
+from .references import References
+from .rows import complete, figures_of, highest_mb, medians_of, of_readings
+from .variants import PLAIN, ServerVariant
+
+COMPARED_SEED = 7
+"""Of the picture that is compared with the reference."""
+
+LATENT, PICTURE = "latent", "picture"
+
+_FIRST_SEED = 1000
+_REST_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many pictures a block makes.
+
+    Attributes:
+        warmup: before the timed ones; the first builds or compiles, the last is compared with the reference.
+        pictures: that are timed.
+        is_synchronised: one more follows, in which the GPU is waited for around every call of the model.
+    """
+
+    warmup: int
+    pictures: int
+    is_synchronised: bool = False
+
+
+@dataclass
+class Seen:
+    """What a block has shown so far.
+
+    Attributes:
+        warmup_s: seconds of the warm-up pictures, by the client.
+        timed: pictures.
+        timed_from: when the first of them began, by `time.monotonic`; None before that.
+        facts: further fields of the row.
+        failed: why the pictures may not be trusted; None where nothing speaks against them.
+    """
+
+    began: float = field(default_factory=time.monotonic)
+    warmup_s: list[float] = field(default_factory=list)
+    timed: list[Picture] = field(default_factory=list)
+    timed_from: float | None = None
+    facts: Row = field(default_factory=dict)
+    failed: str | None = None
+
+
+class Pictures:
+    """Makes a server's pictures, no two of them alike: ComfyUI computes nothing that it has computed before.
+
+    Args:
+        outputs: the server's folder of outputs, into which the probe writes.
+    """
+
+    def __init__(self, client: Client, outputs: Path) -> None:
+        self.client, self._outputs = client, outputs
+        self._seeds: Iterator[int] = itertools.count(_FIRST_SEED)
+        self._defaults: dict[str, Mapping[str, Any]] = {}
+
+    def next(self, block: Block, **wishes: bool) -> Picture:
+        """Make a picture of a seed, and of a LoRA's strength, that no picture before it had."""
+        seed = next(self._seeds)
+        strength = round(0.4 + (seed % 60) / 100, 2)
+        return self.client.run(self._prompt(block, Wish(seed, strength)), **wishes)
+
+    def compared(self, block: Block) -> tuple[Picture, dict[str, Any]]:
+        """Make the picture of the seed that all variants make, and return its latent and pixels as float32."""
+        prompt = self._prompt(block, Wish(COMPARED_SEED, nonce=next(self._seeds)))
+        picture = self.client.run(prompt, keep=True)
+        files = {what: self._outputs / f"slipstream-benchmark-{what}.npy" for what in (LATENT, PICTURE)}
+        arrays = {what: np.load(file) for what, file in files.items() if file.exists()}
+        for file in files.values():
+            file.unlink(missing_ok=True)
+        return picture, arrays
+
+    def _prompt(self, block: Block, wish: Wish) -> Prompt:
+        variant = ServerVariant.of(block.variant)
+        if variant.is_ours and not self._defaults:
+            self._defaults = {node: required_defaults(self.client.node_info(node)) for node in OUR_NODES}
+        return build_prompt(CASES[block.case], variant, wish, self._defaults)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where blocks are measured.
+
+    Args:
+        references: what pictures are compared with.
+        monitor: of the GPU.
+        comfyui: the version.
+    """
+
+    schedule: Schedule
+    references: References
+    monitor: Monitor
+    comfyui: str
+
+    def measure(self, block: Block, pictures: Pictures) -> tuple[Row | None, Exception | None]:
+        """Measure a block.
+
+        Returns:
+            Its row, None where there is nothing to tell; and what ended it early: `ServerDied`, `PictureFailed` or
+            `OutOfTime`.
+        """
+        seen, error = Seen(), None
+        try:
+            self._make(block, pictures, seen)
+        except (ServerDied, PictureFailed, OutOfTime) as stopped:
+            error = stopped
+        is_told = bool(seen.timed) or not (error is None or isinstance(error, OutOfTime))
+        return self._row(block, seen, error) if is_told else None, error
+
+    def _make(self, block: Block, pictures: Pictures, seen: Seen) -> None:
+        pictures.client.unload_models()
+        for _ in range(self.schedule.warmup - 1):
+            seen.warmup_s.append(pictures.next(block).client_s)
+        self._compare(block, pictures, seen)
+        if block.is_reference_only:
+            return
+        stopped = self._time(block, pictures, seen)
+        if seen.timed:
+            self._look_back(block, pictures, seen)
+        if stopped is not None:
+            raise stopped
+        if self.schedule.is_synchronised:
+            slow = pictures.next(block, synchronised=True)
+            seen.facts["step_ms_synchronised"] = medians_of([figures_of(slow.client_s, slow.nodes)]).get("step_ms")
+
+    def _time(self, block: Block, pictures: Pictures, seen: Seen) -> OutOfTime | None:
+        """Make the timed pictures; those that were made when the time is over count."""
+        seen.timed_from = time.monotonic()
+        try:
+            for _ in range(self.schedule.pictures):
+                seen.timed.append(pictures.next(block))
+        except OutOfTime as stopped:
+            return stopped
+        finally:
+            seen.facts.update(of_readings(self.monitor.between(seen.timed_from, time.monotonic())))
+        return None
+
+    def _look_back(self, block: Block, pictures: Pictures, seen: Seen) -> None:
+        """Read what the timed pictures have left behind: memory in use at rest, and who computed them."""
+        time.sleep(_REST_SECONDS)
+        used = self.monitor.used_mb()
+        seen.facts["vram_mb"] = None if used is None else round(used, 1)
+        if ServerVariant.of(block.variant).is_ours:
+            seen.facts.update(_calls(pictures.client, seen.timed))
+
+    def _compare(self, block: Block, pictures: Pictures, seen: Seen) -> None:
+        picture, arrays = pictures.compared(block)
+        seen.warmup_s.append(picture.client_s)
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            seen.failed = "the picture is not finite"
+            return
+        is_plain = ServerVariant.of(block.variant).kind == PLAIN and not block.flags
+        if is_plain and arrays and not self.references.has(block.case, self.comfyui):
+            self.references.keep(block.case, self.comfyui, arrays)
+        errors = self.references.errors(block.case, self.comfyui, arrays)
+        if errors:
+            seen.facts.update(error=max(errors.values()), errors=errors)
+        if math.inf in errors.values():
+            seen.failed = "the picture is of another size than the reference"
+
+    def _row(self, block: Block, seen: Seen, error: Exception | None) -> Row:
+        begun = time.monotonic() if seen.timed_from is None else seen.timed_from
+        row = medians_of([figures_of(picture.client_s, picture.nodes) for picture in seen.timed])
+        row["samples"]["warmup_s"] = [round(seconds, 6) for seconds in seen.warmup_s]
+        calls = {sum(node.get("calls", 0) for node in picture.nodes) for picture in seen.timed}
+        failed = str(error) if isinstance(error, (ServerDied, PictureFailed)) else seen.failed
+        return complete(
+            {
+                "case": block.case, "flags": list(block.flags), "comfyui": self.comfyui, "variant": block.variant,
+                "turn": block.turn, **row, "pictures": len(seen.timed),
+                "build_s": round(seen.warmup_s[0], 3) if seen.warmup_s else None,
+                "build_peak_mb": highest_mb(self.monitor.between(seen.began, begun)),
+                "model_calls": max(calls, default=None), "died": isinstance(error, ServerDied), **seen.facts,
+                "failed": failed,
+            }
+        )  # fmt: skip
+
+
+def _calls(client: Client, pictures: list[Picture]) -> Row:
+    """Calls of engines and of eager models, over all pictures; None where one says nothing of them."""
+    known = [found for found in map(client.calls, pictures) if found is not None]
+    if len(known) < len(pictures):
+        return {}
+    total = sum(known, Calls())
+    return {"engine_calls": total.engine, "eager_calls": total.eager, "reasons": dict(total.reasons)}

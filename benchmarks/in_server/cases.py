@@ -1,0 +1,198 @@
+"""What is measured in a ComfyUI server: whole pictures, each as one workflow of stock nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_models", "vae", "controlnet", "loras"
+"""ComfyUI's folders of model files."""
+
+FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model file of random weights.
+
+    Attributes:
+        folder: ComfyUI's folder of such files.
+        family: the key of `FAMILIES` that it belongs to.
+    """
+
+    folder: str
+    family: str
+
+    @property
+    def name(self) -> str:
+        """The file's name, as loader nodes take it."""
+        return f"slipstream-benchmark-{self.family}.safetensors"
+
+    @property
+    def path(self) -> str:
+        """The file's path below a folder of models."""
+        return f"{self.folder}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: the shapes of its prompts and latents.
+
+    Attributes:
+        width: of the text's embedding, [1, tokens, width].
+        pooled: width of the pooled text, [1, pooled]; 0 where the family takes none.
+        channels: of its latents.
+        is_one_file: a checkpoint holds model and VAE; otherwise each has a file of its own.
+    """
+
+    width: int
+    pooled: int = 0
+    tokens: int = 77
+    channels: int = 4
+    is_one_file: bool = True
+
+
+FAMILIES = {
+    "sd15": Family(768),
+    "sdxl": Family(2048, pooled=1280),
+    "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
+    "tiny": Family(768),
+}
+
+
+@dataclass(frozen=True)
+class PictureCase:
+    """One kind of picture, or several at once.
+
+    Attributes:
+        title: in plain words.
+        family: a key of `FAMILIES`.
+        size: width and height of the picture in pixels.
+        has_control: with a ControlNet.
+        has_lora: with a LoRA, whose strength is another in each picture.
+        second_size: width and height to which the latent is enlarged for a second sampler; None: there is one sampler.
+        is_decode_only: a VAE decodes random latents, and no model runs.
+        needs_gpu: a CPU would take minutes for a picture.
+    """
+
+    name: str
+    title: str
+    family: str
+    size: int
+    steps: int
+    cfg: float = 7.0
+    batch: int = 1
+    has_control: bool = False
+    has_lora: bool = False
+    second_size: int | None = None
+    is_decode_only: bool = False
+    needs_gpu: bool = True
+
+    @property
+    def files(self) -> tuple[ModelFile, ...]:
+        """The model files that the workflow loads."""
+        if self.is_decode_only:
+            return (ModelFile(VAE, self.family),)
+        whole = FAMILIES[self.family].is_one_file
+        found = [ModelFile(each, self.family) for each in ((CHECKPOINT,) if whole else (DIFFUSION_MODEL, VAE))]
+        found += [ModelFile(CONTROLNET, self.family)] if self.has_control else []
+        found += [ModelFile(LORA, self.family)] if self.has_lora else []
+        return tuple(found)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        PictureCase("sd15-512-20", "SD1.5, 512×512, 20 steps of euler, CFG 7", "sd15", 512, 20),
+        PictureCase(
+            "sd15-canny-512-20",
+            "SD1.5 with a ControlNet, 512×512, 20 steps of euler, CFG 7",
+            "sd15",
+            512,
+            20,
+            has_control=True,
+        ),
+        PictureCase(
+            "sd15-512-20-b4",
+            "SD1.5, four pictures at once, 512×512, 20 steps of euler, CFG 7",
+            "sd15",
+            512,
+            20,
+            batch=4,
+        ),
+        PictureCase("sdxl-1024-30", "SDXL, 1024×1024, 30 steps of euler, CFG 7", "sdxl", 1024, 30),
+        PictureCase("sdxl-1024-8", "SDXL, 1024×1024, 8 steps of euler, CFG 7", "sdxl", 1024, 8),
+        PictureCase("sdxl-1024-4", "SDXL, 1024×1024, 4 steps of euler, CFG 7", "sdxl", 1024, 4),
+        PictureCase("sdxl-1024-30-cfg1", "SDXL, 1024×1024, 30 steps of euler, CFG 1", "sdxl", 1024, 30, cfg=1.0),
+        PictureCase(
+            "sdxl-1024-30-lora",
+            "SDXL with a LoRA of another strength in each picture, 1024×1024, 30 steps of euler, CFG 7",
+            "sdxl",
+            1024,
+            30,
+            has_lora=True,
+        ),
+        PictureCase(
+            "sdxl-hires-fix",
+            "SDXL, 768×768 and 20 steps, then enlarged to 1152×1152 and 20 steps with denoise 0.5, euler, CFG 7",
+            "sdxl",
+            768,
+            20,
+            second_size=1152,
+        ),
+        PictureCase(
+            "flux-1024-4",
+            "Flux.1 of schnell's size, 1024×1024, 4 steps of euler, CFG 1",
+            "flux",
+            1024,
+            4,
+            cfg=1.0,
+        ),
+        PictureCase(
+            "vae-decode-1024",
+            "SD's VAE decoder alone, 1024×1024",
+            "sdxl",
+            1024,
+            0,
+            is_decode_only=True,
+        ),
+        PictureCase(
+            "tiny-64-3",
+            "a tiny model of SD1.5's kind, 64×64, 3 steps, to try this out on any machine",
+            "tiny",
+            64,
+            3,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-canny-64-3",
+            "a tiny model with a ControlNet, 64×64, 3 steps, to try this out on any machine",
+            "tiny",
+            64,
+            3,
+            has_control=True,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-lora-hires-64-3",
+            "a tiny model with a LoRA, 64×64, then 96×96, to try this out on any machine",
+            "tiny",
+            64,
+            3,
+            has_lora=True,
+            second_size=96,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-vae-decode-64",
+            "a tiny VAE decoder alone, 64×64, to try this out on any machine",
+            "tiny",
+            64,
+            0,
+            is_decode_only=True,
+            needs_gpu=False,
+        ),
+    )
+}
+
+HEADLINE = ("sdxl-1024-30", "sdxl-1024-4", "sd15-512-20", "sd15-canny-512-20")
+"""Measured where no case is named."""

@@ -1,0 +1,201 @@
+"""Model files at full size with random weights, which stock loader nodes take for real ones.
+
+They are made once, by the Python that runs ComfyUI, on the GPU where there is one. Weights are scaled so that
+activations stay finite in half precision. A UNet mostly predicts its own input, as a trained one does, and little else,
+so that small differences stay small over many steps: another precision makes nearly the same picture, another prompt a
+different one, and an error says something.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models import FLUX_DEV, SD15, SDXL, VAE, flux_config
+from ..weights import randomise, randomise_controlnet, randomise_unet
+from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, LORA, ModelFile
+from .cases import VAE as VAE_FOLDER
+from .references import References
+
+SEED = 7
+LORA_RANK = 16
+UNET_SHARE = 0.1
+"""The factor by which the part of a UNet's prediction is made smaller that is not its own input."""
+
+TINY = {
+    **SD15, "num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [1], "transformer_depth_output": [0, 0],
+    "transformer_depth_middle": -1,
+}  # fmt: skip
+"""As small as the stock loader takes for SD1.5: the widths are what it looks at."""
+
+FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
+_LORA_TARGETS = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
+_SPARE_BYTES = 2 * 2**30
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NoRoom(Exception):
+    """The disk is too full for a model file."""
+
+
+def missing(files: Iterable[ModelFile], models: Path) -> list[ModelFile]:
+    """Return the files that a folder of models lacks, each once."""
+    return [file for file in dict.fromkeys(files) if not (models / file.path).is_file()]
+
+
+def make(file: ModelFile, models: Path) -> None:
+    """Make one file. References of its cases are removed: they are of the file before it.
+
+    Raises:
+        NoRoom: the disk is too full.
+    """
+    with torch.inference_mode():
+        tensors = {name: tensor.contiguous() for name, tensor in _MAKERS[file.folder](file.family).items()}
+    for case in CASES.values():
+        if file in case.files:
+            References(models).forget(case.name)
+    _save(tensors, models / file.path)
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    if shutil.disk_usage(path.parent).free < needed + _SPARE_BYTES:
+        raise NoRoom(f"{path.name} needs {needed / 2**30:.1f} GiB in {path.parent}; name another folder by --models")
+    unfinished = path.with_name(f"{os.getpid()}-{path.name}")
+    save_file(tensors, unfinished)
+    unfinished.replace(path)
+
+
+def _checkpoint(family: str) -> Tensors:
+    unet, vae = _unet(family).state_dict(), _vae(family)
+    return {**_prefixed("model.diffusion_model.", unet), **_prefixed("first_stage_model.", vae)}
+
+
+def _diffusion_model(family: str) -> Tensors:
+    assert family == "flux", family
+    import comfy.model_base
+    import comfy.supported_models
+
+    config = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL))
+    network = _network(config, comfy.model_base.Flux, torch.bfloat16)
+    randomise(network, SEED)
+    tensors = _on_cpu(network.state_dict())
+    # By this name all ComfyUIs know the model; newer ones have another one for it in memory.
+    return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in tensors.items()}
+
+
+def _unet(family: str) -> Any:
+    """A UNet on the device that computes."""
+    import comfy.model_base
+    import comfy.supported_models
+
+    if family == "sdxl":
+        network = _network(comfy.supported_models.SDXL(dict(SDXL)), comfy.model_base.SDXL, torch.float16)
+    else:
+        config = SD15 if family == "sd15" else TINY
+        network = _network(comfy.supported_models.SD15(dict(config)), comfy.model_base.BaseModel, torch.float16)
+    randomise_unet(network, SEED)
+    _make_steady(network)
+    return network
+
+
+@torch.no_grad()
+def _make_steady(unet: Any) -> None:
+    """Make the random part of a UNet's prediction small beside its own input, which `randomise_unet` leads past it."""
+    led = 2 * unet.out_channels
+    unet.out[-1].weight[:, led:].mul_(UNET_SHARE)
+    block, *others = unet.output_blocks[-1]
+    for layer in (block.out_layers[-1], *(other.proj_out for other in others)):
+        layer.weight[:led].mul_(UNET_SHARE)
+        layer.bias[:led].mul_(UNET_SHARE)
+
+
+def _network(config: Any, kind: Any, dtype: torch.dtype) -> Any:
+    """A model's network on the device that computes, without weights yet."""
+    import comfy.model_management as management
+
+    config.set_inference_dtype(dtype, None)
+    return kind(config, device=management.get_torch_device()).diffusion_model
+
+
+def _vae(family: str) -> Tensors:
+    if family == "tiny":
+        return _tiny_vae()
+    import comfy.model_management as management
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    channels = 16 if family == "flux" else 4
+    with torch.device(management.get_torch_device()):
+        network = AutoencoderKL(ddconfig={**VAE, "z_channels": channels}, embed_dim=channels)
+    randomise(network, SEED)
+    tensors = network.state_dict()
+    if family == "flux":  # whose VAE has no such layers, by which ComfyUI knows it
+        tensors = {name: tensor for name, tensor in tensors.items() if "quant_conv." not in name}
+    return _on_cpu(tensors, torch.float16)
+
+
+def _tiny_vae() -> Tensors:
+    from comfy.taesd.taesd import TAESD
+
+    network = TAESD()
+    randomise(network, SEED)
+    with torch.no_grad():
+        network.vae_scale.fill_(0.18215)
+        network.vae_shift.fill_(0)
+    return _on_cpu(network.state_dict())
+
+
+def _controlnet(family: str) -> Tensors:
+    import comfy.cldm.cldm
+    import comfy.model_management as management
+    import comfy.ops
+    import comfy.supported_models
+
+    unet = SD15 if family == "sd15" else TINY
+    config = {name: value for name, value in unet.items() if name not in ("out_channels", "transformer_depth_output")}
+    network = comfy.cldm.cldm.ControlNet(
+        **config, **comfy.supported_models.SD15.unet_extra_config, hint_channels=3, dtype=torch.float16,
+        device=management.get_torch_device(), operations=comfy.ops.disable_weight_init,
+    )  # fmt: skip
+    randomise_controlnet(network, SEED)
+    return _prefixed("control_model.", network.state_dict())
+
+
+def _lora(family: str) -> Tensors:
+    """Of all attention layers; its parts have the size of the weights' own rounding and more."""
+    generator = torch.Generator().manual_seed(SEED)
+    found: Tensors = {}
+    for name, weight in _unet(family).state_dict().items():
+        if name.endswith(_LORA_TARGETS):
+            base, (rows, columns) = f"diffusion_model.{name.removesuffix('.weight')}", weight.shape
+            down = torch.randn(LORA_RANK, columns, generator=generator) / columns**0.5
+            up = 0.1 * torch.randn(rows, LORA_RANK, generator=generator) / LORA_RANK**0.5
+            found |= {f"{base}.lora_down.weight": down.half(), f"{base}.lora_up.weight": up.half()}
+    return found
+
+
+_MAKERS: Mapping[str, Callable[[str], Tensors]] = {
+    CHECKPOINT: _checkpoint,
+    DIFFUSION_MODEL: _diffusion_model,
+    VAE_FOLDER: _vae,
+    CONTROLNET: _controlnet,
+    LORA: _lora,
+}
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    return {prefix + name: tensor for name, tensor in _on_cpu(tensors).items()}
+
+
+def _on_cpu(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> Tensors:
+    """A copy in the CPU's memory, in another dtype where one is named."""
+    return {name: tensor.to("cpu", dtype or tensor.dtype) for name, tensor in tensors.items()}

@@ -1,0 +1,237 @@
+"""The command: starts ComfyUI servers, has each variant make pictures, and adds a row for each of its turns."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ... import __version__
+from ...core.errors import SlipstreamError
+from ...runtime.measure import commit
+from ..rows import RESULTS
+from .block import Bench, Schedule
+from .cases import CASES, HEADLINE, PictureCase
+from .checkpoints import NoRoom, make, missing
+from .deadline import Deadline
+from .gpu import Monitor, find_driver
+from .hint import write_hint
+from .plan import ServerRun, left_out, plan
+from .process import Installation
+from .references import References
+from .session import Session
+from .variants import OURS, PLAIN, TORCH_COMPILE, Flags, ServerVariant, flags_text
+
+OK, FAILED, INTERRUPTED = 0, 1, 130
+PROGRAM = Path(__file__).resolve().parent.parent / "server.py"
+MODELS = Path.home() / ".cache" / "slipstream" / "benchmark-models"
+
+_FLAG_SETS = 'flags of ComfyUI, one server for each set, as in --flag-sets="default;--fast;--fast --use-ck-attention"'
+_LIMIT = "for the whole command, after which it ends with all rows that were measured; default: there is none"
+_PICTURE_LIMIT = "for one picture, the builds of a first one included, before its server is given up; default: 1800"
+_ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
+
+_Parsed = TypeVar("_Parsed")
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure; 0: every row may be trusted, 1: something failed or is missing, 2: wrong usage, 130: interrupted."""
+    parser = make_parser()
+    options = parser.parse_args(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the command ends its server, too
+    try:
+        checkout = _checkout(options)
+        if options.make_models:
+            return _make_models_here(checkout, options)
+        if reason := _why_not(options):
+            parser.error(reason)
+        return _measure(checkout, options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (SlipstreamError, OSError, ValueError, subprocess.SubprocessError) as error:
+        _say(str(error))
+        return FAILED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the command's options."""
+    says = "Times whole pictures in a real ComfyUI server: plain, with ComfyUI's rivals, and with Slipstream's nodes."
+    parser = argparse.ArgumentParser(prog="benchmarks/server.py", description=says)
+    add = parser.add_argument
+    cases, variants = ",".join(HEADLINE), ",".join((PLAIN, TORCH_COMPILE, OURS))
+    add("--cases", type=_list_of(_case), default=cases, metavar="A,B", help=f"of {', '.join(CASES)}; default: {cases}")
+    add("--variants", type=_list_of(ServerVariant.of), default=variants, metavar="A,B", help="default: %(default)s")
+    add("--flag-sets", type=_flag_sets, default="default", metavar="A;B", help=_FLAG_SETS)
+    add("--pictures", type=_count, default=5, metavar="N", help="timed ones of each variant's turn; default: 5")
+    add("--warmup", type=_at_least_two, default=2, metavar="N", help="pictures before them; default: 2, the least")
+    add("--turns", type=_count, default=1, metavar="N", help="of each variant in each server's flags; default: 1")
+    add("--synchronised", action="store_true", help="one more picture a turn, with the GPU waited for in each step")
+    add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
+    add("--python", type=Path, default=Path(sys.executable), help="that starts ComfyUI; default: this one")
+    add("--cpu", action="store_true", help="servers compute on the CPU")
+    add("--models", type=Path, default=MODELS, metavar="FOLDER", help="of model files, made where they are missing")
+    add("--models-only", action="store_true", help="make the cases' model files, and measure nothing")
+    add("--engines", type=Path, metavar="FOLDER", help=_ENGINES)
+    add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
+    add("--logs", type=Path, metavar="FOLDER", help="of the servers; default: none are kept")
+    add("--limit", type=_count, metavar="SECONDS", help=_LIMIT)
+    add("--picture-limit", type=_count, default=1800, metavar="SECONDS", help=_PICTURE_LIMIT)
+    add("--commit", help="of the code that is measured, where its folder is no git clone")
+    add("--make-models", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _measure(checkout: Path, options: Namespace) -> int:
+    deadline, version = Deadline(options.limit), version_of(checkout)
+    _make_models(checkout, options, deadline)
+    if options.models_only:
+        return OK
+    references = References(options.models)
+    runs = _runs(options, [name for name in _names(options) if not references.has(name, version)])
+    common = {"commit": options.commit or commit(), "run": uuid.uuid4().hex, "versions": {"slipstream": __version__}}
+    with tempfile.TemporaryDirectory(prefix="slipstream-server-", ignore_cleanup_errors=True) as folder:
+        installation = _installation(checkout, options, Path(folder))
+        installation.prepare()
+        write_hint(installation.work / "input")
+        with Monitor(find_driver()) as monitor:
+            schedule = Schedule(options.warmup, options.pictures, options.synchronised)
+            bench = Bench(schedule, references, monitor, version)
+            session = Session(installation, bench, deadline, options.picture_limit, options.out, common, _say)
+            session.measure(runs)
+    for trouble in session.troubles:
+        _say(f"FAILED {trouble}")
+    return FAILED if session.troubles else OK
+
+
+def _runs(options: Namespace, lacking: Sequence[str]) -> list[ServerRun]:
+    for line in left_out(_names(options), options.variants):
+        _say(line)
+    runs = plan(options.flag_sets, _names(options), options.variants, options.turns, lacking)
+    _say(f"{sum(len(run.blocks) for run in runs)} blocks in {len(runs)} starts of ComfyUI:")
+    for run in runs:
+        _say(f"  {flags_text(run.flags)}: {', '.join(f'{block.case} {block.variant}' for block in run.blocks)}")
+    return runs
+
+
+def _installation(checkout: Path, options: Namespace, work: Path) -> Installation:
+    engines, logs = options.engines or work / "engines", options.logs or work / "logs"
+    common: Flags = ("--cpu",) if options.cpu else ()
+    return Installation(checkout, options.python, options.models, engines, work, logs.resolve(), common)
+
+
+def _names(options: Namespace) -> list[str]:
+    return [case.name for case in options.cases]
+
+
+def _why_not(options: Namespace) -> str | None:
+    """Why these options make no sense together."""
+    slow = [case.name for case in options.cases if case.needs_gpu]
+    if options.cpu and slow and not options.models_only:
+        return f"{slow[0]} would take minutes a picture on a CPU; tiny-64-3 runs on any machine"
+    return None
+
+
+def _checkout(options: Namespace) -> Path:
+    """
+    Raises:
+        ValueError: there is no ComfyUI.
+    """
+    from ...hosts.comfy import standalone
+
+    found = standalone.find_checkout(options.comfyui)
+    if found is None:
+        raise ValueError("No ComfyUI was found; name the folder of yours with --comfyui FOLDER or COMFYUI_DIR")
+    return found
+
+
+def version_of(checkout: Path) -> str:
+    """Return the version of a ComfyUI, "unknown" where it does not say."""
+    file = checkout / "comfyui_version.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(r'__version__\s*=\s*"([^"]+)"', text)
+    return found[1] if found else "unknown"
+
+
+# Model files
+
+
+def _make_models(checkout: Path, options: Namespace, deadline: Deadline) -> None:
+    """Make the files that are missing, in a process of its own that leaves no memory behind.
+
+    Raises:
+        ValueError: one cannot be made; the process has said why.
+    """
+    if not missing((file for case in options.cases for file in case.files), options.models):
+        return
+    what = ["--make-models", "--cases", ",".join(_names(options))]
+    where = ["--models", str(options.models), "--comfyui", str(checkout)]
+    limit = deadline.seconds_left if options.limit else None
+    if subprocess.run([str(options.python), str(PROGRAM), *what, *where], timeout=limit).returncode:
+        raise ValueError("not all model files could be made")
+
+
+def _make_models_here(checkout: Path, options: Namespace) -> int:
+    """Make them in this process."""
+    from ..cases import enter
+
+    enter(checkout)
+    try:
+        for file in missing((file for case in options.cases for file in case.files), options.models):
+            _say(f"making {options.models / file.path}")
+            make(file, options.models)
+    except NoRoom as reason:
+        _say(str(reason))
+        return FAILED
+    return OK
+
+
+# Words
+
+
+def _list_of(parse: Callable[[str], _Parsed]) -> Callable[[str], tuple[_Parsed, ...]]:
+    def parse_all(text: str) -> tuple[_Parsed, ...]:
+        try:
+            found = tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part.strip()))
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+        if not found:
+            raise ArgumentTypeError("name at least one")
+        return found
+
+    return parse_all
+
+
+def _case(text: str) -> PictureCase:
+    if text not in CASES:
+        raise ValueError(f"{text!r} is no case; there are {', '.join(CASES)}")
+    return CASES[text]
+
+
+def _flag_sets(text: str) -> tuple[Flags, ...]:
+    sets = [part.strip() for part in text.split(";")]
+    return tuple(dict.fromkeys(() if part in ("", "default") else tuple(shlex.split(part)) for part in sets))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _at_least_two(text: str) -> int:
+    if _count(text) < 2:
+        raise ArgumentTypeError("one picture builds or compiles, and another is compared: 2 at least")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"benchmarks: {text}", file=sys.stderr, flush=True)

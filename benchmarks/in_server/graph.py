@@ -1,0 +1,178 @@
+"""Workflows for ComfyUI's API: the same stock nodes for every variant, but for those that make the model faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE, ModelFile, PictureCase
+from .variants import TORCH_COMPILE, ServerVariant
+
+SAMPLER, SCHEDULER = "euler", "normal"
+HINT = "slipstream-benchmark-hint.png"
+"""The ControlNet's picture, in the server's folder of inputs."""
+
+POSITIVE, NEGATIVE = 1, 2
+"""Seeds of the two prompts."""
+
+ACCELERATE_MODEL, ACCELERATE_CONTROLNET, ACCELERATE_VAE, STEP_SKIP = OUR_NODES = (
+    "SlipstreamAccelerateModel", "SlipstreamAccelerateControlNet", "SlipstreamAccelerateVAE", "SlipstreamStepSkip",
+)  # fmt: skip
+
+Link = list[Any]
+"""An output of a node: the node's id and the output's index."""
+
+Prompt = dict[str, dict[str, Any]]
+Defaults = Mapping[str, Mapping[str, Any]]
+"""By node class, the default values of the inputs that ComfyUI insists on."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What tells one picture from another.
+
+    Attributes:
+        seed: of the noise, or of the latent that is decoded.
+        lora_strength: where the case has a LoRA.
+        nonce: another one makes ComfyUI compute a picture again that it has computed before.
+    """
+
+    seed: int
+    lora_strength: float = 0.75
+    nonce: int = 0
+
+
+class Graph:
+    """A prompt that grows node by node."""
+
+    def __init__(self) -> None:
+        self.prompt: Prompt = {}
+
+    def add(self, class_type: str, **inputs: Any) -> str:
+        """Add a node and return its id; inputs are plain values or links."""
+        node = str(len(self.prompt) + 1)
+        self.prompt[node] = {"class_type": class_type, "inputs": inputs}
+        return node
+
+
+def build_prompt(case: PictureCase, variant: ServerVariant, wish: Wish, defaults: Defaults) -> Prompt:
+    """Return the prompt of one picture.
+
+    Args:
+        defaults: of `OUR_NODES`, as the server describes them; empty where none of them is used.
+    """
+    return _Builder(case, variant, wish, defaults).build()
+
+
+class _Builder:
+    def __init__(self, case: PictureCase, variant: ServerVariant, wish: Wish, defaults: Defaults) -> None:
+        self._case, self._variant, self._wish, self._defaults = case, variant, wish, defaults
+        self._family = FAMILIES[case.family]
+        self._graph = Graph()
+
+    def build(self) -> Prompt:
+        if self._case.is_decode_only:
+            latent, vae = self._random_latent(), self._load_vae()
+        else:
+            model, vae = self._load()
+            latent = self._sample(self._accelerated_model(model))
+        if self._variant.is_ours:
+            vae = self._first(ACCELERATE_VAE, vae=vae, **self._choices(ACCELERATE_VAE))
+        picture = self._first("VAEDecode", samples=latent, vae=vae)
+        self._graph.add("SaveImage", images=picture, filename_prefix="slipstream-benchmark")
+        return self._graph.prompt
+
+    def _load(self) -> tuple[Link, Link]:
+        """The model, with its LoRA where there is one, and the VAE."""
+        if self._family.is_one_file:
+            loader = self._graph.add("CheckpointLoaderSimple", ckpt_name=self._file(CHECKPOINT))
+            model, vae = [loader, 0], [loader, 2]
+        else:
+            model = self._first("UNETLoader", unet_name=self._file(DIFFUSION_MODEL), weight_dtype="default")
+            vae = self._load_vae()
+        if self._case.has_lora:
+            strength = self._wish.lora_strength
+            lora = {"lora_name": self._file(LORA), "strength_model": strength}
+            model = self._first("LoraLoaderModelOnly", model=model, **lora)
+        return model, vae
+
+    def _load_vae(self) -> Link:
+        return self._first("VAELoader", vae_name=self._file(VAE))
+
+    def _accelerated_model(self, model: Link) -> Link:
+        if self._variant.kind == TORCH_COMPILE:
+            return self._first("TorchCompileModel", model=model, backend="inductor")
+        if self._variant.is_ours:
+            choices = {**self._choices(ACCELERATE_MODEL), "precision": self._variant.precision}
+            model = self._first(ACCELERATE_MODEL, model=model, **choices)
+        if self._variant.preset is not None:
+            model = self._first(STEP_SKIP, model=model, **{**self._defaults[STEP_SKIP], "preset": self._variant.preset})
+        return model
+
+    def _sample(self, model: Link) -> Link:
+        """The latent of the last sampler."""
+        case = self._case
+        positive, negative = self._prompts()
+        empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
+        latent = self._first("EmptyLatentImage", **empty)
+        common = {
+            "model": model, "positive": positive, "negative": negative, "seed": self._wish.seed, "steps": case.steps,
+            "cfg": case.cfg, "sampler_name": SAMPLER, "scheduler": SCHEDULER,
+        }  # fmt: skip
+        latent = self._first("KSampler", latent_image=latent, denoise=1.0, **common)
+        if case.second_size is None:
+            return latent
+        larger = {"width": case.second_size, "height": case.second_size, "crop": "disabled"}
+        latent = self._first("LatentUpscale", samples=latent, upscale_method="nearest-exact", **larger)
+        return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
+
+    def _prompts(self) -> tuple[Link, Link]:
+        positive, negative = self._random_prompt(POSITIVE), self._random_prompt(NEGATIVE)
+        if not self._case.has_control:
+            return positive, negative
+        control = self._first("ControlNetLoader", control_net_name=self._file(CONTROLNET))
+        if self._variant.is_ours:
+            choices = {**self._choices(ACCELERATE_CONTROLNET), "precision": self._variant.precision}
+            control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
+        applied = self._graph.add(
+            "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control,
+            image=self._first("LoadImage", image=HINT), strength=1.0, start_percent=0.0, end_percent=1.0,
+        )  # fmt: skip
+        return [applied, 0], [applied, 1]
+
+    def _random_prompt(self, seed: int) -> Link:
+        family = self._family
+        shape = {"tokens": family.tokens, "width": family.width, "pooled": family.pooled}
+        return self._first("SlipstreamBenchmarkPrompt", seed=seed, nonce=self._wish.nonce, **shape)
+
+    def _random_latent(self) -> Link:
+        shape = {"size": self._case.size, "batch": self._case.batch, "channels": self._family.channels}
+        return self._first("SlipstreamBenchmarkLatent", seed=self._wish.seed, nonce=self._wish.nonce, **shape)
+
+    def _choices(self, node: str) -> dict[str, Any]:
+        """The node's defaults, but that the first picture waits for its engine."""
+        return {**self._defaults[node], "build": "first use"}
+
+    def _first(self, class_type: str, **inputs: Any) -> Link:
+        """Add a node and return its first output."""
+        return [self._graph.add(class_type, **inputs), 0]
+
+    def _file(self, folder: str) -> str:
+        return ModelFile(folder, self._case.family).name
+
+
+def required_defaults(node_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the default values of a node's required widgets, from ComfyUI's `/object_info`.
+
+    Inputs that only take links, such as models, are left out.
+    """
+    found: dict[str, Any] = {}
+    for name, (kind, *rest) in node_info["input"].get("required", {}).items():
+        options = rest[0] if rest else {}
+        choices = kind if isinstance(kind, list) else options.get("options")
+        if "default" in options:
+            found[name] = options["default"]
+        elif choices:
+            found[name] = choices[0]
+    return found

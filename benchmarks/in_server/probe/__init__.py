@@ -1,0 +1,26 @@
+"""A node pack for the benchmark's server: it times sampler and decoder from inside, and makes random inputs.
+
+The benchmark copies this folder into the server's `custom_nodes`. It imports nothing of Slipstream.
+"""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .random_inputs import RandomLatent, RandomPrompt
+
+
+class ProbeExtension(ComfyExtension):  # type: ignore[misc]
+    """The nodes, and the probe, which begins when ComfyUI asks for the nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Return the nodes for ComfyUI."""
+        from .install import install
+
+        install()
+        return [RandomPrompt, RandomLatent]
+
+
+async def comfy_entrypoint() -> ProbeExtension:
+    """Return what ComfyUI loads."""
+    return ProbeExtension()

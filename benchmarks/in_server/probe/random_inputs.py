@@ -1,0 +1,56 @@
+"""Random prompts and latents, so that the benchmark needs no text encoder."""
+
+from __future__ import annotations
+
+import torch
+from comfy_api.latest import io
+
+_CATEGORY = "slipstream/benchmark"
+
+
+def _whole_numbers(*names: str) -> list[io.Input]:
+    return [io.Int.Input(name, default=0, min=0, max=1 << 31) for name in names]
+
+
+class RandomPrompt(io.ComfyNode):  # type: ignore[misc]
+    """A conditioning of a text encoder's shape, drawn from a seed."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node; another `nonce` makes ComfyUI sample again with the same prompt."""
+        return io.Schema(
+            node_id="SlipstreamBenchmarkPrompt",
+            display_name="Random Prompt (benchmark)",
+            category=_CATEGORY,
+            inputs=_whole_numbers("seed", "nonce", "tokens", "width", "pooled"),
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, seed: int, nonce: int, tokens: int, width: int, pooled: int) -> io.NodeOutput:
+        """Return a text [1, tokens, width], with a pooled text [1, pooled] where `pooled` is not 0."""
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randn(1, tokens, width, generator=generator)
+        extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
+        return io.NodeOutput([[text, extra]])
+
+
+class RandomLatent(io.ComfyNode):  # type: ignore[misc]
+    """A latent of random numbers, for a decoder that is timed by itself."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node; another `nonce` makes ComfyUI decode the same latent again."""
+        return io.Schema(
+            node_id="SlipstreamBenchmarkLatent",
+            display_name="Random Latent (benchmark)",
+            category=_CATEGORY,
+            inputs=_whole_numbers("seed", "nonce", "size", "batch", "channels"),
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, seed: int, nonce: int, size: int, batch: int, channels: int) -> io.NodeOutput:
+        """Return a latent [batch, channels, size / 8, size / 8] of standard normal numbers."""
+        generator = torch.Generator().manual_seed(seed)
+        return io.NodeOutput({"samples": torch.randn(batch, channels, size // 8, size // 8, generator=generator)})

@@ -1,0 +1,133 @@
+"""Times the nodes KSampler and VAE Decode, and within the sampler the calls of the model.
+
+The device is synchronised where such a node begins and ends, and nowhere in between.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .clocks import Mark, mark, seconds_between, synchronised_mark, wait
+
+EVENT = "slipstream_benchmark"
+"""The type of the websocket event that carries a node's figures, and the name of a prompt's wishes in `extra_data`."""
+
+LATENT, PICTURE = "latent", "picture"
+
+
+class SamplerRun:
+    """The calls of the model in one run of a sampler node.
+
+    Args:
+        is_synchronised: the GPU is waited for around every call, and the host's clock is read.
+    """
+
+    def __init__(self, is_synchronised: bool) -> None:
+        self._mark = synchronised_mark if is_synchronised else mark
+        self._begins: list[Mark] = []
+        self._ends: list[Mark] = []
+        self._node_begin = self._mark()
+
+    def call(self, compute: Callable[[], Any]) -> Any:
+        """Return what one step's call of the model computes, and note when it begins and ends."""
+        self._begins.append(self._mark())
+        result = compute()
+        self._ends.append(self._mark())
+        return result
+
+    def end(self) -> None:
+        """Note the node's end, and wait until the GPU has reached it."""
+        self._node_end = self._mark()
+        wait()
+
+    def figures(self) -> dict[str, Any]:
+        """Return seconds before the first call, from call to call, and after the last one; after `end`."""
+        if not self._ends:
+            return {"calls": 0, "before": None, "steps": [], "after": None}
+        pairs = zip(self._begins, self._begins[1:], strict=False)
+        return {
+            "calls": len(self._ends),
+            "before": seconds_between(self._node_begin, self._begins[0]),
+            "steps": [seconds_between(one, other) for one, other in pairs],
+            "after": seconds_between(self._ends[-1], self._node_end),
+        }
+
+
+class Probe:
+    """What is timed at the moment, and what the prompt that runs asks for.
+
+    Args:
+        send: is given the figures of each sampler and decoder.
+        folder: where latents and pictures are kept for whoever asks for them.
+
+    Attributes:
+        wishes: of the prompt that was queued last: `keep` saves latent and picture as float32, and `synchronised`
+            waits for the GPU around every call of the model.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any]], None], folder: Path) -> None:
+        self.wishes: dict[str, bool] = {}
+        self._send, self._folder = send, folder
+        self._sampler: SamplerRun | None = None
+
+    def take_wishes(self, json_data: dict[str, Any]) -> dict[str, Any]:
+        """Read a queued prompt's wishes; ComfyUI calls this with the body of each request that queues one."""
+        self.wishes = dict((json_data.get("extra_data") or {}).get(EVENT) or {})
+        return json_data
+
+    def around_sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method of a sampler node."""
+
+        @functools.wraps(sample)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wait()
+            began = time.perf_counter()
+            run = self._sampler = SamplerRun(bool(self.wishes.get("synchronised")))
+            try:
+                result = sample(*args, **kwargs)
+            finally:
+                self._sampler = None
+            run.end()
+            self._send({"node": "sampler", "seconds": time.perf_counter() - began, **run.figures()})
+            self._keep(LATENT, result[0]["samples"])
+            return result
+
+        return timed
+
+    def around_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the call that a sampler makes for each step."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._sampler is None:
+                return call(*args, **kwargs)
+            return self._sampler.call(lambda: call(*args, **kwargs))
+
+        return timed
+
+    def around_decoder(self, decode: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method of a decoder node."""
+
+        @functools.wraps(decode)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wait()
+            began = time.perf_counter()
+            result = decode(*args, **kwargs)
+            wait()
+            self._send({"node": "decoder", "seconds": time.perf_counter() - began})
+            self._keep(PICTURE, result[0])
+            return result
+
+        return timed
+
+    def _keep(self, what: str, tensor: torch.Tensor) -> None:
+        if self.wishes.get("keep"):
+            file = self._folder / f"slipstream-benchmark-{what}.npy"
+            np.save(file, tensor.detach().to("cpu", torch.float32).numpy())

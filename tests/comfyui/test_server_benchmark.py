@@ -1,0 +1,207 @@
+"""The benchmark of a ComfyUI server: its command on a real one, on the CPU, and the probe's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.benchmarks.in_server.probe import clocks, timing
+from slipstream.benchmarks.in_server.rows import FIELDS, counts_as_headline
+
+CASE = "tiny-64-3"
+STEPS = 3
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the command makes its model files, and keeps the pictures that others are compared with."""
+    return tmp_path_factory.mktemp("benchmark-models")
+
+
+def measure(root: Path, comfyui_dir: Path, models: Path, folder: Path, *words: str) -> tuple[str, list[Row]]:
+    """Run the command; gives what it says, and its rows."""
+    folders = [f"--models={models}", f"--engines={folder / 'engines'}", f"--out={folder / 'out'}"]
+    command = [sys.executable, str(root / "benchmarks" / "server.py"), "--cpu", "--commit", "abc", "--cases", CASE]
+    words = (*folders, f"--logs={folder / 'logs'}", f"--comfyui={comfyui_dir}", "--pictures", "2", *words)
+    environment = {name: value for name, value in os.environ.items() if name != "COMFYUI_DIR"}
+    done = subprocess.run([*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr
+    (file,) = (folder / "out").iterdir()
+    return done.stderr, [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_pictures_of_a_real_server(
+    root: Path, comfyui_dir: Path, comfyui_version, models: Path, tmp_path: Path
+) -> None:
+    words = ("--variants", "plain,slipstream", "--turns", "2", "--synchronised", "--limit", "560")
+    said, rows = measure(root, comfyui_dir, models, tmp_path, *words)
+    assert [(row["variant"], row["turn"]) for row in rows] == [
+        ("plain", 1), ("slipstream", 1), ("plain", 2), ("slipstream", 2)
+    ], said  # fmt: skip
+    for row in rows:
+        assert tuple(row) == FIELDS and not row["died"] and row["gpu"] is None and row["pictures"] == 2
+        assert row["comfyui"] == row["versions"]["comfyui"] == ".".join(map(str, comfyui_version))
+        spent = row["before_s"] + row["step_ms"] / 1000 * (STEPS - 1) + row["after_s"] + row["decoder_s"]
+        assert 0 < spent < row["sampler_s"] + row["decoder_s"] < row["client_s"] < 60
+        assert row["step_ms_synchronised"] > 0 and row["model_calls"] == STEPS
+        assert len(row["samples"]["client_s"]) == 2
+        assert counts_as_headline(row) and row["error"] < 1e-2
+    plain, ours, later, _ = rows
+    assert plain["error"] == later["error"] == 0.0 and plain["engine_calls"] is None
+    assert (ours["engine_calls"], ours["eager_calls"]) == (2 * (STEPS + 1), 0)
+    assert 0 < ours["errors"]["latent"] and 0 < ours["errors"]["picture"] and ours["build_s"] > 10
+    assert_is_gone(tmp_path / "logs")
+
+
+@pytest.mark.slow
+def test_torch_compile_with_previews_and_comfyuis_fast_flag(
+    root: Path, comfyui_dir: Path, models: Path, tmp_path: Path
+) -> None:
+    words = ("--variants", "plain,torch-compile,fast", "--flag-sets", "default;--preview-method auto")
+    _, rows = measure(root, comfyui_dir, models, tmp_path, *words)
+    assert [(row["flags"], row["variant"]) for row in rows] == [
+        ([], "plain"),
+        ([], "torch-compile"),
+        (["--fast"], "fast"),
+        (["--preview-method", "auto"], "plain"),
+        (["--preview-method", "auto"], "torch-compile"),
+    ]
+    assert all(map(counts_as_headline, rows)) and rows[1]["build_s"] > rows[0]["build_s"]
+    assert rows[3]["error"] == 0.0, "a preview changes no picture"
+    assert_is_gone(tmp_path / "logs")
+
+
+def assert_is_gone(logs: Path) -> None:
+    """No server that wrote a log answers any more."""
+    for log in logs.iterdir():
+        (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)", log.read_text(encoding="utf-8", errors="replace"))[:1]
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=5).close()
+
+
+# ---------------------------------------------------------------------------------- the probe's clocks on a GPU
+
+
+class Gpu:
+    """A GPU that runs behind its host: work is queued, and an event is reached when all before it is done."""
+
+    def __init__(self) -> None:
+        self.host = self.done = 0.0
+        self.waits = 0
+
+    def work(self, host: float, device: float) -> None:
+        """Queue work that takes so many seconds of each."""
+        self.host += host
+        self.done = max(self.done, self.host) + device
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.done)
+        self.waits += 1
+
+    def event(self, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device: Gpu) -> None:
+        self._device, self.at = device, -1.0
+
+    def record(self) -> None:
+        self.at = max(self._device.done, self._device.host)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._device.host >= end.at, "the event was not reached"
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    found = Gpu()
+    monkeypatch.setattr(clocks, "_is_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: found.host)
+    return found
+
+
+def sampler_of(probe: timing.Probe, device: Gpu, calls: int):
+    """A sampler node whose host needs 0.25 s before its calls, which take the GPU 0.5 s each, and 0.125 s behind."""
+    call = probe.around_call(lambda: device.work(host=0.0625, device=0.5))
+
+    def sample(model: str):
+        device.work(host=0.25, device=0.0)
+        for _ in range(calls):
+            call()
+        device.work(host=0.0, device=0.125)
+        return ({"samples": torch.zeros(1)},)
+
+    return probe.around_sampler(sample)
+
+
+@pytest.fixture
+def told() -> list[dict[str, Any]]:
+    """What the probe tells."""
+    return []
+
+
+@pytest.fixture
+def probe(told: list[dict[str, Any]], tmp_path: Path) -> timing.Probe:
+    return timing.Probe(told.append, tmp_path)
+
+
+def test_events_time_a_gpu_that_runs_behind_its_host(device: Gpu, probe: timing.Probe, told, tmp_path: Path) -> None:
+    sampler_of(probe, device, calls=3)(model="m")
+    seconds = 0.25 + 0.0625 + 3 * 0.5 + 0.125
+    figures = {"calls": 3, "before": 0.25, "steps": [0.5625, 0.5], "after": 0.125}
+    assert told == [{"node": "sampler", "seconds": seconds, **figures}]
+    assert device.waits == 2, "at the node's begin and at its end"
+    assert list(tmp_path.iterdir()) == [], "nobody asked for the latent"
+
+
+def test_a_synchronised_picture_waits_around_each_call(device: Gpu, probe: timing.Probe, told) -> None:
+    probe.take_wishes({"extra_data": {timing.EVENT: {"synchronised": True}}})
+    sampler_of(probe, device, calls=3)(model="m")
+    (figures,) = told
+    assert (figures["before"], figures["steps"], figures["after"]) == (0.25, [0.5625, 0.5625], 0.125)
+    probe.take_wishes({"prompt": {}})
+    assert probe.wishes == {}, "wishes are one prompt's"
+
+
+def test_calls_outside_of_a_sampler_node_are_left_alone(device: Gpu, probe: timing.Probe, told) -> None:
+    assert probe.around_call(lambda x: x + 1)(1) == 2 and not told and device.waits == 0
+    assert probe.around_decoder(lambda: (torch.zeros(1), device.work(0.0, 2.0)))()[0].shape == (1,)
+    assert told == [{"node": "decoder", "seconds": 2.0}]
+
+
+def test_the_probe_leaves_what_whole_steps_ask_about(probe: timing.Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slipstream replays whole steps only where ComfyUI's own functions make them up."""
+    import comfy.model_base
+    import comfy.samplers
+
+    import nodes
+    from slipstream.hosts.comfy.step_parts import why_other_code
+
+    model_of_steps = comfy.samplers.KSamplerX0Inpaint
+    for owner, name in ((nodes.KSampler, "sample"), (nodes.VAEDecode, "decode"), (model_of_steps, "__call__")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # afterwards it is as it was
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=None))
+    from slipstream.benchmarks.in_server.probe.install import wrap
+
+    model = object.__new__(comfy.model_base.BaseModel)
+    torch.nn.Module.__init__(model)
+    assert why_other_code(model) is None
+    wrap(probe)
+    assert why_other_code(model) is None and nodes.KSampler.sample.__wrapped__ is not None

@@ -1,0 +1,114 @@
+"""Pictures in a server: what is measured in which order, and by which workflows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.benchmarks.in_server.cases import CASES
+from slipstream.benchmarks.in_server.graph import OUR_NODES, Wish, build_prompt, required_defaults
+from slipstream.benchmarks.in_server.plan import Block, ServerRun, plan
+from slipstream.benchmarks.in_server.variants import ServerVariant
+
+SD15 = "sd15-512-20"
+DEFAULTS = {node: {"backend": "auto", "precision": "auto", "build": "background"} for node in OUR_NODES}
+ACCELERATING = {*OUR_NODES, "TorchCompileModel"}
+
+
+def variants(*names: str) -> list[ServerVariant]:
+    return [ServerVariant.of(name) for name in names]
+
+
+def test_variants_take_turns_in_one_server() -> None:
+    (run,) = plan([()], [SD15, "vae-decode-1024"], variants("slipstream", "torch-compile", "plain"), turns=2)
+    assert run.flags == ()
+    assert [(block.case, block.turn, block.variant) for block in run.blocks] == [
+        (SD15, 1, "plain"), (SD15, 1, "slipstream"), (SD15, 1, "torch-compile"),
+        (SD15, 2, "plain"), (SD15, 2, "slipstream"), (SD15, 2, "torch-compile"),
+        ("vae-decode-1024", 1, "plain"), ("vae-decode-1024", 1, "slipstream"),
+        ("vae-decode-1024", 2, "plain"), ("vae-decode-1024", 2, "slipstream"),
+    ]  # fmt: skip
+
+
+def test_servers_of_other_flags_take_turns() -> None:
+    runs = plan([("--fast",), ()], [SD15], variants("plain", "fast", "ck-attention", "slipstream"), turns=2)
+    found = [(run.flags, [(block.variant, block.turn) for block in run.blocks]) for run in runs]
+    for turn, part in enumerate((found[:3], found[3:]), 1):
+        assert part == [
+            ((), [("plain", turn), ("slipstream", turn)]),  # what the others are compared with comes first
+            (("--fast",), [("plain", turn), ("slipstream", turn)]),  # the rival "fast" is this very workflow
+            (("--use-ck-attention",), [("ck-attention", turn)]),
+        ]
+
+
+def test_references_that_are_lacking_are_made_first() -> None:
+    cases = [SD15, "sdxl-1024-4"]
+    first, second = plan([("--fast",)], cases, variants("slipstream"), 1, lacking=["sdxl-1024-4"])
+    assert first == ServerRun((), (Block((), "sdxl-1024-4", "plain", is_reference_only=True),))
+    assert second.flags == ("--fast",) and len(second.blocks) == 2
+    assert [run.flags for run in plan([()], cases, variants("plain"), 1, lacking=cases)] == [()]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("slipstream+blocks", "not there yet"),
+        ("plain+fp8", "is no variant"),
+        ("slipstream+fp7", "'fp7' is not one of"),
+        ("slipstream+fp8+int8", "one precision"),
+        ("magic", "is no variant"),
+    ],
+)
+def test_variants_that_are_none(name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        ServerVariant.of(name)
+
+
+def prompt_of(case: str, variant: str, wish: Wish | None = None) -> list[dict[str, Any]]:
+    made = build_prompt(CASES[case], ServerVariant.of(variant), wish or Wish(1), DEFAULTS)
+    links = [value for node in made.values() for value in node["inputs"].values() if isinstance(value, list)]
+    assert all(node in made for node, _ in links)
+    return list(made.values())
+
+
+def by_class(prompt: list[dict[str, Any]], class_type: str) -> list[dict[str, Any]]:
+    return [node["inputs"] for node in prompt if node["class_type"] == class_type]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("variant", ["torch-compile", "fast", "slipstream+fp8"])
+def test_workflows_differ_in_accelerating_nodes_alone(case: str, variant: str) -> None:
+    def stock(prompt: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        plain = [node for node in prompt if node["class_type"] not in ACCELERATING]
+        kept = [{k: v for k, v in node["inputs"].items() if not isinstance(v, list)} for node in plain]
+        return [(node["class_type"], values) for node, values in zip(plain, kept, strict=True)]
+
+    assert stock(prompt_of(case, variant)) == stock(prompt_of(case, "plain"))
+    assert not ACCELERATING & {node["class_type"] for node in prompt_of(case, "fast")}
+
+
+def test_our_nodes_wait_for_their_engines_and_are_at_their_defaults_else() -> None:
+    prompt = prompt_of("sd15-canny-512-20", "slipstream+fp8+balanced")
+    (model,), (control,), (vae,), (skip,) = (by_class(prompt, node) for node in OUR_NODES)
+    assert (model["build"], model["backend"], model["precision"]) == ("first use", "auto", "fp8")
+    assert (control["build"], control["precision"]) == ("first use", "fp8")
+    assert (vae["build"], vae["precision"]) == ("first use", "auto")
+    assert skip["preset"] == "balanced"
+    (sampler,) = by_class(prompt, "KSampler")
+    assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
+
+
+def test_hires_fix_samples_twice_and_a_lora_has_its_strength() -> None:
+    first, second = by_class(prompt_of("sdxl-hires-fix", "plain"), "KSampler")
+    assert (first["denoise"], second["denoise"]) == (1.0, 0.5) and first["latent_image"] != second["latent_image"]
+    (lora,) = by_class(prompt_of("sdxl-1024-30-lora", "plain", Wish(1, lora_strength=0.5)), "LoraLoaderModelOnly")
+    assert lora["strength_model"] == 0.5
+
+
+def test_defaults_come_from_the_server() -> None:
+    required = {"model": ["MODEL", {}], "backend": ["COMBO", {"options": ["a", "b"]}], "max": ["INT", {"default": 0}]}
+    older = {"optimize": [["fast", "slow"]], "precision": [["x", "y"], {"default": "y"}]}
+    optional = {"tokens": ["INT", {"default": 1}]}
+    found = required_defaults({"input": {"required": required | older, "optional": optional}})
+    assert found == {"backend": "a", "max": 0, "optimize": "fast", "precision": "y"}
