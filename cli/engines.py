@@ -14,6 +14,7 @@ from ..runtime.words import (
     say_bytes,
     say_error,
     say_seconds,
+    say_speed,
     say_speedup,
     say_state,
     say_time,
@@ -76,7 +77,7 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
     facts = [("engine", data["label"]), ("used now?", _say_use(data["reasons"]))]
     facts += [(name, str(data[name])) for name in plain]
-    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", _say_speed(data))]
+    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
     output.facts(facts)
     output.line("\nfiles")
@@ -93,13 +94,6 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
 def _say_build(data: dict[str, Any]) -> str:
     phases = ", ".join(f"{name} {say_seconds(seconds)}" for name, seconds in data["build_phases"].items())
     return f"{say_seconds(data['build_s'])} ({phases})" if phases else say_seconds(data["build_s"])
-
-
-def _say_speed(data: dict[str, Any]) -> str:
-    if data["speedup"] is None:
-        return "not measured"
-    times = f"{data['engine_ms']:.1f} ms a call, the plain model takes {data['eager_ms']:.1f} ms"
-    return f"{say_speedup(data['speedup'])}: {times}"
 
 
 def _say_check(check: dict[str, Any]) -> str:

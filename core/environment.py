@@ -72,7 +72,7 @@ class Environment(HoldsMappings):
             gpu=torch.cuda.get_device_name(device),
             compute_capability=f"{major}.{minor}",
             cuda=torch.version.cuda or f"hip {torch.version.hip}",
-            driver=_driver_version(),
+            driver=driver_version(),
             **common,  # type: ignore[arg-type]
         )
 
@@ -113,7 +113,7 @@ def _installed_version(distribution: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     """The NVIDIA driver's version: from the kernel module on Linux, else from nvidia-smi; None when neither tells."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:

@@ -19,6 +19,7 @@ import torch
 from ..core.protocols import Engine, Tensors
 from ..core.shapes import ShapeProfile
 from ..core.streams import side_stream
+from .clock import disturb
 from .graph_memory import GraphMemory
 from .memory import MemoryWatch
 
@@ -46,23 +47,6 @@ def inlined() -> Iterator[None]:
         yield
     finally:
         _local.inlined = before
-
-
-@contextmanager
-def not_inlined(engine: Engine) -> Iterator[bool]:
-    """Within `inlined()`, let `engine` run as it does elsewhere; graphs that it makes for that are given back.
-
-    Yields:
-        Whether it was inlined.
-    """
-    before = is_inlined()
-    _local.inlined = False
-    try:
-        yield before
-    finally:
-        _local.inlined = before
-        if before and isinstance(engine, GraphedEngine):
-            engine.drop_graphs()
 
 
 def is_inlined() -> bool:
@@ -159,6 +143,7 @@ class CudaGraphs:
         constant: frozenset[str],
         or_raise: bool,
     ) -> None:
+        disturb()
         # What is kept here outlives a host's inference mode.
         with side_stream(self._device), torch.inference_mode(False), torch.no_grad(), _tuned_convolutions():
             if call not in self._graphs:
@@ -222,10 +207,6 @@ class GraphedEngine:
         """The graphs are kept: they are right again as soon as weights lie where they were."""
         self._has_weights = False
         self._engine.release_weights()
-
-    def drop_graphs(self) -> None:
-        """They are made anew when they are needed."""
-        self._graphs.drop()
 
     def close(self) -> None:
         self._graphs.drop()

@@ -17,6 +17,7 @@ from ..engine_cache import EngineStore, Entry, Manifest, canonical, describe_dif
 from ..engine_cache.key import KEY_SCHEMA
 from .backends import backend_named
 from .plan import say_batch, say_sizes
+from .step_times import why_retired
 
 
 def overview(store: EngineStore) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def overview(store: EngineStore) -> dict[str, Any]:
 def summary(entry: Entry) -> dict[str, Any]:
     """One engine in brief."""
     manifest = entry.manifest
-    reasons = why_not_used(manifest)
+    retired = why_retired(manifest)
+    reasons = [*why_not_used(manifest), *([retired] if retired else [])]
     return {
         "digest": manifest.digest,
         "label": manifest.label,
@@ -56,12 +58,13 @@ def summary(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _speed(manifest: Manifest) -> dict[str, float | None]:
-    timed = manifest.timed
+def _speed(manifest: Manifest) -> dict[str, Any]:
+    speed = manifest.speed
     return {
-        "speedup": manifest.speedup,
-        "engine_ms": timed.engine_ms if timed else None,
-        "eager_ms": timed.eager_ms if timed else None,
+        "speedup": speed.speedup if speed else None,
+        "engine_ms": speed.engine_ms if speed else None,
+        "eager_ms": speed.eager_ms if speed else None,
+        "timed_by": manifest.timed_by,
     }
 
 

@@ -17,7 +17,7 @@ import comfyui_version
 import pytest
 
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
 from slipstream.tests.comfyui.support.browser import (
     ROOT,
     ComfyPage,
@@ -42,7 +42,7 @@ SOON = 0.5
 ROUTES = "/slipstream/v1"
 GB = 2**30
 LOADER, ACCELERATE, SAMPLER, DECODE, SAVE = 1, 4, 7, 8, 9  # nodes of the example
-TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
+CHECKED = Verification(4e-4, 2e-4, 2, "fp32")
 STICKING_OUT = """panel => {
   const right = element => element.getBoundingClientRect().right;
   const wide = [...panel.querySelectorAll("*")].filter(element => right(element) > right(panel) + 1);
@@ -153,7 +153,8 @@ def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
 
     def put(height: int, label: str, **environment: Any) -> Entry:
         key, artifact = current_key(height, **environment), Artifact(tmp_path, ("engine.bin",), {})
-        made.append(store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: TIMED}))
+        entry = store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: CHECKED})
+        made.append(store.record_speed(entry, Speed(2.0, 5.0)))
         return made[-1]
 
     yield put
@@ -452,8 +453,8 @@ def test_widgets_keep_their_values(page: ComfyPage) -> None:
 
 def test_states_of_other_workflows_are_not_shown(page: ComfyPage, client: ComfyClient) -> None:
     states = [
-        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": "", "speedup": None},
-        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why", "speedup": None},
+        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": ""},
+        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why"},
     ]
     page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
     page.open()
@@ -473,7 +474,7 @@ def test_engines_are_listed_filtered_shown_and_deleted(
     cards = panel.locator(".slipstream-card")
     cards.filter(has_text="SD15 512×640").get_by_text("ready", exact=True).wait_for()
     assert "torch" in cards.filter(has_text="SDXL 704").inner_text()
-    assert "2.5×" in cards.filter(has_text="SD15 512×640").inner_text()
+    assert "5.0 → 2.0 ms a step" in cards.filter(has_text="SD15 512×640").inner_text()
     panel.get_by_role("searchbox").fill("sdxl stale")
     assert cards.count() == 1
     panel.get_by_role("searchbox").fill("no such")
@@ -600,7 +601,7 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
 
 def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer) -> None:
     """And every sentence that the page knows is still one of the server's."""
-    ours = {"node": "4", "workflow": None, "speedup": None}
+    ours = {"node": "4", "workflow": None}
     reason = "another node replaces the attention function"
     states = [{**ours, "kind": "eager", "text": f"eager: {reason}"[:20] + "…", "tip": f"eager: {reason}"}]
     page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))

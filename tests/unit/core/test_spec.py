@@ -83,7 +83,7 @@ def test_a_gpu_counts_instead_of_the_threads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "_driver_version", lambda: "580.1")
+    monkeypatch.setattr(module, "driver_version", lambda: "580.1")
     found = Environment.current("cuda:1")
     assert (found.device, found.gpu, found.compute_capability, found.cuda) == ("cuda", "card 1", "9.0", "13.0")
     assert (found.threads, found.driver) == (0, "580.1")

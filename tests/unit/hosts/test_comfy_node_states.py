@@ -121,7 +121,9 @@ def test_a_reason_is_cut_at_a_word_and_told_whole(module_of: Callable[..., Accel
     sample(module, veto=reason)
     state = state_of(module)
     assert state.kind == "eager" and state.tip == f"eager: {reason}"
-    assert len(state.text) <= 60 and state.text.startswith("eager: IP-Adapter patches the attention of this")
+    assert len(state.text) <= node_states.TEXT_LENGTH and state.text.startswith(
+        "eager: IP-Adapter patches the attention of this"
+    )
     assert state.text.endswith("…") and reason.startswith(state.text[7:-1])
 
 
@@ -439,7 +441,7 @@ def test_a_cancelled_and_a_failed_build_say_why(
     provider.queue.cancel_all("cancelled by the user")
     wait_until(lambda: len(page.of("slipstream.result")) == 2)
     failed, cancelled = page.of("slipstream.result")
-    assert failed["result"] == "failed" and failed["message"] == "no compiler" and failed["speedup"] is None
+    assert failed["result"] == "failed" and failed["message"] == "no compiler"
     assert cancelled["result"] == "cancelled" and "cancelled by the user" in cancelled["message"]
 
 
@@ -451,10 +453,9 @@ def test_an_engine_that_was_refused_is_a_build_that_failed(
     began = time.monotonic()
     sample(module_of(FIRST_USE))
     wait_until(lambda: page.of("slipstream.result"))
-    assert time.monotonic() - began < 5, "nobody will time it"
+    assert time.monotonic() - began < 5, "nobody will compare it"
     (result,) = page.of("slipstream.result")
     assert result["result"] == "failed" and "differs from the model" in result["message"]
-    assert result["speedup"] is None
 
 
 def test_a_result_is_for_all_nodes_whose_prompt_waited(

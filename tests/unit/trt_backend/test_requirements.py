@@ -153,7 +153,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    monkeypatch.setattr("slipstream.core.environment._driver_version", lambda: "570.1")
+    monkeypatch.setattr("slipstream.core.environment.driver_version", lambda: "570.1")
     return monkeypatch
 
 

@@ -1,6 +1,6 @@
 // One engine in the list.
 import { h, icon } from "../lib/dom.js";
-import { ago, bytes, error, times, when } from "../lib/format.js";
+import { ago, bytes, error, speed, when } from "../lib/format.js";
 import { t } from "../lib/words.js";
 
 export function makeCard(engine, open) {
@@ -45,7 +45,7 @@ export function chips(texts) {
 
 function facts(engine) {
   const all = [
-    engine.speedup ? fact("bolt", times(engine.speedup), t("speedup_tip"), engine.speedup > 1.05 ? "good" : "") : null,
+    engine.speedup ? fact("bolt", speed(engine), t("speed_tip"), engine.speedup > 1.05 ? "good" : "") : null,
     fact("database", bytes(engine.bytes), t("size")),
     fact("chart-line", error(engine.error), t("error_tip")),
     fact("clock", ago(engine.last_used), `${t("last_used")}: ${when(engine.last_used)}`),

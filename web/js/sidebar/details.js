@@ -1,7 +1,7 @@
 // All that is known about one engine, and what can be done to it.
 import { app } from "../lib/comfy.js";
 import { button, h, replace } from "../lib/dom.js";
-import { ago, bytes, duration, error, times, when } from "../lib/format.js";
+import { ago, bytes, duration, error, speed, times, when } from "../lib/format.js";
 import { server } from "../lib/server.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
@@ -91,9 +91,8 @@ async function drop(event, engine, back) {
 }
 
 function factsOf(engine) {
-  const measured = engine.engine_ms ? t("ms_of", { engine: ms(engine.engine_ms), eager: ms(engine.eager_ms) }) : null;
   return [
-    [t("speedup"), engine.speedup ? [times(engine.speedup), measured].filter(Boolean).join(", ") : "–"],
+    [t("speed"), engine.speedup ? `${speed(engine)} (${times(engine.speedup)})` : t("no_speed")],
     [t("error"), error(engine.error)],
     [t("size"), bytes(engine.bytes)],
     [t("made_on"), engine.gpu ?? "CPU"],
@@ -105,10 +104,6 @@ function factsOf(engine) {
     [t("id"), engine.digest],
     [t("folder"), engine.directory],
   ];
-}
-
-function ms(number) {
-  return number === null || number === undefined ? "–" : `${number.toFixed(number < 100 ? 1 : 0)} ms`;
 }
 
 function checks(engine) {
