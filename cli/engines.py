@@ -75,7 +75,7 @@ def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
 
 def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
-    facts = [("engine", data["label"]), ("used now?", _say_use(data["reasons"]))]
+    facts = [("engine", data["label"]), ("used now?", _say_use(data))]
     facts += [(name, str(data[name])) for name in plain]
     facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
@@ -102,9 +102,12 @@ def _say_check(check: dict[str, Any]) -> str:
     return f"error {check['relative_error']:.1e}{eager}, {check['cases']} cases, {check['when']}{note}"
 
 
-def _say_use(reasons: list[str]) -> str:
+def _say_use(data: dict[str, Any]) -> str:
+    reasons = "; ".join(data["reasons"])
+    if data["retired"]:
+        return f"no: {reasons}"
     if reasons:
-        return f"no: {'; '.join(reasons)}. An engine for this machine and version is built when it is asked for"
+        return f"no: {reasons}. An engine for this machine and version is built when it is asked for"
     return "yes, for this architecture at these shapes, as long as the model's code is the same"
 
 

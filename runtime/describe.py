@@ -35,8 +35,7 @@ def overview(store: EngineStore) -> dict[str, Any]:
 def summary(entry: Entry) -> dict[str, Any]:
     """One engine in brief."""
     manifest = entry.manifest
-    retired = why_retired(manifest)
-    reasons = [*why_not_used(manifest), *([retired] if retired else [])]
+    reasons = why_not_used(manifest)
     return {
         "digest": manifest.digest,
         "label": manifest.label,
@@ -52,6 +51,7 @@ def summary(entry: Entry) -> dict[str, Any]:
         **_speed(manifest),
         "state": "stale" if reasons else "ok",
         "reasons": reasons,
+        "retired": why_retired(manifest) is not None,
         "gpu": _environment_of(manifest).get("gpu"),
         "resolution": say_sizes(manifest.profiles),
         "batch": say_batch(manifest.profiles),
@@ -95,7 +95,8 @@ def why_not_used(manifest: Manifest) -> list[str]:
         devices = list(_devices(manifest))
         if not devices:
             return [f"made for {_made_for(manifest)}, which this machine has not"]
-        return min((_why_not_on(device, backend, manifest) for device in devices), key=len)
+        differences = min((_why_not_on(device, backend, manifest) for device in devices), key=len)
+        return [*differences, *filter(None, [why_retired(manifest)])]
     except (SlipstreamError, ValueError) as error:  # an option or precision of another version
         return [str(error)]
 

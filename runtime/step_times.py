@@ -129,22 +129,25 @@ class StepTimes:
         """
         try:
             with self._lock:
-                for step in dict.fromkeys(self._read()):
+                works = self._read()
+                for step in [each for each in self._samples if each.engines and each.work in works]:
                     self._judge(step)
         except Exception:  # whatever a driver or a file system raises: no picture may end for a figure
             log.debug("Slipstream: times of steps were lost", exc_info=True)
             self._unread.clear()
 
-    def _read(self) -> Iterable[Step]:
-        """Steps with engines whose comparison has changed."""
+    def _read(self) -> set[Hashable]:
+        """The work of steps whose times can be read now."""
+        works: set[Hashable] = set()
         while self._unread:
             clock, step, begin, end = self._unread[0]
             took = clock.milliseconds(begin, end)
             if took is None:
-                return
+                break
             self._unread.popleft()
             self._samples_of(step).append(took)
-            yield from [each for each in self._samples if each.work == step.work and each.engines]
+            works.add(step.work)
+        return works
 
     def _samples_of(self, step: Step) -> deque[float]:
         found = self._samples.setdefault(step, deque(maxlen=_SAMPLES_KEPT))

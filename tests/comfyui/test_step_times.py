@@ -5,8 +5,10 @@ Most of it by a clock that the model and its engines turn; the last tests by a r
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_management
@@ -24,16 +26,21 @@ from slipstream.hosts.comfy.info import describe
 from slipstream.hosts.comfy.model_calls import ModelCalls
 from slipstream.hosts.comfy.node_states import state_of
 from slipstream.hosts.comfy.step_skip import skip_steps
-from slipstream.runtime.module import AcceleratedModule, Run
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.module import Run as ModuleRun
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.runtime.step_times import StepTimes
 from slipstream.runtime.timers import is_on_purpose
 from slipstream.sampling.presets import Selection, custom
 from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.client import ComfyClient, Run
+from slipstream.tests.comfyui.support.graph import Graph, Node
 from slipstream.tests.fakes import FakeClock
 
 from .test_controlnet import applied, chained, prompts
+from .test_dry_run import Page
+from .test_main_job import accelerate, difference, info_of, wait_for_engines
 from .test_unet_engines import accelerated, easy_cache, relative_difference
 from .test_whole_step import Fast, replays  # noqa: F401
 
@@ -70,7 +77,7 @@ class Stopwatch(FakeClock):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
     made = Stopwatch()
-    by_engine, by_model = Run._compute, ModelCalls._plain
+    by_engine, by_model = ModuleRun._compute, ModelCalls._plain
 
     def compute(run: Any, offer: Any, *args: Any) -> Any:
         if offer.plan.spec.role is Role.UNET:
@@ -83,7 +90,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
         made.by("model", made.eager_ms)
         return by_model(calls, *args)
 
-    monkeypatch.setattr(Run, "_compute", compute)
+    monkeypatch.setattr(ModuleRun, "_compute", compute)
     monkeypatch.setattr(ModelCalls, "_plain", plain)
     return made
 
@@ -240,7 +247,12 @@ def test_nothing_is_computed_on_purpose_where_that_is_switched_off(store: Engine
 def test_where_memory_is_short_nothing_is_computed_on_purpose(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1000)
+    guider, x = SimpleNamespace(inner_model=tiny.model().model), torch.zeros(1, 4, 8, 8)
+    assert timed_steps.has_room(guider, x)
+    with monkeypatch.context() as short:
+        short.setattr(comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1000)
+        assert not timed_steps.has_room(guider, x)
+    monkeypatch.setattr(timed_steps, "has_room", lambda *args: False)
     model, module = fast_model(provider)
     tiny.sample(model, steps=12)
     assert clock.by_model() == [] and module.status.eager_calls == 0
@@ -446,3 +458,64 @@ def test_a_slow_engine_is_retired_until_somebody_asks_for_it(
     for _ in range(3):
         tiny.sample(model, steps=8)
     assert module.status.engine_calls > calls and "30 → 10 ms a step" in state_of(module).text
+
+
+def picture(model_files: Any, seed: int) -> tuple[Graph, Node]:
+    """Loader → Accelerate Model → KSampler → SaveLatent, with Engine Info; the graph and the node."""
+    graph = Graph()
+    loader = graph.add("CheckpointLoaderSimple", ckpt_name=model_files.checkpoint("sd15"))
+    model = accelerate(graph, loader, build="background")
+    samples = graph.sample(model, size=64, steps=8, cfg=7.0, seed=seed)
+    graph.save(samples)
+    graph.add("SlipstreamEngineInfo", model=model, after=samples)
+    return graph, model
+
+
+class Pictures:
+    """Pictures of one model in a running ComfyUI, one after the other."""
+
+    def __init__(self, client: ComfyClient, model_files: Any) -> None:
+        self.client, self._model_files = client, model_files
+        self.run: Run
+        self.info = ""
+        self._seed, self._calls = 0, (0, 0)
+
+    def next(self) -> tuple[int, int]:
+        """Calls of the engine and of the model in the next one."""
+        self._seed += 1
+        self.run = self.client.run(picture(self._model_files, self._seed)[0])
+        assert self.run.ok, self.run.error
+        self.info, before = info_of(self.run), self._calls
+        found = re.search(r"engine calls: (\d+), eager calls: (\d+)", self.info)
+        assert found is not None, self.info
+        self._calls = int(found[1]), int(found[2])
+        return self._calls[0] - before[0], self._calls[1] - before[1]
+
+    def is_plain(self) -> bool:
+        """Whether the last one is the model's own."""
+        plain = Graph()
+        loader = plain.add("CheckpointLoaderSimple", ckpt_name=self._model_files.checkpoint("sd15"))
+        plain.save(plain.sample(loader, size=64, steps=8, cfg=7.0, seed=self._seed))
+        return difference(self.run, self.client.run(plain)) == 0.0
+
+
+def test_in_a_running_comfyui_a_slow_engine_gives_way(start_comfy: Any, model_files: Any) -> None:
+    """By the real clock: each call of the engine takes 0.4 s longer than the model's."""
+    seconds = {"SLIPSTREAM_TEST_BUILD_SECONDS": "0.3", "SLIPSTREAM_TEST_ENGINE_SECONDS": "0.4"}
+    server = start_comfy(environment={**seconds, "SLIPSTREAM_STEP_TIMES": ""})
+    with server.client() as client:
+        pictures, page = Pictures(client, model_files), Page(client, server.home)
+        graph, node = picture(model_files, seed=1)
+        assert pictures.next() == (0, 8)
+        wait_for_engines(server.home, 1)
+        assert pictures.next() == (8, 0), "what the model took is known from the first picture"
+        assert [pictures.next() for _ in range(3)] == [(6, 2)] * 3, "side by side, to be sure"
+        assert f"eager × 6: {ON_PURPOSE}" in pictures.info
+        state = page.state(node)
+        assert state["kind"] == "eager" and "so it is not used" in state["tip"], state
+        assert pictures.next() == (0, 8) and "so it is not used" in pictures.info and pictures.is_plain()
+        page.build(graph, node)
+        assert page.state(node)["kind"] == "ready"
+        pictures.next()
+        assert "engine calls: 8, eager calls: 0" in pictures.info, "the dry run's node was another"
+    assert "Traceback" not in server.log(), server.log()

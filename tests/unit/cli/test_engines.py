@@ -46,7 +46,7 @@ def test_list_for_machines(cli, put, store) -> None:
         **{"digest": entry.digest, "label": "SD15 512×512 batch 2", "role": "unet", "bytes": 1000},
         **{"backend": "aotinductor", "precision": "fp32", "optimize": "balanced", "build_s": 3.5},
         **{"error": 3e-6, "state": "ok", "reasons": [], "gpu": None, "resolution": "512×512", "batch": "2"},
-        **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0, "timed_by": "step"},
+        **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0, "timed_by": "step", "retired": False},
         "created": engine["created"],
         "last_used": engine["last_used"],
     }
@@ -66,7 +66,9 @@ def test_an_engine_that_is_slower_than_the_model_is_not_used(cli, put, store) ->
     slow = Speed(9.64, 8.0, retired=versions_now())
     store.record_speed(entry, slow)
     (engine,) = cli("list", "--json").json["engines"]
-    assert engine["state"] == "stale"
+    assert engine["state"] == "stale" and engine["retired"]
+    assert "or when you press Build engine" in cli("show", entry.digest).out
+    assert "is built when it is asked for" not in cli("show", entry.digest).out
     assert "takes 9.6 ms a step where your model without Slipstream takes 8.0 ms" in engine["reasons"][0]
     store.record_speed(entry, Speed(9.64, 8.0, retired={**versions_now(), "torch": "1.0"}))
     assert cli("list", "--json").json["engines"][0]["state"] == "ok", "another torch has come since"

@@ -35,7 +35,8 @@ export function badge(engine) {
   const stale = engine.state === "stale";
   const title = stale ? (engine.reasons ?? []).join("\n") : t("state_ok_tip");
   const symbol = icon(stale ? "exclamation-triangle" : "check-circle");
-  return h("span", { class: `slipstream-badge ${stale ? "warn" : "good"}`, title }, symbol, t(stale ? "stale" : "ok"));
+  const text = t(engine.retired ? "retired" : stale ? "stale" : "ok");
+  return h("span", { class: `slipstream-badge ${stale ? "warn" : "good"}`, title }, symbol, text);
 }
 
 export function chips(texts) {
