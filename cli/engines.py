@@ -14,6 +14,7 @@ from ..runtime.words import (
     say_bytes,
     say_error,
     say_seconds,
+    say_speed,
     say_speedup,
     say_state,
     say_time,
@@ -74,9 +75,9 @@ def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
 
 def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
-    facts = [("engine", data["label"]), ("used now?", _say_use(data["reasons"]))]
+    facts = [("engine", data["label"]), ("used now?", _say_use(data))]
     facts += [(name, str(data[name])) for name in plain]
-    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", _say_speed(data))]
+    facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
     output.facts(facts)
     output.line("\nfiles")
@@ -95,22 +96,20 @@ def _say_build(data: dict[str, Any]) -> str:
     return f"{say_seconds(data['build_s'])} ({phases})" if phases else say_seconds(data["build_s"])
 
 
-def _say_speed(data: dict[str, Any]) -> str:
-    if data["speedup"] is None:
-        return "not measured"
-    times = f"{data['engine_ms']:.1f} ms a call, the plain model takes {data['eager_ms']:.1f} ms"
-    return f"{say_speedup(data['speedup'])}: {times}"
-
-
 def _say_check(check: dict[str, Any]) -> str:
     eager = f", the plain model's own is {check['eager_error']:.1e}" if check["eager_error"] is not None else ""
     note = f" ({check['note']})" if check["note"] else ""
     return f"error {check['relative_error']:.1e}{eager}, {check['cases']} cases, {check['when']}{note}"
 
 
-def _say_use(reasons: list[str]) -> str:
+def _say_use(data: dict[str, Any]) -> str:
+    reasons = "; ".join(data["reasons"])
+    if data["retired"]:
+        return f"no: {reasons}"
     if reasons:
-        return f"no: {'; '.join(reasons)}. An engine for this machine and version is built when it is asked for"
+        return f"no: {reasons}. An engine for this machine and version is built when it is asked for"
+    if data["caution"]:
+        return f"{data['caution']}. Delete it to have it built anew, or choose Try again on it in ComfyUI's sidebar"
     return "yes, for this architecture at these shapes, as long as the model's code is the same"
 
 

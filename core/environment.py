@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import device as Device
 
+from .. import __version__
 from .spec import NOT_IN_KEY, HoldsMappings
 
 
@@ -110,6 +111,13 @@ def _version(distribution: str) -> str | None:
 def _installed_version(distribution: str) -> str:
     """Read once: that takes half a millisecond, and each engine of each picture asks."""
     return importlib.metadata.version(distribution)
+
+
+@functools.cache
+def versions_now() -> dict[str, str]:
+    """Of what may change how an engine behaves on this machine without changing its key, the host apart."""
+    driver = driver_version() if torch.cuda.is_available() else None
+    return {"Slipstream": __version__, "torch": str(torch.__version__), **({"the driver": driver} if driver else {})}
 
 
 @functools.lru_cache(maxsize=1)

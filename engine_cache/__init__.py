@@ -6,7 +6,7 @@ from .files import identity as file_identity
 from .history import BuildHistory, PastBuild
 from .key import EngineKey, canonical, canonical_json, digest_of, key_of
 from .locks import WaitCallback
-from .manifest import BuildRecord, FileRecord, Manifest, Verification, is_digest
+from .manifest import BuildRecord, FileRecord, Manifest, Speed, Verification, is_digest
 from .memo import WeightsMemo
 from .overflows import OverflowMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
@@ -26,6 +26,7 @@ __all__ = [
     "Manifest",
     "OverflowMemo",
     "PastBuild",
+    "Speed",
     "Verification",
     "WaitCallback",
     "WeightsMemo",

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..core.errors import CorruptEngine, IncompatibleEngine
 from ..core.shapes import ShapeProfile
+from ..core.spec import Role
 
 JsonText = str | bytes
 
@@ -57,8 +58,6 @@ class Verification:
         when: ISO 8601 in UTC.
         note: one line for people, e.g. that the error is above twice eager's.
         device_bytes: device memory that the engine held itself, weights of the host not counted; 0 where unknown.
-        engine_ms, eager_ms: one call of the engine, and of the host's own module in its precision, at the shapes that
-            the engine is tuned for: milliseconds, the median of a few; None where they were not measured.
     """
 
     relative_error: float
@@ -69,21 +68,39 @@ class Verification:
     when: str = field(default_factory=lambda: utc_now())
     note: str = ""
     device_bytes: int = 0
-    engine_ms: float | None = None
-    eager_ms: float | None = None
 
     def __post_init__(self) -> None:
         for value in (self.relative_error, self.eager_error or 0.0):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{value!r} is no relative error: what gives NaN or Inf is never kept")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a step of sampling takes in the server that makes the pictures, or a call of a VAE or ControlNet.
+
+    Attributes:
+        engine_ms, eager_ms: with the engine, and with the user's model without Slipstream: milliseconds, each the
+            median of steps that were computed for pictures, once the model was warm.
+        when: ISO 8601 in UTC.
+        retired: versions of Slipstream, the host, torch and the driver with which the engine was slower than the model
+            and is not used; empty where it is used.
+    """
+
+    engine_ms: float
+    eager_ms: float
+    when: str = field(default_factory=lambda: utc_now())
+    retired: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         for time in (self.engine_ms, self.eager_ms):
-            if time is not None and not 0 < time < math.inf:
-                raise ValueError(f"{time!r} is no time of a call in milliseconds")
+            if not 0 < time < math.inf:
+                raise ValueError(f"{time!r} is no time of a step in milliseconds")
 
     @property
-    def speedup(self) -> float | None:
-        """The plain model's time by the engine's; None where they were not measured."""
-        return None if self.engine_ms is None or self.eager_ms is None else self.eager_ms / self.engine_ms
+    def speedup(self) -> float:
+        """The model's time by the engine's."""
+        return self.eager_ms / self.engine_ms
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,8 @@ class Manifest:
         verifications: weights digest -> comparison with the eager module on these weights.
         quantised: what its large linear layers multiply in, e.g. "fp8"; None where they compute as the rest does, and
             in manifests from before there were such engines.
+        speed: None where it was not measured. Manifests of older versions hold times of single calls in their
+            verifications, which are not read: the model was cold when they were taken.
     """
 
     digest: str
@@ -121,6 +140,7 @@ class Manifest:
     signature: str | None = None
     verifications: Mapping[str, Verification] = field(default_factory=dict)
     quantised: str | None = None
+    speed: Speed | None = None
 
     def __post_init__(self) -> None:
         if not is_digest(self.digest):
@@ -149,15 +169,9 @@ class Manifest:
         return max((result.relative_error for result in self.verifications.values()), default=None)
 
     @property
-    def timed(self) -> Verification | None:
-        """The newest verification in which engine and plain model were timed."""
-        newest_first = reversed(list(self.verifications.values()))
-        return next((result for result in newest_first if result.speedup is not None), None)
-
-    @property
-    def speedup(self) -> float | None:
-        """The plain model's time by the engine's; None where they were not measured."""
-        return self.timed.speedup if self.timed else None
+    def timed_by(self) -> str:
+        """What `speed` is the time of, for people: "step" of sampling, or "call" of a VAE or ControlNet."""
+        return "step" if self.role == Role.UNET.value else "call"
 
     def with_verification(self, weights_digest: str, result: Verification) -> Manifest:
         """A copy that also knows `result`; it replaces an earlier one for the same weights."""
@@ -177,6 +191,7 @@ class Manifest:
         data["files"] = {name: asdict(record) for name, record in self.files.items()}
         data["build"] = {"seconds": self.build.seconds, "phases": dict(self.build.phases)}
         data["verifications"] = {name: asdict(result) for name, result in self.verifications.items()}
+        data["speed"] = None if self.speed is None else {**vars(self.speed), "retired": dict(self.speed.retired)}
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -274,6 +289,17 @@ def _from_data(data: dict[str, Any]) -> Manifest:
         signature=_take_or_none(data, "signature", str),
         verifications={name: _verification(_take(verifications, name, dict)) for name in verifications},
         quantised=_take_or_none(data, "quantised", str),
+        speed=None if data.get("speed") is None else _speed(_take(data, "speed", dict)),
+    )
+
+
+def _speed(data: Mapping[str, Any]) -> Speed:
+    retired = _take(data, "retired", dict)
+    return Speed(
+        engine_ms=_take(data, "engine_ms", float),
+        eager_ms=_take(data, "eager_ms", float),
+        when=_take(data, "when", str),
+        retired={name: _take(retired, name, str) for name in retired},
     )
 
 
@@ -287,8 +313,6 @@ def _verification(data: Mapping[str, Any]) -> Verification:
         when=_take(data, "when", str),
         note=_take(data, "note", str),
         device_bytes=_take_or_none(data, "device_bytes", int) or 0,
-        engine_ms=_take_or_none(data, "engine_ms", float),
-        eager_ms=_take_or_none(data, "eager_ms", float),
     )
 
 

@@ -15,6 +15,7 @@ An entry appears and disappears by one rename of its folder under the store's lo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -47,6 +48,7 @@ from .manifest import (
     BuildRecord,
     FileRecord,
     Manifest,
+    Speed,
     Verification,
     check_file_names,
     is_digest,
@@ -248,11 +250,22 @@ class EngineStore:
         Raises:
             StoreError: the entry is gone, or the store cannot be written.
         """
-        with self._space.writing(f"Recording the verification of the engine {entry.digest[:12]}"):
+        return self._record(entry, "verification", lambda manifest: manifest.with_verification(weights_digest, result))
+
+    def record_speed(self, entry: Entry, speed: Speed) -> Entry:
+        """Write how fast an engine is into the manifest.
+
+        Raises:
+            StoreError: the entry is gone, or the store cannot be written.
+        """
+        return self._record(entry, "speed", lambda manifest: dataclasses.replace(manifest, speed=speed))
+
+    def _record(self, entry: Entry, what: str, changed: Callable[[Manifest], Manifest]) -> Entry:
+        with self._space.writing(f"Recording the {what} of the engine {entry.digest[:12]}"):
             current = self._read_if_sound(entry.digest)
             if current is None:
                 raise entry.gone()
-            manifest = current.manifest.with_verification(weights_digest, result)
+            manifest = changed(current.manifest)
             replace_text(current.directory / MANIFEST_NAME, manifest.to_json(), self._space.tmp)
             return Entry(current.directory, manifest, self)
 

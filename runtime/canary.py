@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from .. import __version__
-from ..core.environment import driver_version
+from ..core.environment import versions_now
 from ..core.errors import StoreError
 from ..core.protocols import Engine, Tensors
 from ..core.streams import wait_for
@@ -66,12 +65,12 @@ class Canary:
     """The marks in one folder, which several processes share.
 
     Args:
-        versions: of all whose update is a reason to try again; by default of Slipstream, torch and the driver.
+        versions: of all whose update is a reason to try again; see `versions_now`.
     """
 
     def __init__(self, folder: Path, versions: Callable[[], Mapping[str, str]] | None = None) -> None:
         self._folder = folder
-        self._versions = versions or _versions
+        self._versions = versions or versions_now
         self._own: dict[Path, FileLock] = {}
         self._changing = threading.Lock()
         self._is_ending_watched = False
@@ -231,11 +230,6 @@ class FirstCall:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
-
-
-def _versions() -> dict[str, str]:
-    found = {"slipstream": __version__, "torch": str(torch.__version__), "driver": driver_version()}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 def _lock_of(path: Path) -> FileLock | None:

@@ -25,6 +25,7 @@ from .canary import EngineCanary
 from .capture.arena import Arena, Graph, capture, prepare_libraries
 from .capture.compiling import compile_in_background
 from .capture.library import CaptureError, CaptureLibrary, loaded_library
+from .clock import disturb
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +57,6 @@ def inlined() -> Iterator[None]:
         yield
     finally:
         _local.inlined = before
-
-
-@contextmanager
-def not_inlined(engine: Engine) -> Iterator[bool]:
-    """Within `inlined()`, let `engine` run as it does elsewhere; graphs that it makes for that are given back.
-
-    Yields:
-        Whether it was inlined.
-    """
-    before = is_inlined()
-    _local.inlined = False
-    try:
-        yield before
-    finally:
-        _local.inlined = before
-        if before and isinstance(engine, GraphedEngine):
-            engine.drop_graphs()
 
 
 def is_inlined() -> bool:
@@ -202,6 +186,7 @@ class CudaGraphs:
             return
         if self._arena is None:
             self._arena = Arena(library, self._device)
+        disturb()
         # What is kept here outlives a host's inference mode.
         with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
             prepare_libraries(library, self._device)
@@ -266,10 +251,6 @@ class GraphedEngine:
         """The graphs are kept: they are right again as soon as weights lie where they were."""
         self._has_weights = False
         self._engine.release_weights()
-
-    def drop_graphs(self) -> None:
-        """They are made anew when they are needed."""
-        self._graphs.drop()
 
     def close(self) -> None:
         self._graphs.drop()

@@ -18,6 +18,7 @@ from ..engine_cache.key import KEY_SCHEMA
 from .backends import backend_named
 from .canary import Canary
 from .plan import say_batch, say_sizes
+from .step_times import why_retired
 
 
 def overview(store: EngineStore) -> dict[str, Any]:
@@ -52,18 +53,20 @@ def summary(entry: Entry) -> dict[str, Any]:
         "state": "stale" if reasons else "ok",
         "reasons": reasons,
         "caution": Canary(entry.marks).caution(entry.digest),
+        "retired": why_retired(manifest) is not None,
         "gpu": _environment_of(manifest).get("gpu"),
         "resolution": say_sizes(manifest.profiles),
         "batch": say_batch(manifest.profiles),
     }
 
 
-def _speed(manifest: Manifest) -> dict[str, float | None]:
-    timed = manifest.timed
+def _speed(manifest: Manifest) -> dict[str, Any]:
+    speed = manifest.speed
     return {
-        "speedup": manifest.speedup,
-        "engine_ms": timed.engine_ms if timed else None,
-        "eager_ms": timed.eager_ms if timed else None,
+        "speedup": speed.speedup if speed else None,
+        "engine_ms": speed.engine_ms if speed else None,
+        "eager_ms": speed.eager_ms if speed else None,
+        "timed_by": manifest.timed_by,
     }
 
 
@@ -94,7 +97,8 @@ def why_not_used(manifest: Manifest) -> list[str]:
         devices = list(_devices(manifest))
         if not devices:
             return [f"made for {_made_for(manifest)}, which this machine has not"]
-        return min((_why_not_on(device, backend, manifest) for device in devices), key=len)
+        differences = min((_why_not_on(device, backend, manifest) for device in devices), key=len)
+        return [*differences, *filter(None, [why_retired(manifest)])]
     except (SlipstreamError, ValueError) as error:  # an option or precision of another version
         return [str(error)]
 

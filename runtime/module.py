@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,16 @@ from ..core.dtypes import dtype_of
 from ..core.errors import NotFinite, UnsupportedModel
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
+from .clock import disturb
+from .cuda_graphs import is_inlined
 from .memory import MemoryWatch
 from .plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
 from .settings import BuildPolicy, Settings
 from .shapes_wanted import batch_of, largest_batch
 from .status import EngineUse, Status
+from .step_times import EngineId, Step, id_of
+from .timers import CallTimer, is_on_purpose
 from .verify import is_finite
 
 log = logging.getLogger(__name__)
@@ -59,15 +63,17 @@ class AcceleratedModule:
         *,
         finite_only: bool = False,
         settings: Settings | None = None,
+        cold_calls: int | None = None,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
         Args:
+            cold_calls: its calls are timed, but for so many at the beginning; None: they are not.
             finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
                 are neither, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings)
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls)
         self.provider.run_began()
         try:
             yield run
@@ -78,11 +84,25 @@ class AcceleratedModule:
                 self.provider.run_ended()
 
 
+@dataclass(frozen=True)
+class Answer:
+    """Who answered a call.
+
+    Attributes:
+        engine: None for the plain model.
+        is_vetoed: no engine might have answered.
+    """
+
+    engine: EngineId | None = None
+    is_vetoed: bool = False
+
+
 class Run:
     """The calls of one sampling run. See `AcceleratedModule.run`.
 
     Attributes:
         tally: told of each call that an engine served.
+        answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
     """
 
@@ -93,7 +113,12 @@ class Run:
         hooks: HostHooks,
         finite_only: bool = False,
         settings: Settings | None = None,
+        cold_calls: int | None = None,
     ) -> None:
+        self.answers: list[Answer] = []
+        self._timer: CallTimer | None = None
+        if cold_calls is not None and (times := module.provider.step_times) is not None:
+            self._timer = CallTimer(times, source.device, cold_calls)
         self.tally: Callable[[Offer], None] = self.count
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
@@ -114,12 +139,32 @@ class Run:
             eager: the host's own module on the same inputs.
             veto: why this call cannot go to an engine, for reasons that only the host knows.
         """
+        if self._timer is None or is_inlined():
+            return self._answer(inputs, eager, veto)
+        before = len(self.answers)
+        return self._timer(lambda: self._answer(inputs, eager, veto), lambda: self._step_of(inputs, before))
+
+    def _answer(self, inputs: Tensors, eager: Callable[[], Tensors], veto: str | None) -> Tensors:
+        if is_on_purpose():
+            computed = eager()
+            self._module.status.count_on_purpose()
+            self.answers.append(Answer())
+            return computed
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
             return result
         if self._module.status.count_eager(result):
             log.warning("Slipstream uses the plain model: %s", result)
+        self.answers.append(Answer(is_vetoed=veto is not None))
         return eager()
+
+    def _step_of(self, inputs: Tensors, since: int) -> Step:
+        """What computed a call, of which the answers since then are."""
+        found = set(self.answers[since:])
+        if len(found) != 1 or (answer := found.pop()).is_vetoed:
+            return Step(None)
+        work = self._source.architecture.fingerprint, self._source.precision, CallShape.of(inputs)
+        return Step(work, () if answer.engine is None else (answer.engine,))
 
     def is_coming(self, inputs: Tensors) -> bool:
         """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
@@ -158,8 +203,10 @@ class Run:
         except self._hooks.interruptions:
             raise
         except NotFinite:
+            disturb()
             return self._overflowed(offer)
         except Exception as error:  # whatever compiled code raises: the picture goes on
+            disturb()
             reason = f"the engine failed ({type(error).__name__}: {error})"
             ran_out = watch.ran_out(error)
         # Out here the error is gone, and with it the frames that kept tensors alive.
@@ -204,7 +251,13 @@ class Run:
     def count(self, offer: Offer) -> None:
         """Count a call that an engine served."""
         assert offer.plan is not None
+        self.note(offer)
         self._module.status.count_engine(offer.plan.key.digest)
+
+    def note(self, offer: Offer) -> None:
+        """Note who answered, without counting a call."""
+        assert offer.engine is not None
+        self.answers.append(Answer(id_of(offer.engine.entry)))
 
     def close(self) -> None:
         """Give the engines back."""
@@ -298,7 +351,7 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     spec = offer.plan.spec
     error = checked.relative_error if checked else None
     made = spec.backend.name, spec.numbers
-    return EngineUse(offer.plan.key.digest, str(offer.plan), *made, error, entry.manifest.speedup)
+    return EngineUse(offer.plan.key.digest, str(offer.plan), *made, error)
 
 
 def _precision_of(source: ModelSource) -> Precision | None:

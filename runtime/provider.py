@@ -26,11 +26,12 @@ from ..core.errors import (
 from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource
 from ..core.spec import Precision
-from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, WeightsMemo
+from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
 from . import bake
 from .backends import default_backends
 from .build import build_engine
 from .canary import USE, Canary, FirstCall
+from .clock import disturb
 from .estimate import estimate, say_estimate
 from .memory import MemoryWatch, Shortages, give_back_unused
 from .overflow import ADVICE, Overflows
@@ -39,6 +40,7 @@ from .pool import EnginePool, LoadedEngine, is_graphed
 from .preferences import Background, Preferences
 from .queue import BuildQueue, Ticket
 from .settings import BuildPolicy, Settings
+from .step_times import StepTimes
 from .trust import Trust
 
 _Answer = TypeVar("_Answer")
@@ -105,9 +107,7 @@ class EngineProvider:
     Args:
         is_idle: whether the host has nothing else to do; see `BuildQueue`.
         preferences: what the user prefers at this moment.
-
-    Attributes:
-        on_timed: called when the store knows an engine's times, in the thread that measured them. It should be quick.
+        step_times: measures what engines gain, and retires those that are slower; None: nothing is measured.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class EngineProvider:
         backends: list[Backend] | None = None,
         is_idle: Callable[[], bool] = lambda: True,
         preferences: Callable[[], Preferences] = Preferences,
+        step_times: StepTimes | None = None,
     ) -> None:
         self.store = store
         self.preferences = preferences
@@ -129,8 +130,7 @@ class EngineProvider:
         """Engines that this process has called."""
         self._shortages = Shortages()
         self._overflows = Overflows(store.root)
-        self.on_timed: Callable[[], None] = lambda: None
-        self._trust = Trust(store, self._overflows, lambda: self.on_timed())
+        self._trust = Trust(store, self._overflows)
         self._told: set[str] = set()
         self._active_runs = 0
         self._counting = threading.Lock()
@@ -139,6 +139,9 @@ class EngineProvider:
             self._build,
             self._is_idle,
         )
+        self.step_times = step_times
+        if step_times is not None:
+            step_times.is_busy = self.queue.is_building
 
     def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
         entry = build_engine(plan, self.store, progress, cancel, may_run)
@@ -158,10 +161,21 @@ class EngineProvider:
         """A sampling run is under way: builds that nobody waits for hold still."""
         with self._counting:
             self._active_runs += 1
+        self.settle_times()
 
     def run_ended(self) -> None:
         with self._counting:
             self._active_runs -= 1
+        self.settle_times()
+
+    def settle_times(self) -> None:
+        """See `StepTimes.settle`."""
+        if self.step_times is not None:
+            self.step_times.settle()
+
+    def speed_of(self, entry: Entry) -> Speed | None:
+        """How fast an engine is, as far as it is known."""
+        return entry.manifest.speed if self.step_times is None else self.step_times.speed_of(entry)
 
     def plans(self, source: ModelSource, call: CallShape, settings: Settings) -> list[Plan]:
         """See `plan.plans`; in bf16 for a model that overflows in fp16, and with weights inside where asked for."""
@@ -193,7 +207,9 @@ class EngineProvider:
             return Offer(reason=found)
         plan, entry = found
         self._say_if_not_baked(plan, settings)
-        if reason := self._shortages.why_not(plan.key.digest, plan.device):
+        if hooks.by_hand:
+            entry = self._forgiven(entry)
+        if reason := self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
             return Offer(reason=reason)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
@@ -240,6 +256,7 @@ class EngineProvider:
         self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
+        entry = self._forgiven(entry)
         ready = self._ready_or_short(source, plan, entry, hooks)
         if isinstance(ready, str):
             raise UnsupportedModel(f"{ready[0].upper()}{ready[1:]}")
@@ -348,7 +365,9 @@ class EngineProvider:
         plan, entry = found
         self._trust.check_not_refused(source, entry)
         needed = _known_bytes(entry)
-        if self._shortages.why_not(plan.key.digest, plan.device) or (not needed and plan.device.type != "cpu"):
+        if self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
+            return None
+        if not needed and plan.device.type != "cpu":
             return None
         is_loaded = self.pool.has_idle(entry, plan.device)
         return Forecast(0 if is_loaded else needed, not self._trust.knows(source, entry))
@@ -376,6 +395,13 @@ class EngineProvider:
     def what_is_wrong(self, entry: Entry) -> SlipstreamError | None:
         """What an engine was refused for when it was compared last in this process."""
         return self._trust.what_is_wrong(entry)
+
+    def why_retired(self, entry: Entry) -> str | None:
+        """Why an engine is not used since it is slower than the model, in words; None where it is used."""
+        return None if self.step_times is None else self.step_times.why_not(entry)
+
+    def _forgiven(self, entry: Entry) -> Entry:
+        return entry if self.step_times is None else self.step_times.forgive(entry)
 
     def explain_miss(self, plan: Plan) -> str:
         """In words: what the closest engine in the store differs in."""
@@ -406,7 +432,7 @@ class EngineProvider:
         try:
             loaded.bind(bound)
             with self._first_call_watched(plan, loaded):
-                self._trust.prove(source, plan, loaded, hooks.check_interrupted)
+                self._trust.prove(source, plan, loaded)
         except BaseException as error:
             ran_out = watch.ran_out(error)
             if ran_out or _may_be_spoiled(loaded, error):
@@ -429,7 +455,7 @@ class EngineProvider:
         if death is not None and not death.with_graphs:
             raise IncompatibleEngine(
                 f"The engine {entry.manifest.label} is not used: {death}. Choose Try again on it in the sidebar, or "
-                "build it again"
+                "delete it there to have it built anew"
             )
 
     def _taken(self, plan: Plan, entry: Entry, source: ModelSource) -> LoadedEngine:
@@ -466,6 +492,8 @@ class EngineProvider:
 
     def _ready_or_short(self, source: ModelSource, plan: Plan, entry: Entry, hooks: HostHooks) -> LoadedEngine | str:
         """Like `ready`; or that memory ran out, in words."""
+        if not self.pool.has_idle(entry, source.device):
+            disturb()
         try:
             return self.ready(source, plan, entry, hooks)
         except torch.OutOfMemoryError as error:

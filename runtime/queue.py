@@ -154,6 +154,11 @@ class BuildQueue:
         """Whether it waits, or holds still, since the host is busy."""
         return ticket.state not in ENDED and not ticket.urgent and not self._may_run()
 
+    def is_building(self) -> bool:
+        """Whether a build runs at this moment, not held still."""
+        running = [ticket for ticket in self.pending() if ticket.state is TicketState.RUNNING]
+        return bool(running) and self._may_run()
+
     def pending(self) -> list[Ticket]:
         """Builds that wait or run, in the order in which they were asked for."""
         with self._changed:

@@ -12,23 +12,21 @@ from typing import Any
 
 @dataclass
 class EngineUse:
-    """One engine that served calls of a model.
-
-    Attributes:
-        speedup: the plain model's time by the engine's; None where it was not measured.
-    """
+    """One engine that served calls of a model."""
 
     digest: str
     label: str
     backend: str
     precision: str
     relative_error: float | None
-    speedup: float | None = None
     since: float = field(default_factory=time.time)
     calls: int = 0
 
 
 _WANTED_KEPT = 16
+
+ON_PURPOSE = "timed on purpose, to compare"
+"""Reason for the plain model where an engine might have answered."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,11 @@ class Status:
             self._last = f"eager: {reason}"
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1
+
+    def count_on_purpose(self) -> None:
+        """Count a call that the plain model made only so that its time is known: an engine was there for it."""
+        with self._lock:
+            self._reasons[ON_PURPOSE] += 1
 
     def since(self, earlier: Mapping[str, Any]) -> dict[str, Any]:
         """What happened since `earlier`, a result of `to_json`, in the same form."""

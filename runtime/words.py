@@ -44,9 +44,32 @@ def say_error(error: float | None) -> str:
     return "not checked" if error is None else f"{error:.1e}"
 
 
+def say_ms(ms: float) -> str:
+    """A time in milliseconds, e.g. "312" or "8.4"."""
+    return f"{ms:.0f}" if round(ms, 1) >= 10 else f"{ms:.1f}"
+
+
+def say_precisely(ms: float) -> str:
+    """The same where it is compared with one that is close, e.g. "98.3"."""
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}"
+
+
+def say_times(eager_ms: float, engine_ms: float, timed_by: str) -> str:
+    """Without Slipstream and with an engine, e.g. "312 → 104 ms a step"."""
+    return f"{say_ms(eager_ms)} → {say_ms(engine_ms)} ms a {timed_by}"
+
+
+def say_speed(engine: Mapping[str, Any]) -> str:
+    """How fast an engine is, of which `describe.summary` tells, e.g. "312 → 104 ms a step (3.0x)"."""
+    if engine["speedup"] is None:
+        return "not measured yet"
+    times = say_times(engine["eager_ms"], engine["engine_ms"], engine["timed_by"])
+    return f"{times} ({say_speedup(engine['speedup'])})"
+
+
 def say_speedup(speedup: float | None) -> str:
-    """How many times as fast as the plain model; "-" where that was not measured."""
-    return "-" if speedup is None else f"{speedup:.2f}×"
+    """How many times as fast as the user's model without Slipstream, e.g. "3.0x"; "-" where that was not measured."""
+    return "-" if speedup is None else f"{speedup:.1f}x"
 
 
 def say_state(engine: Mapping[str, Any]) -> str:

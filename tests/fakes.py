@@ -373,3 +373,24 @@ def run_once(provider: EngineProvider, source: FakeSource, settings: Settings = 
     if offer.engine is not None:
         provider.pool.give_back(offer.engine)
     return offer
+
+
+class FakeClock:
+    """A device's clock that tests turn; see `runtime.clock`.
+
+    Attributes:
+        now: in ms.
+        reached: how far the device has got.
+        is_capturing: no mark can be had.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = float("inf")
+        self.is_capturing = False
+
+    def mark(self) -> float | None:
+        return None if self.is_capturing else self.now
+
+    def milliseconds(self, begin: float, end: float) -> float | None:
+        return end - begin if end <= self.reached else None

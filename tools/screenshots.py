@@ -61,9 +61,11 @@ WAITING = {
 }
 READY = {
     "kind": "ready",
-    "text": "compiled fp16 · 512×512 · 3.6× · ready",
+    "text": "compiled fp16 · 512×512 · 24 → 6.6 ms a step · ready",
     "tip": "SD15 512×512 batch 2",
-    "speedup": 3.6,
+    "engine_ms": 6.6,
+    "eager_ms": 23.9,
+    "timed_by": "step",
     "engine_calls": 40,
     "eager_calls": 0,
 }
@@ -80,19 +82,18 @@ EAGER = {
     "eager_calls": 40,
 }
 OFF = {"kind": "off", "text": "off", "tip": "backend is off here"}
-MIXED = {**READY, "text": "compiled fp16 · 3.6× · ready · 20 of 40 calls plain", "eager_calls": 20}
+MIXED = {**READY, "text": "compiled fp16 · 24 → 6.6 ms a step · ready · 20 of 40 calls plain", "eager_calls": 20}
 BUILT = {
     "result": "built",
     "label": "SD15 512×512 batch 2",
     "seconds": 86.0,
-    "speedup": 3.6,
     "message": "",
     "nodes": [],
 }
 
 LOG = (
     {"level": "info", "text": "SD15 512×512 batch 2: building (aotinductor, fp16)"},
-    {"level": "info", "text": "SD15 512×512 batch 2: built in 86 s, 3.6× as fast as the plain model"},
+    {"level": "info", "text": "SD15 512×512 batch 2: built in 86 s"},
     {"level": "warning", "text": "SD15 512×640 batch 2 is not used: torch: 2.9.0 → 2.13.0"},
     {"level": "error", "text": FAILED["tip"]},
 )
@@ -134,7 +135,7 @@ def serve(checkout: Path) -> Iterator[Any]:
 def _fill(home: Path) -> None:
     """Put engines into a store."""
     from slipstream.core.protocols import Artifact  # type: ignore[import-not-found]
-    from slipstream.engine_cache import BuildRecord, EngineStore, Verification  # type: ignore[import-not-found]
+    from slipstream.engine_cache import BuildRecord, EngineStore, Speed, Verification  # type: ignore[import-not-found]
     from slipstream.tests.unit.cli.support import current_key  # type: ignore[import-not-found]
 
     store = EngineStore(home)
@@ -142,14 +143,15 @@ def _fill(home: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "engine.pt2").write_bytes(os.urandom(1024) * (size * 1024))
             environment = {"torch": "2.9.0"} if height == STALE[0] else {}
-            checked = Verification(error, error / 2, 2, "fp32", engine_ms=engine, eager_ms=eager)
-            store.put(
+            checked = Verification(error, error / 2, 2, "fp32")
+            entry = store.put(
                 current_key(height // 8, **environment),
                 Artifact(Path(folder), ("engine.pt2",), {}),
                 label=label,
                 build=BuildRecord(86.0, {"export": 14.0, "compile": 72.0}),
                 verifications={"3f" * 32: checked},
             )
+            store.record_speed(entry, Speed(engine, eager))
 
 
 def _take_all(server: Any, out: Path, arguments: argparse.Namespace) -> None:

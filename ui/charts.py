@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..runtime.words import say_speedup
+from ..runtime.words import say_speed
 from ..sampling.saved_preset import SavedPreset
 from .wording import bar
 
@@ -23,14 +23,16 @@ def speedups(engines: Iterable[Mapping[str, Any]]) -> str:
     """HTML: a bar for each engine whose speed was measured, the fastest first."""
     timed = sorted((each for each in engines if each["speedup"]), key=lambda each: -each["speedup"])
     if not timed:
-        return "<p>No engine of this machine was timed yet; that happens when one is first compared with its model.</p>"
+        return (
+            "<p>No engine of this machine was timed yet; that happens while ComfyUI makes pictures with an engine and "
+            "without.</p>"
+        )
     longest = max(each["speedup"] for each in timed)
     return "".join(_timed(each, longest) for each in timed)
 
 
 def _timed(engine: Mapping[str, Any], longest: float) -> str:
-    times = f"{engine['engine_ms']:.1f} ms, the plain model {engine['eager_ms']:.1f} ms"
-    title = f"{engine['label']}, {engine['precision']} {engine['backend']}: {say_speedup(engine['speedup'])} ({times})"
+    title = f"{engine['label']}, {engine['precision']} {engine['backend']}: {say_speed(engine)}"
     return (
         f'<div class="slipstream-speed" style="margin:.6em 0">{escape(title)}{bar(engine["speedup"] / longest)}</div>'
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..runtime import queue
 from ..runtime.estimate import say_roughly
-from ..runtime.words import SHOWN, say_bytes, say_error, say_speedup, say_state, say_when
+from ..runtime.words import SHOWN, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
 
 COLUMNS = (
     "id", "model", "role", "profile", "precision", "backend", "GPU", "MiB", "error", "speed-up", "last used", "state",
@@ -148,19 +148,11 @@ def details(engine: Mapping[str, Any]) -> str:
         "made by": f"{engine['backend']} {engine['precision']}, {engine['optimize']}",
         "made with": f"Slipstream {engine['slipstream']}, {say_when(engine['created'])}",
         "error": say_error(engine["error"]),
-        "speed-up": _say_speed(engine),
+        "speed": say_speed(engine),
         "inputs": ", ".join(f"{name} {'×'.join(axes)}" for name, axes in engine["shapes"].items()),
         "folder": engine["directory"],
     }
     return "\n".join(f"- {name}: {code(value)}" for name, value in facts.items())
-
-
-def _say_speed(engine: Mapping[str, Any]) -> str:
-    if engine["speedup"] is None:
-        return "not measured"
-    return (
-        f"{say_speedup(engine['speedup'])}: {engine['engine_ms']:.1f} ms, the plain model {engine['eager_ms']:.1f} ms"
-    )
 
 
 def verified(problems: Mapping[str, str | None]) -> str:

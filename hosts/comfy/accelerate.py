@@ -18,6 +18,7 @@ from .hook import lead_calls
 from .model_calls import ModelCalls, Tally, halves_of
 from .running import RunRecorder, begin_run, recorded
 from .source import ComfyUNetSource
+from .timed_steps import time_steps
 from .vetoes import why_not_this_run
 from .whole_step import lead_steps
 
@@ -71,6 +72,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         calls = ModelCalls(run, source, veto, halves, tally)
         lead_calls(guider.model_options, source.architecture.kind, KEY, calls)
         lead_steps(guider, KEY, calls, module)
+        time_steps(executor, args, kwargs, calls, module)
         with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
             return executor(*args, **kwargs)
 

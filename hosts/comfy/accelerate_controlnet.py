@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _PICTURES_KEPT = 4
 """Hints of one ControlNet whose embeddings are kept in a run; more than so many in one chain are rare."""
 
+_COLD_CALLS = 2
+"""At the beginning of a run, which are not timed."""
+
 _EVERY_STEP = 999999999.0, 0.0
 """Bounds of the noise level beyond which ComfyUI's windows reach where they leave no step out."""
 
@@ -85,6 +88,11 @@ class Acceleration:
             self._calls[network] = ControlCalls(control, self.module, self._after_run)
         self._users.setdefault(network, set()).add(id(control))
         return self._calls[network]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that are under way and may use engines."""
+        return [calls.run for calls in self._calls.values() if calls.run is not None]
 
     def leave(self, control: AcceleratedControlNet) -> None:
         """`control` is called no more in this run."""
@@ -190,7 +198,7 @@ class ControlCalls:
         self._embedded: list[tuple[_Picture, Tensors]] = []
         self._is_hint_wanted_only = False
         self._given: dict[int, Tensors] = {}
-        self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending)
+        self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
         self._veto = self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
 
     @property

@@ -235,7 +235,7 @@ class Session:
         """Or why every call goes to the plain model."""
         if half not in self._runs:
             self._runs[half] = begin_run(
-                self._module, lambda: ComfyVaeSource(self._vae, half), self._ending, finite_only=True
+                self._module, lambda: ComfyVaeSource(self._vae, half), self._ending, finite_only=True, cold_calls=0
             )
         return self._runs[half]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...runtime.builds import describe_build
 from ...runtime.provider import EngineProvider
 from ...runtime.queue import ENDED, BuildQueue, Ticket, TicketState
-from .node_states import REGISTRY, NodeRegistry, Place, speedup_of
+from .node_states import REGISTRY, NodeRegistry, Place
 from .prompt_walks import WALKS
 from .running_prompts import running_prompts
 
@@ -28,8 +28,8 @@ _BUILDING = {*WALKS, "SlipstreamBuildEngine"}
 _INTERVAL = 0.25
 """Seconds between two events of a kind, at least."""
 
-_MEASURING_SECONDS = 10.0
-"""How long the news of an engine may wait until it was compared and timed, where somebody waits for that."""
+_COMPARING_SECONDS = 10.0
+"""How long the news of an engine may wait until it was compared, where somebody waits for that."""
 
 
 class _Ended(NamedTuple):
@@ -89,7 +89,7 @@ class Announcer:
             self._send(BUILDS, {"builds": found, "policy": policy()})
         for _ in range(len(self._ended)):
             ended = self._ended.popleft()
-            if self._is_to_be_timed(ended.ticket) and time.monotonic() - ended.when < _MEASURING_SECONDS:
+            if self._is_to_be_compared(ended.ticket) and time.monotonic() - ended.when < _COMPARING_SECONDS:
                 self._ended.append(ended)
             else:
                 self._send(RESULT, result(ended.ticket, ended.places, self._provider))
@@ -102,7 +102,7 @@ class Announcer:
         if changed:
             self._send(NODES, {"nodes": changed})
 
-    def _is_to_be_timed(self, ticket: Ticket) -> bool:
+    def _is_to_be_compared(self, ticket: Ticket) -> bool:
         digest = ticket.plan.key.digest
         if ticket.state is not TicketState.DONE or not ticket.urgent or self._registry.is_used(digest):
             return False
@@ -149,7 +149,6 @@ def result(ticket: Ticket, places: list[Place], provider: EngineProvider) -> dic
         "id": digest,
         "label": label,
         "seconds": round(ticket.seconds, 1),
-        "speedup": speedup_of(entry) if entry is not None and refusal is None else None,
         "message": built if error is None else str(error),
         "nodes": [place.to_json() for place in places],
     }

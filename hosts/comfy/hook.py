@@ -41,6 +41,13 @@ def put_innermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> Non
     wrappers[key] = [wrapper]
 
 
+def put_outermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:
+    """In place of one of the same key."""
+    others = {name: each for name, each in wrappers.items() if name != key}
+    wrappers.clear()
+    wrappers.update({key: [wrapper], **others})
+
+
 def _around_the_module(compute: Compute, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return compute(executor.class_obj, executor, args, kwargs)
 

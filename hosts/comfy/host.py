@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 from pathlib import Path
 
 import torch
 
+from ...engine_cache import EngineStore
 from ...runtime.home import default_home, open_store, preferences_file, store_home
 from ...runtime.preferences_file import PreferencesFile
 from ...runtime.provider import EngineProvider
 from ...runtime.queue import Ticket, TicketState
+from ...runtime.step_times import StepTimes
 from .checkout import OPEN_FOLDERS
 from .page import ENGINES, send, server_of_process
+
+SWITCH = "SLIPSTREAM_STEP_TIMES"
+"""Environment variable: `off` measures no steps, computes none on purpose, and retires no engine."""
 
 _CLOSING_SECONDS = 2.0
 
@@ -33,13 +39,23 @@ def _provider() -> EngineProvider:
 
     chosen = preferences()
     store = open_store(chosen.read(), _models_folder())
-    made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read)
+    made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read, step_times=_step_times(store))
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)
-    made.on_timed = lambda: send(ENGINES, {})
     atexit.register(
         made.queue.end_all, "ComfyUI is closing", _CLOSING_SECONDS
     )  # no half-built engine stays in the store
+    return made
+
+
+def _step_times(store: EngineStore) -> StepTimes | None:
+    """None where the environment says so."""
+    import comfyui_version
+
+    if os.environ.get(SWITCH, "").lower() == "off":
+        return None
+    made = StepTimes(store, {"ComfyUI": str(comfyui_version.__version__)})
+    made.on_change = lambda: send(ENGINES, {})
     return made
 
 

@@ -7,6 +7,8 @@ import time
 import torch
 
 from ...runtime.module import AcceleratedModule
+from ...runtime.settings import BackendChoice
+from ...runtime.words import say_speedup, say_times
 from ...trt_backend import TensorRTBackend
 
 
@@ -18,6 +20,7 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
     """
     if module is None:
         return f"This {what} is not accelerated: place {node} between it and this node."
+    module.provider.settle_times()
     status = module.status.to_json()
     lines = [
         f"now: {status['now']}",
@@ -27,15 +30,26 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
         since = time.strftime("%H:%M:%S", time.localtime(use["since"]))
         error = use["relative_error"]
         checked = f", checked: error {error:.1e}" if error is not None else ""
-        speed = f", {use['speedup']:.2f}× as fast as the plain model" if use["speedup"] is not None else ""
         lines.append(
             f"engine {use['digest'][:12]}: {use['label']}, {use['backend']} {use['precision']}, "
-            f"since {since}, {use['calls']} calls{checked}{speed}"
+            f"since {since}, {use['calls']} calls{checked}{_speed(module, use['digest'])}"
         )
+        if caution := module.provider.canary.caution(use["digest"]):
+            lines.append(f"  {caution}. Choose Try again on it in the sidebar to have it as before")
     lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
     lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in module.provider.queue.pending()]
-    lines.append(f"tensorrt: {_tensorrt()}")
+    if module.settings.backend is BackendChoice.TENSORRT:
+        lines.append(f"tensorrt: {_tensorrt()}")
     return "\n".join(lines)
+
+
+def _speed(module: AcceleratedModule, digest: str) -> str:
+    entry = module.provider.store.lookup(digest)
+    speed = None if entry is None else module.provider.speed_of(entry)
+    if entry is None or speed is None:
+        return ""
+    times = say_times(speed.eager_ms, speed.engine_ms, entry.manifest.timed_by)
+    return f", {times} ({say_speedup(speed.speedup)})"
 
 
 def _tensorrt() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,16 @@ import torch
 
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
+from ...runtime.clock import disturb
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.plan import CallShape
 from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
+from ...runtime.timers import is_on_purpose
 from ...runtime.verify import LIMITS, limit_of, relative_error
 from ..stand_in import Plain
 from .model_classes import ModelClass
-from .residuals import residuals_of
+from .residuals import kinds_of, residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
@@ -50,6 +52,8 @@ class Served:
         """Count it once more."""
         if self.counts:
             self.run.count(self.offer)
+        else:
+            self.run.note(self.offer)
 
 
 class Tally:
@@ -91,6 +95,7 @@ class ModelCalls:
         engines_only: raise `NotServed` instead of asking the plain model.
         options: `transformer_options` of the last call.
         texts: projected ones to be used instead of projecting, by the modules that read them.
+        kinds: of the calls that were made, see `_kind_of`.
     """
 
     def __init__(
@@ -105,6 +110,7 @@ class ModelCalls:
         self.engines_only = False
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
+        self.kinds: list[Hashable] = []
         self._in_whole_step = False
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
@@ -120,6 +126,9 @@ class ModelCalls:
         self.options = given.get("transformer_options") or {}
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
+        self.kinds.append(_kind_of(inputs, control))
+        if is_on_purpose():
+            return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
@@ -138,6 +147,11 @@ class ModelCalls:
         if coming is not None and not self._has_whole({**inputs, **residuals}):
             veto = veto or coming
         return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Of the model as a whole and of its halves."""
+        return [self.whole, *(self.halves.runs if self.halves is not None else [])]
 
     def _has_whole(self, inputs: Tensors) -> bool:
         """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""
@@ -188,6 +202,12 @@ class ModelCalls:
         """The plain model's answer; it empties the lists of residuals that it is given."""
         copied = [_copied(value) for value in args], {name: _copied(value) for name, value in kwargs.items()}
         return self._plain(plain, tuple(copied[0]), copied[1])
+
+
+def _kind_of(inputs: Tensors, control: Any) -> Hashable:
+    """Equal for calls of the model that are the same work, whoever computes them."""
+    given = control if isinstance(control, Mapping) else {}
+    return CallShape.of(inputs), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
 
 
 def _copied(value: Any) -> Any:
@@ -289,6 +309,11 @@ class Halves:
         residuals = residuals_of(control, inputs["x"])
         return None if isinstance(residuals, str) else {**middle, **self._text(DECODER, inputs, calls), **residuals}
 
+    @property
+    def runs(self) -> list[Run]:
+        """Those that have begun."""
+        return list(self._runs.values())
+
     def half_of(self, run: Run) -> str | None:
         """Whose run it is."""
         return next((half for half, each in self._runs.items() if each is run), None)
@@ -316,6 +341,7 @@ class Halves:
         """Each engine was compared with its half; whether the halves are the whole is asked once in a process."""
         if self.is_proved:
             return True
+        disturb()
         error = relative_error(result, reference())
         source = self.sources[DECODER]
         precision, quantised = self._settings.compute_precision(source.precision), self._settings.quantised

@@ -17,8 +17,9 @@ from ...runtime.plan import say_sizes
 from ...runtime.queue import Ticket, TicketState
 from ...runtime.settings import SWITCHED_OFF, BackendChoice, BuildPolicy
 from ...runtime.status import LastRun
+from ...runtime.words import say_times
 
-TEXT_LENGTH = 60
+TEXT_LENGTH = 72
 _KEPT = 256
 _BACKENDS = {"tensorrt": "TensorRT"}
 _IDLE = "waits until ComfyUI is idle"
@@ -45,7 +46,9 @@ class NodeState:
     digest: str | None = None
     fraction: float | None = None
     left_s: float | None = None
-    speedup: float | None = None
+    engine_ms: float | None = None
+    eager_ms: float | None = None
+    timed_by: str | None = None
 
 
 class NodeRegistry:
@@ -72,7 +75,7 @@ class NodeRegistry:
         return [place for place, module in self.modules().items() if digest in module.status.wanted]
 
     def is_used(self, digest: str) -> bool:
-        """Whether a node computes by an engine, which was compared and timed for it."""
+        """Whether a node computes by an engine, which was compared for it."""
         used = (module.status.standing.engine for module in self.modules().values())
         return any(use is not None and use.digest == digest for use in used)
 
@@ -142,26 +145,25 @@ def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
 def _of_engine(module: AcceleratedModule, digest: str) -> NodeState | None:
     """None where there is no such engine, and nothing is known against it."""
     entry = module.provider.store.lookup(digest)
-    if entry is not None and not _is_asked_for(module, entry):
+    if entry is None:
+        failure = module.provider.queue.failure(digest)
+        return None if failure is None else NodeState("failed", f"failed: {failure}", digest=digest)
+    if not _is_asked_for(module, entry):
         return NodeState("idle", _CHANGED, digest=digest)
-    if entry is not None:
-        speedup = speedup_of(entry)
-        return NodeState("ready", _say_ready(entry, speedup), entry.manifest.label, digest, speedup=speedup)
-    failure = module.provider.queue.failure(digest)
-    return None if failure is None else NodeState("failed", f"failed: {failure}", digest=digest)
+    if (reason := module.provider.why_retired(entry)) is not None:
+        return NodeState("eager", f"eager: {reason}", digest=digest)
+    return _ready(module, entry, say_sizes(entry.manifest.profiles), "ready", tip=entry.manifest.label)
 
 
 def _of_mixed_run(module: AcceleratedModule, run: LastRun) -> NodeState | None:
     """What to say where an engine made some calls of the last run, and the plain model others; else None."""
     plain = {reason: times for reason, times in run.reasons.items() if not _is_built(module, run.wanted.get(reason))}
     entry = None if run.engine is None else module.provider.store.lookup(run.engine.digest)
-    if not plain or entry is None or not _is_asked_for(module, entry):
+    if not plain or entry is None or not _is_asked_for(module, entry) or module.provider.why_retired(entry):
         return None
-    count, speedup = sum(plain.values()), speedup_of(entry)
-    words = f"{count} of {run.engine_calls + sum(run.reasons.values())} calls plain"
+    words = f"{sum(plain.values())} of {run.engine_calls + sum(run.reasons.values())} calls plain"
     tip = f"{entry.manifest.label}; in the last run {words}: {'; '.join(plain)}"
-    text = " · ".join([*_say_made(entry, speedup), "ready", words])
-    return NodeState("ready", text, tip, entry.digest, speedup=speedup)
+    return _ready(module, entry, "", f"ready · {words}", tip=tip)
 
 
 def _is_built(module: AcceleratedModule, digest: str | None) -> bool:
@@ -190,17 +192,14 @@ def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> No
     return NodeState("eager", f"eager: {reason}", digest=wanted)
 
 
-def _say_ready(entry: Entry, speedup: float | None) -> str:
-    made, *faster = _say_made(entry, speedup)
-    return " · ".join([made, say_sizes(entry.manifest.profiles), *faster, "ready"])
-
-
-def _say_made(entry: Entry, speedup: float | None) -> list[str]:
-    made = f"{_BACKENDS.get(entry.manifest.backend, 'compiled')} {entry.manifest.numbers}"
-    return [made] if speedup is None else [made, f"{speedup:.1f}×"]
-
-
-def speedup_of(entry: Entry) -> float | None:
-    """The plain model's time by the engine's, where they were measured."""
-    speedup = entry.manifest.speedup
-    return None if speedup is None else round(speedup, 3)
+def _ready(module: AcceleratedModule, entry: Entry, sizes: str, words: str, tip: str) -> NodeState:
+    """An engine that is there, with what it gains as far as that is known."""
+    manifest, speed = entry.manifest, module.provider.speed_of(entry)
+    made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.numbers}"
+    times = say_times(speed.eager_ms, speed.engine_ms, manifest.timed_by) if speed else ""
+    if caution := module.provider.canary.caution(entry.digest):
+        words, tip = f"{words} · without CUDA graphs", f"{tip}. {caution}"
+    state = NodeState("ready", " · ".join(filter(None, (made, sizes, times, words))), tip, entry.digest)
+    if speed is None:
+        return state
+    return replace(state, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms, timed_by=manifest.timed_by)

@@ -37,6 +37,7 @@ class Outline:
         calls: of engines, in their order: whose, of what shapes, and whether it counts, see `Served`.
         conditions, hints: what conditioned the model, but for the numbers.
         levers: by which it came about.
+        kinds: see `Pattern`.
     """
 
     order: tuple[int, ...]
@@ -46,6 +47,7 @@ class Outline:
     conditions: Hashable
     hints: Hashable
     levers: Levers
+    kinds: tuple[Hashable, ...] = ()
 
 
 def remember(step: Step, pattern: Pattern) -> None:
@@ -97,7 +99,7 @@ def pattern_by(
             owner = offer.engine
     if owner is None or (outline.is_halved and not (calls.halves is not None and calls.halves.is_proved)):
         return None
-    found = Pattern(outline.order, served, owner, outline.is_halved, outline.way)
+    found = Pattern(outline.order, served, owner, outline.is_halved, outline.way, kinds=outline.kinds)
     found.is_chosen = found.checked = found.is_known = True
     return found
 
@@ -111,7 +113,7 @@ def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
         calls.append((part, shapes[0], served.counts))
     conditions = kind_of_conditions(step.guider, pattern.order)
     hints, made = _kind_of_hints(step), tuple(calls)
-    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers)
+    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers, pattern.kinds)
 
 
 def _kind_of_hints(step: Step) -> Hashable:

@@ -43,13 +43,18 @@ def failing(module: AcceleratedModule) -> Iterator[None]:
 
 
 def begin_run(
-    module: AcceleratedModule, read: Callable[[], _Source], ending: ExitStack, *, finite_only: bool = False
+    module: AcceleratedModule,
+    read: Callable[[], _Source],
+    ending: ExitStack,
+    *,
+    finite_only: bool = False,
+    cold_calls: int | None = None,
 ) -> tuple[Run, _Source] | str:
     """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
 
     Args:
         read: makes the source.
-        finite_only: see `AcceleratedModule.run`.
+        finite_only, cold_calls: see `AcceleratedModule.run`.
     """
     settings = module.settings
     if settings.backend is BackendChoice.OFF:
@@ -59,5 +64,5 @@ def begin_run(
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
         return str(error)
-    run = module.run(source, waiting_hooks(), finite_only=finite_only, settings=settings)
+    run = module.run(source, waiting_hooks(), finite_only=finite_only, settings=settings, cold_calls=cold_calls)
     return ending.enter_context(run), source

@@ -38,6 +38,7 @@ class Pattern:
         order: which prompts make up a batch, as ComfyUI put it together: 0 the prompt, 1 the negative one.
         served: calls of engines, of which the first that counts for the model owns the graphs.
         is_known: whether pictures after this one may begin with it, see `outline`.
+        kinds: of the model's calls, see `ModelCalls`.
         residuals: shapes and dtypes of what ControlNets give, once known.
     """
 
@@ -50,6 +51,7 @@ class Pattern:
     checked: bool = False
     is_known: bool = False
     residuals: dict[str, list[Any]] = field(default_factory=dict)
+    kinds: tuple[Hashable, ...] = ()
 
     @property
     def engines(self) -> list[LoadedEngine]:

@@ -133,6 +133,13 @@ def _chain(control: Any) -> Iterator[Any]:
         control = control.previous_controlnet
 
 
+def controls_of(guider: Any) -> list[Any]:
+    """All ControlNets of a run, each once, whichever prompts they are for."""
+    conds = [cond for each in guider.conds.values() for cond in each or ()]
+    found = {id(control): control for cond in conds for control in _chain(cond.get("control"))}
+    return list(found.values())
+
+
 def behind(prefix: str, tensors: Tensors) -> Tensors:
     """Those whose names begin so, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -23,6 +23,7 @@ from ...runtime.measure import milliseconds
 from ...runtime.memory import MemoryWatch
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings import Parallel
+from ...runtime.timers import is_on_purpose
 from . import outline
 from .hook import put_innermost, wrappers_of
 from .model_calls import ModelCalls
@@ -70,7 +71,7 @@ class WholeStep:
             result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
-        if why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider) is not None:
+        if is_on_purpose() or why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
             return execute()
         chain = chain_of(guider)
         active = tuple(control.is_active(timestep) for control in chain)
@@ -125,13 +126,16 @@ class WholeStep:
     def _first(self, step: Step, execute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The first of its kind in a run goes the usual way, which shows what it consists of."""
         eager, refused = step.eager_calls(self._module), self._are_halves_refused
+        calls_before = len(self._calls.kinds)
         with inlined(), self._calls.whole_steps(), step.noted() as served:
             result = execute()
         for each in served:
             each.count()
         is_clear = step.eager_calls(self._module) == eager
         if refused == self._are_halves_refused:  # else the next one is another: it goes without halves
-            self._patterns[step.kind] = step.pattern(served) if is_clear else None
+            self._patterns[step.kind] = pattern = step.pattern(served) if is_clear else None
+            if pattern is not None:
+                pattern.kinds = tuple(self._calls.kinds[calls_before:])
         return result
 
     @property
@@ -143,6 +147,7 @@ class WholeStep:
         if not pattern.owner.steps.are_possible:
             return None
         watch = MemoryWatch(x.device)
+        calls_before = len(self._calls.kinds)
         try:
             result = self._by_graph(step, pattern, x, sigma)
         except waiting_hooks().interruptions:
@@ -157,6 +162,7 @@ class WholeStep:
                 log.info("Slipstream: steps are not replayed as a whole: %s", error)
                 pattern.owner.steps.forget(_what(step, pattern, pattern.way), for_good=True)
             return None
+        self._calls.kinds[calls_before:] = pattern.kinds
         for each in pattern.served:
             each.count()
         if step.levers.first_step and not pattern.is_known:

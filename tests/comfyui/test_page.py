@@ -16,8 +16,11 @@ from typing import Any
 import comfyui_version
 import pytest
 
+from slipstream.core.environment import versions_now
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
+from slipstream.runtime.canary import CAPTURE
+from slipstream.runtime.step_times import say_retired
 from slipstream.tests.comfyui.support.browser import (
     ROOT,
     ComfyPage,
@@ -30,6 +33,7 @@ from slipstream.tests.comfyui.support.browser import (
 from slipstream.tests.comfyui.support.client import ComfyClient
 from slipstream.tests.comfyui.support.server import ComfyServer
 from slipstream.tests.unit.cli.support import current_key
+from slipstream.tests.unit.runtime.doomed import Doomed
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
@@ -42,7 +46,7 @@ SOON = 0.5
 ROUTES = "/slipstream/v1"
 GB = 2**30
 LOADER, ACCELERATE, SAMPLER, DECODE, SAVE = 1, 4, 7, 8, 9  # nodes of the example
-TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
+CHECKED = Verification(4e-4, 2e-4, 2, "fp32")
 STICKING_OUT = """panel => {
   const right = element => element.getBoundingClientRect().right;
   const wide = [...panel.querySelectorAll("*")].filter(element => right(element) > right(panel) + 1);
@@ -153,7 +157,8 @@ def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
 
     def put(height: int, label: str, **environment: Any) -> Entry:
         key, artifact = current_key(height, **environment), Artifact(tmp_path, ("engine.bin",), {})
-        made.append(store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: TIMED}))
+        entry = store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: CHECKED})
+        made.append(store.record_speed(entry, Speed(2.0, 5.0)))
         return made[-1]
 
     yield put
@@ -452,8 +457,8 @@ def test_widgets_keep_their_values(page: ComfyPage) -> None:
 
 def test_states_of_other_workflows_are_not_shown(page: ComfyPage, client: ComfyClient) -> None:
     states = [
-        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": "", "speedup": None},
-        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why", "speedup": None},
+        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": ""},
+        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why"},
     ]
     page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
     page.open()
@@ -473,7 +478,7 @@ def test_engines_are_listed_filtered_shown_and_deleted(
     cards = panel.locator(".slipstream-card")
     cards.filter(has_text="SD15 512×640").get_by_text("ready", exact=True).wait_for()
     assert "torch" in cards.filter(has_text="SDXL 704").inner_text()
-    assert "2.5×" in cards.filter(has_text="SD15 512×640").inner_text()
+    assert "5.0 → 2.0 ms a step" in cards.filter(has_text="SD15 512×640").inner_text()
     panel.get_by_role("searchbox").fill("sdxl stale")
     assert cards.count() == 1
     panel.get_by_role("searchbox").fill("no such")
@@ -482,6 +487,7 @@ def test_engines_are_listed_filtered_shown_and_deleted(
     cards.first.focus()
     page.page.keyboard.press("Enter")
     panel.get_by_text("Why it is not used now").wait_for()
+    panel.get_by_text("5.0 → 2.0 ms a step (2.5x)").wait_for()
     panel.get_by_role("button", name="Verify").click()
     page.until_toast("as they were stored")
     panel.get_by_role("button", name="Delete").click()
@@ -489,6 +495,22 @@ def test_engines_are_listed_filtered_shown_and_deleted(
     page.until_toast("Engine deleted")
     assert store.lookup(stale.digest) is None and store.lookup(ready.digest) is not None
     page.until(lambda: not cards.filter(has_text="SDXL 704").count(), "the card to go")
+
+
+def test_an_engine_that_ended_a_process_is_tried_again(
+    page: ComfyPage, put: Callable[..., Entry], store: EngineStore, client: ComfyClient
+) -> None:
+    entry = put(96, "SD15 512×768 batch 2")
+    Doomed(store.marks, entry.digest, CAPTURE, True, versions_now()).end()
+    panel = page.open_tab()
+    card = panel.locator(".slipstream-card").filter(has_text="SD15 512×768")
+    card.get_by_text("with care", exact=True).wait_for()
+    card.click()
+    panel.get_by_text("It runs without CUDA graphs: the program ended").wait_for()
+    panel.get_by_role("button", name="Try again").click()
+    page.until_toast("The next picture uses it again")
+    panel.get_by_text("It runs without CUDA graphs").wait_for(state="detached")
+    assert client.get(f"{ROUTES}/engines/{entry.digest}")["caution"] == ""
 
 
 def test_the_store_is_verified_and_pruned(
@@ -600,7 +622,7 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
 
 def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer) -> None:
     """And every sentence that the page knows is still one of the server's."""
-    ours = {"node": "4", "workflow": None, "speedup": None}
+    ours = {"node": "4", "workflow": None}
     reason = "another node replaces the attention function"
     states = [{**ours, "kind": "eager", "text": f"eager: {reason}"[:20] + "…", "tip": f"eager: {reason}"}]
     page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
@@ -614,6 +636,18 @@ def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer)
         page.open()
         page.load(example())
         assert page.until_kind("idle")["text"] == "引擎已被删除" and "of the moon" in page.seen()["tip"]
+        states[0] = {**ours, "kind": "ready", "text": "in English", "tip": ""}
+        states[0] |= {"engine_ms": 9.62, "eager_ms": 312.4, "timed_by": "step"}
+        page.open()
+        page.load(example())
+        assert page.until_kind("ready")["text"] == "引擎就绪 · 每步 312 → 9.6 毫秒"
+        retired = Speed(104.3, 98.0, retired=versions_now())
+        states[0] = {**ours, "kind": "eager", "text": "eager: the…", "tip": f"eager: {say_retired(retired, 'step')}"}
+        page.open()
+        page.load(example())
+        assert page.until_kind("eager")["text"].startswith(
+            "使用原模型 · 引擎每步 104.3 毫秒，不使用 Slipstream 的模型每步 98.0 毫秒"
+        )
     finally:
         change_settings(server.url, **{"Comfy_Locale": "en"})
     written = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "hosts" / "comfy").glob("*.py"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
 from slipstream.tests.comfyui.support.malformed import malformed_requests
 from slipstream.tests.comfyui.support.raw_http import Answer, Connection
 from slipstream.tests.comfyui.support.server import ComfyServer
@@ -24,9 +24,10 @@ PREFIX = "/slipstream/v1"
 ABSENT = "0" * 64
 ENGINE = {
     "digest", "label", "role", "backend", "precision", "optimize", "bytes", "created", "build_s", "last_used", "error",
-    "speedup", "engine_ms", "eager_ms", "state", "reasons", "gpu", "resolution", "batch",
+    "speedup", "engine_ms", "eager_ms", "timed_by", "caution", "retired", "state", "reasons", "gpu", "resolution",
+    "batch",
 }  # fmt: skip
-TIMED = Verification(1e-6, 2e-6, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
+CHECKED = Verification(1e-6, 2e-6, 2, "fp32")
 REQUESTS = 2400
 
 
@@ -45,7 +46,8 @@ def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
     def put(height: int = 64, **environment: Any) -> Entry:
         artifact = Artifact(tmp_path, ("engine.bin",), {})
         key = current_key(height, **environment)
-        entry = store.put(key, artifact, label="Tiny", build=BuildRecord(3.5), verifications={"1" * 64: TIMED})
+        entry = store.put(key, artifact, label="Tiny", build=BuildRecord(3.5), verifications={"1" * 64: CHECKED})
+        store.record_speed(entry, Speed(2.0, 5.0))
         used = entry.directory / ".last_used"
         used.touch()
         os.utime(used, (len(made), len(made)))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
 from slipstream.tests.comfyui.support.browser import chromium, why_no_browser
 from slipstream.tests.ui.support.driver import UiPage, serving
 from slipstream.tests.unit.cli.support import current_key
 
-TIMED = Verification(4e-4, 2e-4, 2, "fp32", engine_ms=2.0, eager_ms=5.0)
+CHECKED = Verification(4e-4, 2e-4, 2, "fp32")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -78,12 +78,13 @@ def put(store: EngineStore, tmp_path: Path) -> Callable[..., Entry]:
     (tmp_path / "engine.bin").write_bytes(bytes(1 << 20))
 
     def put(height: int, **environment: Any) -> Entry:
-        return store.put(
+        entry = store.put(
             current_key(height, **environment),
             Artifact(tmp_path, ("engine.bin",), {"nodes": 7}),
             label=f"SD15 512×{8 * height} batch 2",
             build=BuildRecord(3.5, {"compile": 3.0}),
-            verifications={"w" * 64: TIMED},
+            verifications={"w" * 64: CHECKED},
         )
+        return store.record_speed(entry, Speed(2.0, 5.0))
 
     return put

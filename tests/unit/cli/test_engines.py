@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slipstream.core.environment import versions_now
+from slipstream.engine_cache import Speed
+from slipstream.runtime.canary import CAPTURE
 from slipstream.tests.unit.cli.support import current_key, verification
+from slipstream.tests.unit.runtime.doomed import Doomed
 
 
 def damage(entry) -> None:
@@ -36,8 +39,8 @@ def test_an_empty_store(cli, store) -> None:
 
 
 def test_list_for_machines(cli, put, store) -> None:
-    timed = replace(verification(3e-6), engine_ms=2.0, eager_ms=5.0)
-    entry = put(verifications={"1" * 64: verification(1e-6), "2" * 64: timed})
+    entry = put(verifications={"1" * 64: verification(1e-6), "2" * 64: verification(3e-6)})
+    store.record_speed(entry, Speed(2.0, 5.0))
     data = cli("list", "--json").json
     assert data["store"] == str(store.root) and data["bytes"] == 1000
     (engine,) = data["engines"]
@@ -45,11 +48,41 @@ def test_list_for_machines(cli, put, store) -> None:
         **{"digest": entry.digest, "label": "SD15 512×512 batch 2", "role": "unet", "bytes": 1000},
         **{"backend": "aotinductor", "precision": "fp32", "optimize": "balanced", "build_s": 3.5},
         **{"error": 3e-6, "state": "ok", "reasons": [], "gpu": None, "resolution": "512×512", "batch": "2"},
-        **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0},
+        **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0, "timed_by": "step", "retired": False},
+        "caution": "",
         "created": engine["created"],
         "last_used": engine["last_used"],
     }
     assert engine["last_used"].startswith("20") and engine["last_used"].endswith("+00:00")
+
+
+def test_how_fast_an_engine_is(cli, put, store) -> None:
+    entry = put()
+    assert "not measured yet" in cli("show", entry.digest).out
+    store.record_speed(entry, Speed(104.4, 312.3))
+    assert "3.0x" in cli("list").out
+    assert "312 → 104 ms a step (3.0x)" in cli("show", entry.digest).out
+
+
+def test_an_engine_that_ended_a_process_is_treated_with_care(cli, put, store) -> None:
+    entry = put()
+    Doomed(store.marks, entry.digest, CAPTURE, True, versions_now()).end()
+    (engine,) = cli("list", "--json").json["engines"]
+    assert engine["state"] == "ok" and engine["caution"].startswith("It runs without CUDA graphs: the program ended")
+    assert "It runs without CUDA graphs" in cli("show", entry.digest).out
+
+
+def test_an_engine_that_is_slower_than_the_model_is_not_used(cli, put, store) -> None:
+    entry = put()
+    slow = Speed(9.64, 8.0, retired=versions_now())
+    store.record_speed(entry, slow)
+    (engine,) = cli("list", "--json").json["engines"]
+    assert engine["state"] == "stale" and engine["retired"]
+    assert "or when you press Build engine" in cli("show", entry.digest).out
+    assert "is built when it is asked for" not in cli("show", entry.digest).out
+    assert "takes 9.6 ms a step where your model without Slipstream takes 8.0 ms" in engine["reasons"][0]
+    store.record_speed(entry, Speed(9.64, 8.0, retired={**versions_now(), "torch": "1.0"}))
+    assert cli("list", "--json").json["engines"][0]["state"] == "ok", "another torch has come since"
 
 
 def test_list_for_people(cli, put) -> None:

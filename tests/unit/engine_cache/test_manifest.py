@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.core.errors import CorruptEngine, IncompatibleEngine, SlipstreamError
-from slipstream.engine_cache import BuildRecord, FileRecord, Manifest, Verification
+from slipstream.engine_cache import BuildRecord, FileRecord, Manifest, Speed, Verification
 from slipstream.engine_cache.manifest import VERIFICATIONS_KEPT
 from slipstream.tests.unit.engine_cache.support import WEIGHTS, make_key
 
@@ -31,8 +31,8 @@ HOSTILE_NAMES = [
 ]
 
 
-OPTIONAL = ("signature", "quantised")
-TIMES = {"engine_ms": 2.0, "eager_ms": 5.0}
+OPTIONAL = ("signature", "quantised", "speed")
+SPEED = Speed(2.0, 5.0, "2026-01-01T00:00:00+00:00", {"torch": "2.12.0", "the driver": "580"})
 
 
 def make_manifest(**changes: Any) -> Manifest:
@@ -182,24 +182,33 @@ def test_an_error_that_is_no_number_is_never_recorded(error: float) -> None:
 
 @pytest.mark.parametrize("ms", [float("nan"), float("inf"), -1.0, 0.0])
 def test_a_time_that_is_none_is_never_recorded(ms: float) -> None:
-    for name in ("engine_ms", "eager_ms"):
-        with pytest.raises(ValueError, match="no time of a call"):
-            Verification(1e-6, None, 1, "fp32", **{name: ms})
+    for times in ((ms, 5.0), (2.0, ms)):
+        with pytest.raises(ValueError, match="no time of a step"):
+            Speed(*times)
 
 
 def test_how_much_faster() -> None:
-    plain, half, timed = (Verification(1e-6, None, 1, "fp32", **times) for times in ({}, {"engine_ms": 2.0}, TIMES))
-    assert (plain.speedup, half.speedup, timed.speedup) == (None, None, 2.5)
-    manifest = make_manifest(verifications={"1" * 64: timed, "2" * 64: plain})
-    assert Manifest.from_json(manifest.to_json()).timed == timed
-    assert make_manifest(verifications={"1" * 64: plain}).timed is None
+    assert SPEED.speedup == 2.5
+    manifest = make_manifest(speed=SPEED)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    by_role = {role: make_manifest(role=role).timed_by for role in ("unet", "controlnet", "vae_decode")}
+    assert by_role == {"unet": "step", "controlnet": "call", "vae_decode": "call"}
 
 
-def test_a_manifest_from_before_times_were_taken() -> None:
-    data = json.loads(make_manifest(verifications={"1" * 64: Verification(1e-6, None, 1, "fp32")}).to_json())
-    for name in ("engine_ms", "eager_ms"):
-        del data["verifications"]["1" * 64][name]
-    assert Manifest.from_json(json.dumps(data)).timed is None
+@pytest.mark.parametrize(
+    "speed", [5, [], {}, {"engine_ms": 0}, {"eager_ms": "5"}, {"retired": None}, {"retired": {"torch": 2}}]
+)
+def test_an_odd_speed_is_corrupt(speed: Any) -> None:
+    known = json.loads(make_manifest(speed=SPEED).to_json())["speed"]
+    with pytest.raises(CorruptEngine):
+        Manifest.from_json(damaged(speed={**known, **speed} if isinstance(speed, dict) and speed else speed))
+
+
+def test_times_of_single_calls_that_older_versions_wrote_are_not_shown() -> None:
+    data = json.loads(make_manifest().to_json())
+    data["verifications"][WEIGHTS] |= {"engine_ms": 2.0, "eager_ms": 16.6}
+    del data["speed"]
+    assert Manifest.from_json(json.dumps(data)) == make_manifest()
 
 
 def test_details_that_json_cannot_hold_are_refused() -> None:

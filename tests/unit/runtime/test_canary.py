@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from slipstream.core.protocols import Tensors
 from slipstream.runtime import canary as module
 from slipstream.runtime.canary import CAPTURE, USE, Canary, EngineCanary, FirstCall
+from slipstream.tests.unit.runtime.doomed import Doomed
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE, OTHER = "a" * 64, "b" * 64
@@ -38,28 +37,6 @@ print(len(list(Path({folder!r}).glob("*.json"))))
 """
 
 
-class Process:
-    """Another process in the midst of something that is watched."""
-
-    def __init__(self, folder: Path, digest: str, phase: str, graphs: bool, versions: dict[str, str]) -> None:
-        reading, writing = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                with Canary(folder, lambda: versions).watching(digest, phase, graphs):
-                    os.write(writing, b"!")
-                    time.sleep(60)
-            finally:
-                os._exit(1)
-        assert os.read(reading, 1) == b"!"
-        os.close(reading)
-        os.close(writing)
-
-    def end(self) -> None:
-        os.kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "marks"
@@ -71,7 +48,7 @@ def canary(folder: Path) -> Canary:
 
 
 def die(folder: Path, digest: str = ENGINE, phase: str = CAPTURE, graphs: bool = True, **versions: str) -> None:
-    Process(folder, digest, phase, graphs, versions).end()
+    Doomed(folder, digest, phase, graphs, versions).end()
 
 
 def test_what_goes_well_leaves_nothing(canary: Canary, folder: Path) -> None:
@@ -103,7 +80,7 @@ def test_a_death_without_graphs_counts_before_one_with_them(canary: Canary, fold
 
 
 def test_a_living_process_condemns_nothing(canary: Canary, folder: Path) -> None:
-    other = Process(folder, ENGINE, CAPTURE, True, {})
+    other = Doomed(folder, ENGINE, CAPTURE, True, {})
     try:
         assert canary.death_of(ENGINE) is None
         canary.forget(ENGINE)

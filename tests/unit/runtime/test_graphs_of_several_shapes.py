@@ -13,7 +13,7 @@ from slipstream.core.protocols import Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.runtime import cuda_graphs
 from slipstream.runtime.capture.library import CaptureError, CaptureLibrary
-from slipstream.runtime.cuda_graphs import CudaGraphs, GraphedEngine, Graphing, inlined, not_inlined
+from slipstream.runtime.cuda_graphs import CudaGraphs, GraphedEngine, Graphing, inlined
 
 CUDA = torch.device("cuda", 0)
 
@@ -256,22 +256,3 @@ def test_parts_of_a_larger_graph_have_none_of_their_own(engine: GraphedEngine, g
     assert graphs.captures == []
     compute(engine, 2)
     assert graphs.captures == [2]
-
-
-def test_graphs_that_were_made_in_the_midst_of_a_larger_one_are_given_back(
-    engine: GraphedEngine, graphs: type[Graph]
-) -> None:
-    with inlined():
-        with not_inlined(engine) as was_inlined:
-            compute(engine, 2)
-            compute(engine, 2)
-        assert was_inlined and graphs.captures == [2]
-        compute(engine, 2)
-    assert graphs.captures == [2] and is_kept(engine) == 0
-    with not_inlined(engine) as was_inlined:
-        compute(engine, 2)
-    assert not was_inlined and is_kept(engine) == 1, "elsewhere they are of use"
-
-
-def is_kept(engine: GraphedEngine) -> int:
-    return len(engine._graphs._graphs)

@@ -22,6 +22,7 @@ ENGINE: dict[str, Any] = {
     "speedup": 2.5,
     "engine_ms": 2.0,
     "eager_ms": 5.0,
+    "timed_by": "step",
     "last_used": "2026-01-02T03:04:05+00:00",
     "state": "stale",
     "reasons": ["torch: 1 → 2"],
@@ -39,7 +40,7 @@ def test_a_row() -> None:
     (row,) = wording.table([ENGINE])["data"]
     told = dict(zip(wording.COLUMNS, row, strict=True))
     assert (told["id"], told["model"], told["profile"]) == ("abababababab", "SD15", "512×512 batch 2 with control")
-    assert (told["GPU"], told["MiB"], told["error"], told["speed-up"]) == ("CPU", "3.0", "4.0e-04", "2.50×")
+    assert (told["GPU"], told["MiB"], told["error"], told["speed-up"]) == ("CPU", "3.0", "4.0e-04", "2.5x")
     assert told["state"] == "stale: torch: 1 → 2"
 
 
@@ -84,6 +85,7 @@ def test_charts(tmp_path: Path) -> None:
     slower = {**ENGINE, "label": "SDXL", "speedup": 1.25}
     html = charts.speedups([slower, ENGINE, {**ENGINE, "speedup": None}])
     assert html.index("SD15") < html.index("SDXL") and html.count("slipstream-speed") == 2
+    assert "SD15 512×512 batch 2 with control, fp16 tensorrt: 5.0 → 2.0 ms a step (2.5x)" in html
     assert "width:50.0%" in html and "No engine" in charts.speedups([])
     (tmp_path / "step-skipping.svg").write_text("<svg/>")
     assert charts.measured(tmp_path).count("<img") == 1 and not charts.measured(tmp_path / "none")

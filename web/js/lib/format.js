@@ -61,9 +61,18 @@ function moment(time) {
   return Number.isNaN(then.getTime()) ? null : then;
 }
 
-/** "1.9×". */
+/** "1.9x". */
 export function times(factor) {
-  return `${factor.toFixed(factor < 10 ? 1 : 0)}×`;
+  return `${factor.toFixed(factor < 10 ? 1 : 0)}x`;
+}
+
+/** "312 → 104 ms a step": without Slipstream and with an engine; empty where that was not measured. */
+export function speed({ engine_ms: engine, eager_ms: eager, timed_by: by }) {
+  return engine && eager ? t(`ms_a_${by}`, { engine: ms(engine), eager: ms(eager) }) : "";
+}
+
+function ms(number) {
+  return number.toFixed(number < 9.95 ? 1 : 0);
 }
 
 export function percent(fraction) {

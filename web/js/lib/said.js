@@ -1,4 +1,4 @@
-// The server's words are English. Those of its sentences that hold no names or numbers, in the page's other language.
+// The server's words are English. Some of its sentences, in the page's other language.
 import { isEnglish } from "./words.js";
 
 const ZH = {
@@ -17,7 +17,18 @@ const ZH = {
   "another node replaces the attention function": "另一个节点替换了注意力函数",
 };
 
+const RETIRED = /^the engine takes ([\d.]+) ms a (step|call) where your model without Slipstream takes ([\d.]+) ms, /;
+
 /** Such a sentence in the page's language; null where the page is English or the sentence is not known. */
 export function said(text) {
-  return isEnglish() ? null : (ZH[text?.replace(/^eager: /, "")] ?? null);
+  const bare = text?.replace(/^eager: /, "");
+  return isEnglish() || !bare ? null : (ZH[bare] ?? retired(bare));
+}
+
+function retired(text) {
+  const [found, engine, by, eager] = text.match(RETIRED) ?? [];
+  if (!found) return null;
+  const each = by === "step" ? "每步" : "每次调用";
+  const slower = `引擎${each} ${engine} 毫秒，不使用 Slipstream 的模型${each} ${eager} 毫秒，因此不使用此引擎`;
+  return `${slower}；更新 Slipstream、ComfyUI、torch 或驱动后，或点击“构建引擎”时会重新尝试`;
 }

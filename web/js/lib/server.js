@@ -32,6 +32,7 @@ export const server = {
   engines: () => ask("/engines"),
   engine: (digest) => ask(`/engines/${digest}`),
   verify: (digest) => ask(`/engines/${digest}/verify`, {}),
+  tryAgain: (digest) => ask(`/engines/${digest}/try_again`, {}),
   verifyAll: () => ask("/engines/verify", {}),
   remove: (digest) => ask(`/engines/${digest}/delete`, {}),
   prune: (limit) => ask("/engines/prune", { limit_bytes: limit }),

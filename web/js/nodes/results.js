@@ -1,5 +1,5 @@
 // How builds ended, as notices.
-import { duration } from "../lib/format.js";
+import { duration, speed } from "../lib/format.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 
@@ -10,7 +10,7 @@ export function sayEnd(run, state) {
   if (run.result === "failed") toast("error", t("build_failed"), run.message);
   if (run.result === "cancelled") toast("info", t("build_cancelled"), made);
   if (run.result === "without") toast("warn", t("build_without"), joined(run.message, made));
-  const ready = () => joined(state.tip, madeFor(run, state), fasterBy(state));
+  const ready = () => joined(state.tip, madeFor(run, state), speed(state));
   if (run.result === "done") toast("success", t("engine_built"), ready());
 }
 
@@ -19,7 +19,7 @@ export function sayResult(result) {
   const { label, seconds, message } = result;
   if (result.result === "failed") return toast("error", t("build_failed"), `${label}: ${message}`);
   if (result.result === "cancelled") return toast("info", t("build_cancelled"), label);
-  return toast("success", t("engine_built"), joined(label, t("took", { time: duration(seconds) }), fasterBy(result)));
+  return toast("success", t("engine_built"), joined(label, t("took", { time: duration(seconds) })));
 }
 
 function madeFor({ built }, { digest }) {
@@ -27,10 +27,6 @@ function madeFor({ built }, { digest }) {
   const [first] = built.values();
   if (built.size === 1 && first.id === digest) return t("took", { time: duration(first.seconds) });
   return t("engines_built", { n: built.size });
-}
-
-function fasterBy({ speedup }) {
-  return speedup ? t("faster", { times: speedup.toFixed(1) }) : "";
 }
 
 function joined(...parts) {

@@ -1,5 +1,5 @@
 // What a node shows of its engines, made of the click's run, the server's builds and the node's last state.
-import { capitalised, percent, roughly, times } from "../lib/format.js";
+import { capitalised, percent, roughly, speed } from "../lib/format.js";
 import { said } from "../lib/said.js";
 import { buildOf, leftOf, stateOf, store } from "../lib/store.js";
 import { isEnglish, t } from "../lib/words.js";
@@ -82,11 +82,10 @@ function isNewer(run, state) {
 /** The server's words are English; in other languages the facts say the same. */
 function textOf(state) {
   if (isEnglish()) return capitalised(state.text);
-  const faster = state.speedup ? ` · ${t("faster", { times: times(state.speedup).slice(0, -1) })}` : "";
   const kind = t(`state_${state.kind}`);
   const known = said(state.kind === "eager" ? state.tip : state.text); // a long text is cut short, its tip is not
   if (known) return state.kind === "eager" ? `${kind} · ${known}` : known;
-  return kind + faster;
+  return [kind, speed(state)].filter(Boolean).join(" · ");
 }
 
 function tipOf(state) {

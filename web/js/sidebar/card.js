@@ -1,13 +1,14 @@
 // One engine in the list.
 import { h, icon } from "../lib/dom.js";
-import { ago, bytes, error, times, when } from "../lib/format.js";
+import { ago, bytes, error, speed, when } from "../lib/format.js";
 import { t } from "../lib/words.js";
 
 export function makeCard(engine, open) {
   const name = h("span", { class: "slipstream-card-name" }, engine.label);
   const head = h("div", { class: "slipstream-card-head" }, name, badge(engine));
   const stale = engine.state === "stale";
-  const why = stale && engine.reasons?.length ? h("div", { class: "slipstream-card-why" }, engine.reasons[0]) : null;
+  const reason = engine.caution || (stale && engine.reasons?.[0]);
+  const why = reason ? h("div", { class: "slipstream-card-why" }, reason) : null;
   const card = h(
     "button",
     { type: "button", class: `slipstream-card ${stale ? "stale" : ""}`, "data-key": engine.digest, onclick: open },
@@ -33,9 +34,12 @@ export function shapeOf(engine) {
 /** Whether ComfyUI would use the engine here and now. */
 export function badge(engine) {
   const stale = engine.state === "stale";
-  const title = stale ? (engine.reasons ?? []).join("\n") : t("state_ok_tip");
-  const symbol = icon(stale ? "exclamation-triangle" : "check-circle");
-  return h("span", { class: `slipstream-badge ${stale ? "warn" : "good"}`, title }, symbol, t(stale ? "stale" : "ok"));
+  const isWarned = stale || engine.caution;
+  const title = engine.caution || (stale ? (engine.reasons ?? []).join("\n") : t("state_ok_tip"));
+  const symbol = icon(isWarned ? "exclamation-triangle" : "check-circle");
+  const words = stale ? "stale" : engine.caution ? "careful" : "ok";
+  const text = engine.retired ? t("retired") : t(words);
+  return h("span", { class: `slipstream-badge ${isWarned ? "warn" : "good"}`, title }, symbol, text);
 }
 
 export function chips(texts) {
@@ -45,7 +49,7 @@ export function chips(texts) {
 
 function facts(engine) {
   const all = [
-    engine.speedup ? fact("bolt", times(engine.speedup), t("speedup_tip"), engine.speedup > 1.05 ? "good" : "") : null,
+    engine.speedup ? fact("bolt", speed(engine), t("speed_tip"), engine.speedup > 1.05 ? "good" : "") : null,
     fact("database", bytes(engine.bytes), t("size")),
     fact("chart-line", error(engine.error), t("error_tip")),
     fact("clock", ago(engine.last_used), `${t("last_used")}: ${when(engine.last_used)}`),

@@ -1,7 +1,7 @@
 // All that is known about one engine, and what can be done to it.
 import { app } from "../lib/comfy.js";
 import { button, h, replace } from "../lib/dom.js";
-import { ago, bytes, duration, error, times, when } from "../lib/format.js";
+import { ago, bytes, duration, error, speed, times, when } from "../lib/format.js";
 import { server } from "../lib/server.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
@@ -36,6 +36,7 @@ function parts(engine, again, back) {
     h("div", { class: "slipstream-card-head" }, name, badge(engine)),
     chips(shapeOf(engine)),
     reasons(engine),
+    caution(engine, again),
     actions(engine, again, back),
     section(t("facts"), table(factsOf(engine)), true),
     section(t("checks"), checks(engine)),
@@ -49,6 +50,24 @@ function reasons(engine) {
   if (!engine.reasons?.length) return null;
   const list = h("ul", {}, engine.reasons.map((reason) => h("li", {}, reason)));
   return h("div", { class: "slipstream-card-why" }, h("strong", {}, t("why_missed")), list);
+}
+
+/** What an earlier process came to by this engine, and a way to forget that. */
+function caution(engine, again) {
+  if (!engine.caution) return null;
+  const retry = button({
+    symbol: "refresh",
+    text: t("again"),
+    key: "try-again",
+    title: t("try_again_tip"),
+    onclick: (event) =>
+      busy(event.currentTarget, async () => {
+        await server.tryAgain(engine.digest);
+        toast("success", t("tried_again"), engine.label, { asked: true });
+        again();
+      }),
+  });
+  return h("div", { class: "slipstream-card-why" }, h("p", {}, engine.caution), retry);
 }
 
 function actions(engine, again, back) {
@@ -91,9 +110,8 @@ async function drop(event, engine, back) {
 }
 
 function factsOf(engine) {
-  const measured = engine.engine_ms ? t("ms_of", { engine: ms(engine.engine_ms), eager: ms(engine.eager_ms) }) : null;
   return [
-    [t("speedup"), engine.speedup ? [times(engine.speedup), measured].filter(Boolean).join(", ") : "–"],
+    [t("speed"), engine.speedup ? `${speed(engine)} (${times(engine.speedup)})` : t("no_speed")],
     [t("error"), error(engine.error)],
     [t("size"), bytes(engine.bytes)],
     [t("made_on"), engine.gpu ?? "CPU"],
@@ -105,10 +123,6 @@ function factsOf(engine) {
     [t("id"), engine.digest],
     [t("folder"), engine.directory],
   ];
-}
-
-function ms(number) {
-  return number === null || number === undefined ? "–" : `${number.toFixed(number < 100 ? 1 : 0)} ms`;
 }
 
 function checks(engine) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
 import time
@@ -16,6 +17,8 @@ from server import PromptServer
 
 _PHASES = {"export": 0.3, "compile": 0.7}
 _PACE = "/slipstream_test/build_seconds"
+_ENGINE_SECONDS = float(os.environ.get("SLIPSTREAM_TEST_ENGINE_SECONDS", "0"))
+"""That a call of an engine takes longer than the model's own."""
 
 
 def use_quick_builds(seconds: float) -> None:
@@ -118,6 +121,7 @@ class _Engine:
         self.profile, self.more_profiles = spec.profile, spec.more_profiles
 
     def __call__(self, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        time.sleep(_ENGINE_SECONDS)
         with torch.inference_mode(False), torch.no_grad():  # some models ask for the tensors' versions
             given = {name: tensor.clone() for name, tensor in tensors.items()}
             results = torch.func.functional_call(self._module, self._weights, (), given)
