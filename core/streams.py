@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -44,8 +46,25 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@functools.lru_cache(maxsize=16)
+_NON_BLOCKING = 1
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+@functools.cache
 def _stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
+    """A stream that is ours alone, kept for good.
+
+    torch's own are 32, which it hands out in turns: sooner or later another thread gets the same one, and what it does
+    there becomes part of what we capture, or voids it.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info(device)  # the driver is asked below for a stream of the context that this makes current
+        made = ctypes.c_void_p()
+        try:
+            if ctypes.CDLL(_DRIVER).cuStreamCreate(ctypes.byref(made), _NON_BLOCKING) == 0:
+                return torch.cuda.ExternalStream(made.value, device)
+        except (OSError, AttributeError):  # not NVIDIA's driver
+            pass
     return torch.cuda.Stream(device)
 
 
@@ -89,7 +108,11 @@ def side_stream(device: torch.device) -> Iterator[Stream]:
 
 @contextmanager
 def capture_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """The stream of a CUDA device on which nothing but captures is done, after all that engines were given before."""
+    """The stream of a CUDA device on which nothing but captures is done, after all that engines were given before.
+
+    Memory that outlives the block is to be allocated for another stream: whoever frees it later, in whatever thread,
+    would have to do with this one in the midst of a capture.
+    """
     _stream(device, 2).wait_stream(_stream(device))
     with _beside_caller(device, _stream(device, 2)) as stream:
         yield stream

@@ -1,10 +1,10 @@
-"""Marks of what could end the process, so that it ends it once at most.
+"""Marks of what could end the process, so that no engine ends it twice for the same cause.
 
 Before an engine is used for the first time in a process, and before each stream capture, a mark is written; it is
-removed afterwards, whatever came of it. Only the end of the process leaves it behind: then the next process runs that
-engine without CUDA graphs, or, where it ran without them already, not at all, and says so. A later success, a new
-build, an update, or the user's *Try again* removes the mark. Marks of living processes count for nothing, nor do those
-from before the machine was started last: a second server or a power cut condemns no engine.
+removed afterwards, whatever came of it. Only the end of the process leaves it behind. After such a death with CUDA
+graphs the engine runs without them, after one without them it is not used, until a new build, an update, a start of the
+machine, or the user's *Try again*. Marks of living processes count for nothing, nor do those of other machines. Who
+reads marks removes none: what means nothing here may mean something to another process.
 """
 
 from __future__ import annotations
@@ -14,29 +14,35 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 
 from ..core.environment import versions_now
 from ..core.errors import StoreError
 from ..core.protocols import Engine, Tensors
 from ..core.streams import wait_for
-from ..engine_cache.locks import try_lock
+from ..engine_cache.locks import Claim, try_lock
 
 log = logging.getLogger(__name__)
 
-USE, CAPTURE = "use", "capture"
-"""Phases: an engine is loaded and called for the first time; its calls, or steps around them, are captured."""
+LOAD, USE, CAPTURE = "load", "use", "capture"
+"""Phases: an engine is loaded; then called for the first time; its calls, or steps around them, are captured."""
 
+_DOING = {
+    LOAD: "it was loaded", USE: "it was used for the first time", CAPTURE: "its CUDA graph was captured",
+}  # fmt: skip
 _DIGITS = 24
 """Of an engine's digest, in the names of files."""
+_KEPT_SECONDS = 30 * 24 * 3600
+"""Marks that count for nothing here are kept so long, since they may count elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Death:
     """What a process that ended left behind about an engine.
 
     Attributes:
-        phase: `USE` or `CAPTURE`.
+        phase: `LOAD`, `USE` or `CAPTURE`.
         with_graphs: whether the engine ran with CUDA graphs there.
         pid: of that process.
         at: POSIX time of the mark.
@@ -56,9 +62,12 @@ class Death:
     at: float
 
     def __str__(self) -> str:
-        doing = "its CUDA graph was captured" if self.phase == CAPTURE else "it was used for the first time"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.at))
-        return f"the program ended while {doing} (process {self.pid}, {when})"
+        return f"the program ended while {_DOING[self.phase]} (process {self.pid}, {when})"
+
+
+_CONTENT = {"host", "boot", "versions", "started", *(field.name for field in fields(Death))}
+"""What each mark says."""
 
 
 class Canary:
@@ -71,7 +80,7 @@ class Canary:
     def __init__(self, folder: Path, versions: Callable[[], Mapping[str, str]] | None = None) -> None:
         self._folder = folder
         self._versions = versions or versions_now
-        self._own: dict[Path, FileLock] = {}
+        self._own: dict[Path, Claim] = {}
         self._changing = threading.Lock()
         self._is_ending_watched = False
 
@@ -83,12 +92,13 @@ class Canary:
             yield
         finally:
             self._remove(mark)
-        self._forget(digest, phase, with_graphs)
 
     def death_of(self, digest: str) -> Death | None:
-        """What ended a process that used this engine; one without CUDA graphs counts before one with them."""
-        deaths = [death for path in self._marks(digest) if (death := self._death(path)) is not None]
-        return min(deaths, key=lambda death: (death.with_graphs, -death.at), default=None)
+        """The death for which this engine is treated with care.
+
+        One without CUDA graphs: it is not to be used. One with them: it is to be used without.
+        """
+        return min(self._deaths(digest), key=lambda death: (death.with_graphs, -death.at), default=None)
 
     def caution(self, digest: str) -> str:
         """What care this engine is treated with, and why, for people; empty where it is used with all that it has."""
@@ -101,36 +111,32 @@ class Canary:
     def forget(self, digest: str) -> None:
         """Try this engine again with all that it has: somebody asks for it, or it was built anew."""
         for path in self._marks(digest):
-            if self._is_over(path):
-                _unlink(path)
-
-    def _forget(self, digest: str, phase: str, with_graphs: bool) -> None:
-        """What has just gone well is no reason for caution any more."""
-        for path in self._marks(digest):
-            death = self._death(path)
-            if death is not None and (death.phase, death.with_graphs) == (phase, with_graphs):
-                _unlink(path)
+            found = _read(path)
+            if (found is None or found["host"] == _host()) and not self._is_alive(path, found or {}):
+                _discard(path)
 
     def _put(self, digest: str, phase: str, with_graphs: bool) -> Path | None:
         pid = os.getpid()
         content = {
             "phase": phase, "with_graphs": with_graphs, "pid": pid, "started": _started(pid), "at": time.time(),
-            "boot": _boot(), "versions": dict(self._versions()),
+            "host": _host(), "boot": _boot(), "versions": dict(self._versions()),
         }  # fmt: skip
-        path = self._folder / f"{digest[:_DIGITS]}.{phase}.{pid}.{threading.get_ident()}.json"
+        path = self._folder / f"{digest[:_DIGITS]}.{phase}.{uuid.uuid4().hex}.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock_of(path)
+            self._sweep()
+            if (lock := try_lock(_lock_of(path))) is None:
+                return None
+            with self._changing:
+                self._own[path] = Claim(_lock_of(path), lock)
+                if not self._is_ending_watched:
+                    atexit.register(self._end)  # an orderly end is no death
+                    self._is_ending_watched = True
             path.write_text(json.dumps(content), encoding="utf-8")
         except (OSError, StoreError) as error:
             log.debug("Slipstream: %s is not watched: %s", digest[:12], error)
+            self._remove(path)
             return None
-        with self._changing:
-            if not self._is_ending_watched:
-                atexit.register(self._end)  # an orderly end is no death
-                self._is_ending_watched = True
-            if lock is not None:
-                self._own[path] = lock
         return path
 
     def _remove(self, mark: Path | None) -> None:
@@ -138,14 +144,21 @@ class Canary:
             return
         _unlink(mark)
         with self._changing:
-            lock = self._own.pop(mark, None)
-        if lock is not None:
-            lock.release()
-            _unlink(mark.with_suffix(".lock"))
+            claim = self._own.pop(mark, None)
+        if claim is not None:
+            claim.release()
 
     def _end(self) -> None:
         for mark in list(self._own):
             self._remove(mark)
+
+    def _sweep(self) -> None:
+        """Remove what has counted for nothing for long."""
+        for path in self._folder.iterdir():
+            mark = path.with_suffix(".json")
+            found = _read(mark)
+            if _is_old(path) and (found is None or not self._counts(found)):
+                _discard(mark)
 
     def _marks(self, digest: str) -> list[Path]:
         try:
@@ -153,36 +166,33 @@ class Canary:
         except OSError:
             return []
 
-    def _death(self, path: Path) -> Death | None:
-        """None where the mark's process lives, or where the mark says nothing any more; then it is removed."""
-        if not self._is_over(path):
-            return None
-        found = _read(path)
-        if found is None or self._is_outdated(found):
-            _unlink(path)
-            _unlink(path.with_suffix(".lock"))
-            return None
-        return Death(found["phase"], bool(found["with_graphs"]), int(found["pid"]), float(found["at"]))
+    def _deaths(self, digest: str) -> Iterator[Death]:
+        """Those that count here."""
+        for path in self._marks(digest):
+            found = _read(path)
+            if found is None or not self._counts(found) or self._is_alive(path, found):
+                continue
+            if path.exists():  # its process has not removed it meanwhile
+                yield Death(**{field.name: found[field.name] for field in fields(Death)})
 
-    def _is_over(self, path: Path) -> bool:
-        """Whether the process that wrote a mark has ended."""
-        if path in self._own:
-            return False
-        try:
-            lock = _lock_of(path)
-        except (OSError, StoreError):
-            return False
-        if lock is None:
-            return False
-        lock.release()
-        found = _read(path) or {}
+    def _counts(self, found: Mapping[str, Any]) -> bool:
+        """Whether a mark was written on this machine, which was not started since, with nothing updated."""
+        now = _host(), _boot(), dict(self._versions())
+        return (found["host"], found["boot"], found["versions"]) == now
+
+    def _is_alive(self, path: Path, found: Mapping[str, Any]) -> bool:
+        """Whether the process that wrote a mark on this machine lives, as far as anybody can tell."""
         started = found.get("started")
-        return started is None or _started(found.get("pid", 0)) != started
-
-    def _is_outdated(self, found: Mapping[str, Any]) -> bool:
-        """Whether the machine was started since, or anything was updated."""
-        was_restarted = found.get("boot") is not None and _boot() is not None and found["boot"] != _boot()
-        return was_restarted or found.get("versions") != dict(self._versions())
+        if path in self._own or (started is not None and _started(found["pid"]) == started):
+            return True
+        try:
+            lock = try_lock(_lock_of(path))
+        except (OSError, StoreError):
+            return True
+        if lock is None:
+            return True
+        Claim(_lock_of(path), lock).release()  # a lock that nobody holds says no more than none
+        return False
 
 
 class EngineCanary:
@@ -200,6 +210,11 @@ class EngineCanary:
     @property
     def allows_graphs(self) -> bool:
         return self.death is None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the engine may do more by now than when it was loaded."""
+        return self._canary is not None and self.death is not None and self._canary.death_of(self._digest) is None
 
     def capturing(self) -> contextlib.AbstractContextManager[None]:
         """Around a stream capture and the first launch of what it gave."""
@@ -232,22 +247,38 @@ class FirstCall:
         return getattr(self._engine, name)
 
 
-def _lock_of(path: Path) -> FileLock | None:
-    """The lock beside a mark; None while its process lives."""
-    return try_lock(path.with_suffix(".lock"))
+def _lock_of(mark: Path) -> Path:
+    """Held while the process lives that wrote the mark."""
+    return mark.with_suffix(".lock")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(path.read_bytes())
-        return found if {"phase", "with_graphs", "pid", "at"} <= found.keys() else None
-    except (OSError, ValueError, AttributeError):
+        return found if _CONTENT <= found.keys() and found["phase"] in _DOING else None
+    except (OSError, ValueError, AttributeError, TypeError):
         return None
+
+
+def _discard(mark: Path) -> None:
+    _unlink(mark)
+    _unlink(_lock_of(mark))
 
 
 def _unlink(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _KEPT_SECONDS
+    except OSError:
+        return False
+
+
+def _host() -> str:
+    return socket.gethostname()
 
 
 def _started(pid: int) -> str | None:

@@ -158,6 +158,8 @@ class CudaGraphs:
             self._hopeless.add(what)
         for call in [call for call in self._graphs if call[0] == what]:
             self._graphs.pop(call).close()
+        if for_good and not self._graphs:
+            self.drop()
 
     def drop(self) -> None:
         """Give back all memory."""
@@ -184,9 +186,30 @@ class CudaGraphs:
         """
         if (library := self._graphing.library()) is None:
             return
+        disturb()
+        try:
+            self._try_to_capture(library, call, compute, generation, tensors, constant)
+            return
+        except CaptureError as error:
+            reason = str(error)
+        # Out here the error is gone, and with it the frames that kept tensors alive.
+        self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
+        self.drop()
+        if or_raise:
+            raise CaptureError(reason)
+        log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", reason)
+
+    def _try_to_capture(
+        self,
+        library: CaptureLibrary,
+        call: _Call,
+        compute: Compute,
+        generation: Hashable,
+        tensors: Tensors,
+        constant: frozenset[str],
+    ) -> None:
         if self._arena is None:
             self._arena = Arena(library, self._device)
-        disturb()
         # What is kept here outlives a host's inference mode.
         with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
             prepare_libraries(library, self._device)
@@ -194,19 +217,19 @@ class CudaGraphs:
             try:
                 with self._graphing.canary.capturing():
                     graph.capture(compute, generation, library, stream)
-            except BaseException as error:
+            except BaseException:
                 self.drop()
-                if not isinstance(error, CaptureError):
-                    raise
-                self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
-                if or_raise:
-                    raise
-                log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", error)
+                raise
 
     def _added(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> _Graph:
         assert self._arena is not None
-        with self._arena.inside(grows=True):
-            like = {name: tensor.to("meta") for name, tensor in compute(**tensors).items()}
+        try:
+            with self._arena.inside(grows=True):
+                like = {name: tensor.to("meta") for name, tensor in compute(**tensors).items()}
+        except BaseException:
+            if not self._graphs:
+                self.drop()
+            raise
         if len(self._graphs) >= _GRAPHS_KEPT:
             self._graphs.popitem(last=False)[1].close()
         self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant)
@@ -277,9 +300,13 @@ class _Graph:
         self, inputs: Tensors, like: Tensors, device: torch.device, arena: Arena, constant: frozenset[str]
     ) -> None:
         self._device = device
-        self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         # Results leave the arena for ordinary memory, which the next replay does not write to.
-        self._outputs = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
+        with torch.cuda.stream(torch.cuda.default_stream(device)):  # see `capture_stream`
+            self._inputs = {name: torch.empty_like(tensor) for name, tensor in inputs.items()}
+            self._outputs = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
         self._arena = arena
         self._graph: Graph | None = None
         self._constant = constant
@@ -347,8 +374,8 @@ class _Graph:
         self._inputs[name].copy_(tensor)
 
     def close(self) -> None:
+        torch.cuda.synchronize(self._device)  # what still runs must keep its memory
         if self._graph is not None:
-            torch.cuda.synchronize(self._device)  # a graph that still runs must keep its memory
             self._graph.close()
             self._graph = None
 

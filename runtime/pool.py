@@ -153,12 +153,19 @@ class EnginePool:
         return loaded
 
     def give_back(self, loaded: LoadedEngine) -> None:
-        """The engine lets go of the model's weights and waits for its next owner."""
+        """The engine lets go of the model's weights and waits for its next owner.
+
+        One that was loaded with care that is over is closed: the next owner has one with CUDA graphs.
+        """
         with self._lock:
             self._used.pop(id(loaded), None)
         _or_close(loaded, loaded.rest)
         with self._lock:
-            self._idle[id(loaded)] = loaded
+            is_kept = not loaded.canary.is_outdated
+            if is_kept:
+                self._idle[id(loaded)] = loaded
+        if not is_kept:
+            loaded.close()
         self._close_surplus()
         self.on_change(loaded.device)
 

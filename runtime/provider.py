@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -30,7 +30,7 @@ from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, 
 from . import bake
 from .backends import default_backends
 from .build import build_engine
-from .canary import USE, Canary, FirstCall
+from .canary import LOAD, USE, Canary, FirstCall
 from .clock import disturb
 from .estimate import estimate, say_estimate
 from .memory import MemoryWatch, Shortages, give_back_unused
@@ -146,6 +146,7 @@ class EngineProvider:
     def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
         entry = build_engine(plan, self.store, progress, cancel, may_run)
         self.canary.forget(entry.digest)
+        self._used.discard(entry.digest)
         return entry
 
     def _is_idle(self) -> bool:
@@ -449,7 +450,7 @@ class EngineProvider:
     def _check_not_fatal(self, entry: Entry) -> None:
         """
         Raises:
-            IncompatibleEngine: an earlier process ended when it used this engine, without CUDA graphs.
+            IncompatibleEngine: earlier processes ended when they used this engine, without CUDA graphs.
         """
         death = self.canary.death_of(entry.digest)
         if death is not None and not death.with_graphs:
@@ -462,30 +463,31 @@ class EngineProvider:
         """An engine of the pool; loading native code for the first time is watched."""
         if entry.digest in self._used:
             return self.pool.take(plan, entry, source.device)
-        with self._watched(plan, entry):
+        with_graphs = is_graphed(plan, plan.device) and self.canary.death_of(entry.digest) is None
+        with self.canary.watching(entry.digest, LOAD, with_graphs):
             return self.pool.take(plan, entry, source.device)
 
     @contextmanager
     def _first_call_watched(self, plan: Plan, loaded: LoadedEngine) -> Iterator[None]:
         """Meanwhile the first call of an engine that this process has not called yet is watched."""
-        engine, entry = loaded.engine, loaded.entry
-        if entry.digest in self._used:
+        engine, digest = loaded.engine, loaded.entry.digest
+        if digest in self._used:
             yield
             return
-        loaded.engine = first = FirstCall(engine, loaded.device, lambda: self._watched(plan, entry))
+        with_graphs = is_graphed(plan, plan.device) and loaded.canary.allows_graphs
+        loaded.engine = first = FirstCall(engine, loaded.device, lambda: self.canary.watching(digest, USE, with_graphs))
         try:
             yield
         finally:
             loaded.engine = engine
             if first.is_over:
-                self._used.add(entry.digest)
-
-    def _watched(self, plan: Plan, entry: Entry) -> AbstractContextManager[None]:
-        with_graphs = is_graphed(plan, plan.device) and self.canary.death_of(entry.digest) is None
-        return self.canary.watching(entry.digest, USE, with_graphs)
+                self._used.add(digest)
 
     def try_again(self, digest: str) -> None:
-        """Use an engine with all that it has, whatever happened when it was used before."""
+        """Use an engine with all that it has, whatever happened when it was used before.
+
+        From the next run on: one in use is closed when it is given back.
+        """
         self.canary.forget(digest)
         self._used.discard(digest)
         self.pool.close_idle(digest)

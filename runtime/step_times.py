@@ -1,8 +1,11 @@
 """How long steps take with engines and without, measured on the pictures that are made: no engine stays that is slower.
 
 A step that engines computed is compared with steps of the same work that the user's model computed by itself. Such
-steps there are before an engine is built; later a few are made on purpose, see `is_due`. An engine that is slower
-beyond noise is retired: its manifest says so, with the versions for which that holds.
+steps there are before an engine is built; later a few are made on purpose, see `is_due`. An engine that seems slower
+beyond noise is suspected, since the machine may only have been busier with its steps than with the model's. One that
+is slower in new steps of both kinds as well is retired: its manifest says so, with the versions for which that holds.
+Where the model computes none any more, as with a VAE whose every call an engine answers, there are figures, but no
+engine is retired.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class StepTimes:
         self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
         self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
         self._suspects: set[Step] = set()
+        self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
+        """Of the model, by the work, from before an engine was suspected: for figures alone."""
         self._unwritten: dict[EngineId, Speed] = {}
         self._lock = threading.RLock()
 
@@ -174,19 +179,34 @@ class StepTimes:
         self._compares = False
 
     def _judge(self, step: Step) -> None:
-        ours, plain = (self._samples.get(each, ()) for each in (step, Step(step.work)))
+        ours: Sequence[float] = self._samples.get(step, ())
+        plain: Sequence[float] = self._samples.get(Step(step.work), ())
+        if are_new := len(plain) >= _LEAST_EAGER:
+            self._earlier.pop(step.work, None)
+        else:
+            plain = self._earlier.get(step.work, ())
         if len(ours) < _LEAST_ENGINE or len(plain) < _LEAST_EAGER:
             return
         entries = self._entries_of(step)
         engine_ms, eager_ms = round(median(ours), 3), round(median(plain), 3)
         if any(map(self.why_not, entries)) or min(engine_ms, eager_ms) <= 0:  # less than the clock can tell
             return
-        slower = self._retires and is_slower(ours, plain)
-        if not slower:
+        slower = self._retires and are_new and is_slower(ours, plain)
+        is_sure = slower and step in self._suspects
+        self._note(entries, Speed(engine_ms, eager_ms, retired=self._versions if is_sure else {}))
+        if slower and not is_sure:
+            self._suspect(step)
+        elif are_new:
             self._suspects.discard(step)
-        elif not self._is_confirmed(step):
-            return
-        self._note(entries, Speed(engine_ms, eager_ms, retired=self._versions if slower else {}))
+
+    def _suspect(self, step: Step) -> None:
+        """Have steps of both kinds timed anew, side by side where steps are computed on purpose."""
+        self._suspects.add(step)
+        self._earlier[step.work] = list(self._samples_of(Step(step.work)))
+        _keep(self._earlier, step.work)
+        for each in (step, Step(step.work)):
+            self._samples_of(each).clear()
+        self._turns.pop(step.work, None)
 
     def _note(self, entries: Iterable[Entry], speed: Speed) -> None:
         for entry in entries:
@@ -198,20 +218,6 @@ class StepTimes:
     def _entries_of(self, step: Step) -> list[Entry]:
         found = [(engine, self._store.lookup(engine[0])) for engine in step.engines]
         return [entry for engine, entry in found if entry is not None and id_of(entry) == engine]
-
-    def _is_confirmed(self, step: Step) -> bool:
-        """Whether an engine that seems slower does so in steps that were taken side by side.
-
-        The machine may only have been busier with the engine's steps than with the model's. So the first time all
-        samples are dropped, where new ones of both kinds can be had.
-        """
-        if step in self._suspects or not self._compares or step.work not in self._turns:
-            return True
-        self._suspects.add(step)
-        self._turns[step.work] = _Turns()
-        for each in (step, Step(step.work)):
-            self._samples.pop(each, None)
-        return False
 
     # What is known
 

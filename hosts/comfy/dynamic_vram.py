@@ -11,12 +11,17 @@ What ComfyUI does at each load of a model, 20 to 200 ms, is left out where all o
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import itertools
 import logging
+import re
 from collections.abc import Hashable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -36,9 +41,22 @@ _versions = itertools.count(1)
 
 
 def is_dynamic(patcher: Any) -> bool:
-    """Whether ComfyUI stages this patcher's model on demand."""
+    """Whether ComfyUI stages this patcher's model on demand, in pages that can be held."""
     asked = getattr(patcher, "is_dynamic", None)
-    return asked is not None and bool(asked())
+    return asked is not None and bool(asked()) and _counts_holders()
+
+
+@functools.cache
+def _counts_holders() -> bool:
+    """Whether a page stays until all who hold it let go; with an older comfy-aimdo any cast of ComfyUI's lets it go."""
+    try:
+        version = importlib.metadata.version("comfy-aimdo")
+    except importlib.metadata.PackageNotFoundError:
+        version = "0"
+    counts = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 3)
+    if not counts:
+        log.info("Slipstream: engines copy weights that ComfyUI stages; with comfy-aimdo 0.3 or newer they need not")
+    return counts
 
 
 # ------------------------------------------------------------------------------------------------- pages
@@ -75,11 +93,34 @@ def _hold(patcher: Any) -> Pages | None:
     """Hold all pages of a loaded model; None where memory does not suffice."""
     vbar = patcher.model.dynamic_vbars[patcher.load_device]
     size = int(vbar.offset)
-    found = vbar.fault(vbar.base_addr, size)
+    vbar.prioritize()  # memory that others needed since the last load may have closed even pages that are held
+    try:
+        found = vbar.fault(vbar.base_addr, size)
+    except RuntimeError as error:
+        log.debug("Slipstream: the weights' pages cannot be had: %s", error)
+        return None
     return None if found is None else Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
 
 
 # ------------------------------------------------------------------------------------------------- binding
+
+
+class _Look:
+    """What a network's weights are like; it keeps none of them in memory.
+
+    Tensors are told apart by weak references, and what lies in the pages by the signatures that ComfyUI makes, one each
+    time that it stages a layer: nothing new can be mistaken for one that is gone.
+    """
+
+    def __init__(self, token: Hashable, pages: Pages, network: torch.nn.Module) -> None:
+        layers = layers_of(network)
+        tensors = tensors_of(layers).values()
+        self._facts = token, pages.serials, len(layers), [*map(version_of, tensors)]
+        self._parts = [*map(ref, tensors), *[layer.__dict__.get("_v_signature") for layer in layers.values()]]
+
+    def finds(self, other: _Look) -> bool:
+        """Whether nothing was staged anew, loaded, replaced or written to between the two."""
+        return self._facts == other._facts and all(map(is_, self._parts, other._parts))
 
 
 @dataclass
@@ -87,12 +128,12 @@ class _Staged:
     """The weights of one network in one dtype, as they were bound last.
 
     Attributes:
-        seen: changes when any of them was staged anew, loaded, replaced or written to.
+        look: at them, once all were found.
         small: copies of small weights, in places that stay.
         version: see `BoundWeights`.
     """
 
-    seen: Hashable = None
+    look: _Look | None = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     small: dict[str, torch.Tensor] = field(default_factory=dict)
     version: int = 0
@@ -129,13 +170,12 @@ def bind_staged(
                 "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
             )
         known = _staged.get(network, (dtype, device, owner, prefix), _Staged)
-        token, own = weights_token(patcher), tensors_of(layers_of(network)).values()
-        seen = token, pages.serials, tuple(map(id, own)), tuple(map(version_of, own))
-        if token is None or known.seen != seen:
-            known.seen = None
+        token = weights_token(patcher)
+        if token is None or known.look is None or not known.look.finds(_Look(token, pages, network)):
+            known.look = None
             found = _found(known.small, network, names, dtype, device, pages, token, owner)
             known.tensors = {prefix + name: tensor for name, tensor in found.items()}
-            known.seen, known.version = seen, next(_versions)
+            known.look, known.version = _Look(token, pages, network), next(_versions)
         if token is not None:
             _loads.get(patcher.model, None, _Load).serials = pages.serials
         return BoundWeights(known.tensors, known.version, pages.release)
@@ -243,13 +283,13 @@ def loading_once(*patchers: Any) -> Iterator[None]:
 
 @contextmanager
 def _loading_once(patcher: Any) -> Iterator[None]:
+    if "partially_load" in vars(patcher):  # somebody else sees to its loads
+        yield
+        return
     load, known = patcher.partially_load, _loads.get(patcher.model, None, _Load)
-    held: list[Pages] = []
 
     def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
-        pages = None if force_patch_weights else _still_loaded(patcher, device_to, known)
-        if pages is not None:
-            held.append(pages)
+        if not force_patch_weights and _still_loaded(patcher, device_to, known):
             return None
         known.state = known.serials = None
         result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
@@ -260,28 +300,34 @@ def _loading_once(patcher: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(AttributeError):
+        if vars(patcher).get("partially_load") is partially_load:
             del patcher.partially_load
-        for pages in held:
-            pages.release()
 
 
-def _still_loaded(patcher: Any, device: Any, known: _Load) -> Pages | None:
-    """The model's pages, held, where all that loading it would do is done; None where it has to be loaded."""
-    if known.serials is None or device != patcher.load_device:
-        return None
-    if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
-        return None
-    patcher.model.dynamic_vbars[device].prioritize()
-    pages = _hold(patcher)
-    if pages is not None and pages.serials != known.serials:
+def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
+    """Whether loading the model would stage nothing anew; all else that a load does is done then.
+
+    No page is held: if one is taken from now on, ComfyUI stages it again where it is used, as after a load.
+    """
+    try:
+        if known.serials is None or device != patcher.load_device:
+            return False
+        if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
+            return False
+        if (pages := _hold(patcher)) is None:
+            return False
         pages.release()
-        return None
-    if pages is not None:  # what a load does beside weights
+        if pages.serials != known.serials:
+            return False
+        if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
+            pinning |= {"failed": False, "active": True}
         with patcher.use_ejected(skip_and_inject_on_exit_only=True):
             patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
             patcher.patch_model(load_weights=False)
-    return pages
+        return True
+    except Exception as error:  # whatever it was, a load begins anew
+        log.debug("Slipstream: ComfyUI loads the model as ever: %s", error)
+        return False
 
 
 def _is_simple(patcher: Any) -> bool:

@@ -11,7 +11,6 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
-#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <map>
 #include <memory>
@@ -29,13 +28,16 @@
 
 namespace {
 
-using c10::cuda::CUDACachingAllocator::CUDAAllocator;
-using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+using namespace c10::cuda::CUDACachingAllocator;
+using c10::DeviceIndex;
+using c10::cuda::CUDAStream;
+using c10::cuda::MempoolId_t;
 
 constexpr size_t kAlignment = 512;
 constexpr size_t kChunk = size_t(32) << 20;
 
 CUDAAllocator* own_allocator();
+void check(cudaError_t result, const char* what);
 
 // Blocks of memory that torch allocated. Freed blocks are used again by the same stream, in whose order they are used.
 struct Arena {
@@ -46,7 +48,16 @@ struct Arena {
     bool is_free;
   };
 
-  explicit Arena(c10::DeviceIndex device) : device(device) {}
+  explicit Arena(DeviceIndex device) : device(device) {}
+
+  ~Arena() {
+    if (!chunks.empty()) {
+      cudaDeviceSynchronize();  // whoever freed a tensor last may still have the device work on it
+    }
+    for (void* chunk : chunks) {
+      own_allocator()->raw_delete(chunk);
+    }
+  }
 
   // Throws where no free block is large enough and the arena may not grow.
   void* take(size_t wanted, cudaStream_t stream, bool may_grow) {
@@ -92,7 +103,7 @@ struct Arena {
     return bytes;
   }
 
-  const c10::DeviceIndex device;
+  const DeviceIndex device;
 
  private:
   using Blocks = std::map<char*, Block>;
@@ -111,9 +122,11 @@ struct Arena {
 
   Blocks::iterator grow(size_t size, cudaStream_t stream) {
     const size_t chunk = (size + kChunk - 1) / kChunk * kChunk;
-    chunks.push_back(own_allocator()->allocate(chunk));
+    // Of the default stream, so that freeing it never has to do with a stream on which something is captured.
+    chunks.push_back(own_allocator()->raw_alloc_with_stream(chunk, nullptr));
+    check(cudaStreamSynchronize(nullptr), "waiting for memory");
     bytes += chunk;
-    auto* start = static_cast<char*>(chunks.back().get());
+    auto* start = static_cast<char*>(chunks.back());
     return blocks.emplace(start, Block{chunk, chunks.size() - 1, stream, true}).first;
   }
 
@@ -129,7 +142,7 @@ struct Arena {
   }
 
   std::mutex mutex;
-  std::vector<c10::DataPtr> chunks;
+  std::vector<void*> chunks;
   Blocks blocks;
   size_t bytes = 0;
   size_t live = 0;
@@ -184,12 +197,9 @@ bool is_inside() {
   return inside != nullptr && c10::cuda::current_device() == inside->device;
 }
 
-// Stands in front of torch's own allocator. What is not overridden fails as torch's pluggable allocators do.
-class Front final : public CUDAPluggableAllocator {
+// Stands in front of torch's own allocator, and hands on every call that has nothing to do with arenas.
+class Front final : public CUDAAllocator {
  public:
-  Front() : CUDAPluggableAllocator([](size_t, int, cudaStream_t) -> void* { return nullptr; },
-                                   [](void*, size_t, int, cudaStream_t) {}) {}
-
   CUDAAllocator* own = nullptr;
 
   c10::DataPtr allocate(size_t size) override {
@@ -208,21 +218,22 @@ class Front final : public CUDAPluggableAllocator {
     return is_inside() && size ? take_from_arena(size, stream) : own->raw_alloc_with_stream(size, stream);
   }
   void raw_delete(void* memory) override { free_memory(memory); }
-  void recordStream(const c10::DataPtr& data, c10::cuda::CUDAStream stream) override {
+  void recordStream(const c10::DataPtr& data, CUDAStream stream) override {
     if (owner_of(data.get(), false) == nullptr) {
       own->recordStream(data, stream);
     }
   }
+
   // What a capture forbids is left out inside.
-  void emptyCache(c10::cuda::MempoolId_t pool) override {
+  void emptyCache(MempoolId_t pool) override {
     if (!is_inside()) {
       own->emptyCache(pool);
     }
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     return is_inside() ? c10::CachingDeviceAllocator::DeviceStats{} : own->getDeviceStats(device);
   }
-  void cacheInfo(c10::DeviceIndex device, size_t* largest) override {
+  void cacheInfo(DeviceIndex device, size_t* largest) override {
     if (is_inside()) {
       *largest = kChunk;
     } else {
@@ -230,36 +241,110 @@ class Front final : public CUDAPluggableAllocator {
     }
   }
 
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override { return own->is_simple_data_ptr(data); }
+  void copy_data(void* to, const void* from, std::size_t count) const override { own->copy_data(to, from, count); }
   void init(int count) override { own->init(count); }
   bool initialized() override { return own->initialized(); }
   bool isEnabled() const override { return own->isEnabled(); }
   void enable(bool value) override { own->enable(value); }
-  double getMemoryFraction(c10::DeviceIndex device) override { return own->getMemoryFraction(device); }
-  void setMemoryFraction(double fraction, c10::DeviceIndex device) override {
-    own->setMemoryFraction(fraction, device);
-  }
+  double getMemoryFraction(DeviceIndex device) override { return own->getMemoryFraction(device); }
+  void setMemoryFraction(double fraction, DeviceIndex device) override { own->setMemoryFraction(fraction, device); }
   void* getBaseAllocation(void* memory, size_t* size) override { return own->getBaseAllocation(memory, size); }
-  void resetAccumulatedStats(c10::DeviceIndex device) override { own->resetAccumulatedStats(device); }
-  void resetPeakStats(c10::DeviceIndex device) override { own->resetPeakStats(device); }
+  void resetAccumulatedStats(DeviceIndex device) override { own->resetAccumulatedStats(device); }
+  void resetPeakStats(DeviceIndex device) override { own->resetPeakStats(device); }
   void beginAllocateToPool(
-      c10::DeviceIndex device, c10::cuda::MempoolId_t pool, std::function<bool(cudaStream_t)> filter) override {
+      DeviceIndex device, MempoolId_t pool, std::function<bool(cudaStream_t)> filter) override {
     own->beginAllocateToPool(device, pool, std::move(filter));
   }
-  void endAllocateToPool(c10::DeviceIndex device, c10::cuda::MempoolId_t pool) override {
-    own->endAllocateToPool(device, pool);
+  void endAllocateToPool(DeviceIndex device, MempoolId_t pool) override { own->endAllocateToPool(device, pool); }
+  void releasePool(DeviceIndex device, MempoolId_t pool) override { own->releasePool(device, pool); }
+  int getPoolUseCount(DeviceIndex device, MempoolId_t pool) override { return own->getPoolUseCount(device, pool); }
+  bool checkPoolLiveAllocations(
+      DeviceIndex device, MempoolId_t pool, const std::unordered_set<void*>& expected) override {
+    return own->checkPoolLiveAllocations(device, pool, expected);
   }
-  void releasePool(c10::DeviceIndex device, c10::cuda::MempoolId_t pool) override { own->releasePool(device, pool); }
+  std::shared_ptr<AllocatorState> getCheckpointState(DeviceIndex device, MempoolId_t pool) override {
+    return own->getCheckpointState(device, pool);
+  }
+  CheckpointDelta setCheckpointPoolState(DeviceIndex device, std::shared_ptr<AllocatorState> state) override {
+    return own->setCheckpointPoolState(device, std::move(state));
+  }
+  bool isHistoryEnabled() override { return own->isHistoryEnabled(); }
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& values) override {
+    own->recordAnnotation(values);
+  }
+  void pushCompileContext(std::string& context) override { own->pushCompileContext(context); }
+  void popCompileContext() override { own->popCompileContext(); }
+  void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
+    own->attachOutOfMemoryObserver(std::move(observer));
+  }
+  void attachAllocatorTraceTracker(AllocatorTraceTracker tracker) override {
+    own->attachAllocatorTraceTracker(std::move(tracker));
+  }
   std::shared_ptr<void> getIpcDevPtr(std::string handle) override { return own->getIpcDevPtr(std::move(handle)); }
-  c10::cuda::CUDACachingAllocator::ShareableHandle shareIpcHandle(void* memory) override {
-    return own->shareIpcHandle(memory);
-  }
-  void enablePeerAccess(c10::DeviceIndex from, c10::DeviceIndex to) override { own->enablePeerAccess(from, to); }
+  ShareableHandle shareIpcHandle(void* memory) override { return own->shareIpcHandle(memory); }
+  void enablePeerAccess(DeviceIndex from, DeviceIndex to) override { own->enablePeerAccess(from, to); }
   cudaError_t memcpyAsync(
       void* to, int to_device, const void* from, int from_device, size_t count, cudaStream_t stream,
       bool has_peer_access) override {
     return own->memcpyAsync(to, to_device, from, from_device, count, stream, has_peer_access);
   }
   std::string name() override { return own->name(); }
+
+  // What differs between versions of torch; TORCH is 211 for 2.11.
+#if TORCH >= 210
+  std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
+    return own->getExpandableSegmentSizes(device);
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override { return own->getMemoryInfo(device); }
+  std::string getUserMetadata() override { return own->getUserMetadata(); }
+  void setUserMetadata(const std::string& metadata) override { own->setUserMetadata(metadata); }
+  void setNoSplit(DeviceIndex device, MempoolId_t pool) override { own->setNoSplit(device, pool); }
+#endif
+#if TORCH >= 211
+  SnapshotInfo snapshot(MempoolId_t pool, bool with_traces) override { return own->snapshot(pool, with_traces); }
+  void createOrIncrefPool(
+      DeviceIndex device, MempoolId_t pool, std::shared_ptr<CUDAAllocator> allocator) override {
+    own->createOrIncrefPool(device, pool, std::move(allocator));
+  }
+  void setUseOnOOM(DeviceIndex device, MempoolId_t pool, bool use) override { own->setUseOnOOM(device, pool, use); }
+  void recordHistory(
+      bool enabled, CreateContextFn context, size_t most, RecordContext when, bool clears,
+      const std::vector<std::string>& skipped) override {
+    own->recordHistory(enabled, context, most, when, clears, skipped);
+  }
+#else
+  SnapshotInfo snapshot(MempoolId_t pool) override { return own->snapshot(pool); }
+  void createOrIncrefPool(DeviceIndex device, MempoolId_t pool, CUDAAllocator* allocator) override {
+    own->createOrIncrefPool(device, pool, allocator);
+  }
+  void setUseOnOOM(DeviceIndex device, MempoolId_t pool) override { own->setUseOnOOM(device, pool); }
+  void recordHistory(
+      bool enabled, CreateContextFn context, size_t most, RecordContext when, bool clears) override {
+    own->recordHistory(enabled, context, most, when, clears);
+  }
+#endif
+#if TORCH >= 212
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* memory) override {
+    return own->getContextForPointer(memory);
+  }
+  void attachOomRejectionObserver(OomRejectionObserver observer) override {
+    own->attachOomRejectionObserver(std::move(observer));
+  }
+#endif
+#if TORCH >= 213
+  void markCaptureBegin(DeviceIndex device) override { own->markCaptureBegin(device); }
+  void markCaptureEnd(DeviceIndex device) override { own->markCaptureEnd(device); }
+  c10::DataPtr allocateWithAddress(size_t size, void* address) override {
+    return own->allocateWithAddress(size, address);
+  }
+#endif
+#if TORCH >= 214
+  bool supportsUserMetadata() override { return own->supportsUserMetadata(); }
+  void annotateMemory(const void* memory, const std::string& metadata) override {
+    own->annotateMemory(memory, metadata);
+  }
+#endif
 };
 
 std::mutex front_mutex;
@@ -275,14 +360,16 @@ CUDAAllocator* own_allocator() {
   return now == &front() ? front().own : now;
 }
 
+// Throws where another allocator than ever has come in front of torch's: which would call which is not to be known.
 void put_front() {
   std::lock_guard<std::mutex> hold(front_mutex);
-  if (threads_inside == 0) {
-    CUDAAllocator* now = c10::cuda::CUDACachingAllocator::allocator.load();
-    if (now != &front()) {
-      front().own = now;
-      c10::cuda::CUDACachingAllocator::allocator.store(&front());
+  CUDAAllocator* now = c10::cuda::CUDACachingAllocator::allocator.load();
+  if (now != &front()) {
+    if (front().own != nullptr && front().own != now) {
+      throw std::runtime_error("another extension changed torch's allocator");
     }
+    front().own = now;
+    c10::cuda::CUDACachingAllocator::allocator.store(&front());
   }
   threads_inside += 1;
 }
@@ -348,8 +435,8 @@ EXPORTED size_t slipstream_arena_live(void* arena) {
 // From here on this thread allocates from `arena`.
 EXPORTED int slipstream_arena_enter(void* arena, int grows) {
   return reporting([&] {
-    if (inside != nullptr) {
-      throw std::runtime_error("this thread is in an arena already");
+    if (inside != nullptr || arena == nullptr) {
+      throw std::runtime_error(arena ? "this thread is in an arena already" : "the arena was closed");
     }
     put_front();
     inside_shared = static_cast<Shared*>(arena);

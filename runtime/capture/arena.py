@@ -11,9 +11,6 @@ import torch
 from ...core.streams import Stream
 from .library import CaptureError, CaptureLibrary
 
-_kept: list[Arena] = []
-"""Arenas in which something still lies that outlived the calls that allocated it: they are never freed."""
-
 _workspaces: dict[torch.device, Arena] = {}
 """Where cuBLAS's workspaces for captures lie. Graphs go on writing to them, so they are never freed either."""
 
@@ -57,10 +54,8 @@ class Arena:
             self._library.get("arena_leave")
 
     def close(self) -> None:
-        """Give the memory back. It stays where something lies in it still."""
-        if self.live:
-            _kept.append(self)
-        elif self._handle is not None:
+        """Give the memory back: at once, or as soon as nothing lies in it any more. The device must be done with it."""
+        if self._handle is not None:
             self._library.get("arena_delete", self._handle)
             self._handle = None
 

@@ -22,7 +22,7 @@ from .library import SOURCE, library_file
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = ("c10", "c10_cuda", "torch_cpu", "torch_cuda")
+_LIBRARIES = ("c10", "c10_cuda")
 _CPP20_SINCE = "2.14"
 """The first torch whose headers want C++20."""
 _HEADER = "cuda_runtime_api.h"
@@ -93,10 +93,11 @@ def _command(compiler: str, made: Path) -> list[str]:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     standard = "c++20" if TorchVersion(str(torch.__version__)) >= _CPP20_SINCE else "c++17"
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    major, minor = map(int, str(torch.__version__).split(".")[:2])
+    defined = [f"-DTORCH={100 * major + minor}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     includes = [f"-I{path}" for path in (*include_paths(), *_cuda_includes())]
     libraries = [*(f"-L{path}" for path in library_paths()), *(f"-l{name}" for name in _LIBRARIES)]
-    flags = [f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", abi]
+    flags = [f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", *defined]
     return [compiler, *flags, *includes, str(SOURCE), "-o", str(made), *libraries]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from contextlib import ExitStack
 from typing import Any
 
 import comfy.lora
 import comfy.model_management
+import comfy.ops
 import pytest
 import torch
 
@@ -156,8 +158,6 @@ def test_nothing_is_done_again_while_nothing_changes(staged: Any, monkeypatch: p
             again = bound(patcher)
             assert again.version == first.version and places(again) == places(first)
             again.release()
-            assert pages_of(patcher).held, "the run goes on"
-        assert pages_of(patcher).held == 0
     assert not casts and not loads
 
 
@@ -262,24 +262,240 @@ def test_room_for_sampling_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch)
     assert pages_of(patcher).held == 0
 
 
-@pytest.mark.parametrize("change", ["callback", "hooks", "injection", "forced"])
-def test_a_load_that_others_have_a_part_in_is_not_left_out(change: str, staged: Any) -> None:
+def loads_of(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that ComfyUI does itself from now on."""
+    loads: list[Any] = []
+    real = type(patcher).load
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loads.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(patcher), "load", load)
+    return loads
+
+
+@pytest.mark.parametrize("change", ["callback", "hooks", "injection", "current", "forced"])
+def test_a_load_that_others_have_a_part_in_is_not_left_out(
+    change: str, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comfy.hooks import HookGroup, WeightHook
     from comfy.patcher_extension import CallbacksMP
 
     patcher = staged()
     load(patcher)
     bound(patcher).release()
     loads: list[Any] = []
-    patcher.load = lambda *args, **kwargs: loads.append(args)
+    monkeypatch.setattr(type(patcher), "load", lambda *args, **kwargs: loads.append(args))
+    load(patcher)
+    assert not loads
+    hooks = HookGroup()
+    hooks.add(WeightHook())
     if change == "callback":
         patcher.add_callback(CallbacksMP.ON_LOAD, lambda *args: None)
     elif change == "hooks":
         patcher.hook_patches = {"hook": {}}
     elif change == "injection":
         patcher.injections = {"key": []}
+    elif change == "current":
+        patcher.current_hooks = hooks
+    else:
+        patcher.forced_hooks = hooks
+    load(patcher)
+    assert loads
+
+
+def test_a_load_that_is_left_out_holds_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an engine leaves all weights to ComfyUI, which may take their pages whenever it wants to."""
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    bound(patcher).release()
+    pages, loads = pages_of(patcher), loads_of(patcher, monkeypatch)
     with loading_once(patcher):
         patcher.partially_load(patcher.load_device, 0)
-    assert bool(loads) == (change != "forced")
+        assert pages.held == 0 and not loads
+        assert patcher.model.dynamic_pins[patcher.load_device]["active"]
+        assert pages.free_memory(3 * staging.PAGE) == 3 * staging.PAGE
+        pages.take_away(0, 2)
+        for name, layer in patcher.model.diffusion_model.named_modules():
+            if "_v" in vars(layer):
+                found, _ = cast(layer)
+                torch.testing.assert_close(found, expected[f"model.{name}.weight"], rtol=1e-5, atol=1e-6)
+        pages.take_away()
+        weights = bound(patcher)
+        assert_right(weights, expected)
+        weights.release()
+    assert pages.held == 0
+
+
+def cast(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's weight and bias as a call of it computes with them."""
+    weight, bias, stream = comfy.ops.cast_bias_weight(
+        layer, dtype=torch.float32, device=staging.DEVICE, bias_dtype=torch.float32, offloadable=True
+    )
+    found = weight.clone(), None if bias is None else bias.clone()
+    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    return found
+
+
+def test_pages_that_are_held_are_held_again_when_memory_was_short(staged: Any) -> None:
+    """A ControlNet, a half or another shape binds in the middle of a run."""
+    patcher = staged()
+    load(patcher)
+    first, pages = bound(patcher), pages_of(patcher)
+    assert pages.free_memory(staging.PAGE) == 0 and pages.watermark == 0
+    again = bound(patcher)
+    assert places(again) == places(first) and again.version == first.version
+    first.release()
+    pages.take_away()
+    assert_right(again, wanted(patcher))
+    again.release()
+    assert pages.held == 0
+
+
+def out_of_reach(*_: Any) -> Any:
+    raise RuntimeError("Fault failed: 2")
+
+
+def test_pages_that_cannot_be_had_count_as_memory_that_does_not_suffice(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    pages = pages_of(patcher)
+    with monkeypatch.context() as broken:
+        broken.setattr(pages, "fault", out_of_reach)
+        with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
+            bound(patcher)
+        loads = loads_of(patcher, broken)
+        load(patcher)
+        assert loads and pages.held == 0
+
+
+@pytest.mark.parametrize("failing", ["patch_model", "unpatch_model"])
+def test_a_load_that_cannot_be_left_out_is_done(failing: str, staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    loads, real = loads_of(patcher, monkeypatch), getattr(patcher, failing)
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        setattr(patcher, failing, real)
+        raise RuntimeError("fails")
+
+    setattr(patcher, failing, fails_once)
+    load(patcher)
+    assert loads == [patcher] and pages_of(patcher).held == 0
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
+def test_what_somebody_else_did_to_loads_stays(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    assert "partially_load" not in vars(patcher)
+    seen: list[Any] = []
+
+    def override(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return type(patcher).partially_load(patcher, *args, **kwargs)
+
+    patcher.partially_load = override
+    load(patcher)
+    assert vars(patcher)["partially_load"] is override and len(seen) == 1
+    del patcher.partially_load
+    with loading_once(patcher):
+        patcher.partially_load = override
+    assert vars(patcher)["partially_load"] is override
+
+
+def test_what_another_lora_left_in_the_pages_is_seen(staged: Any) -> None:
+    """Without a page that was taken away, and without a tensor that was replaced."""
+    patcher = staged()
+    other = with_lora(patcher, 0.5)
+    load(patcher)
+    name, layer = next((n, m) for n, m in patcher.model.diffusion_model.named_modules() if "_v" in vars(m))
+    network = torch.nn.Sequential(layer)
+    expected = {f"0.{part}": wanted(patcher)[f"model.{name}.{part}"] for part in ("weight", "bias")}
+
+    def bind() -> BoundWeights:
+        return dynamic_vram.bind_staged(patcher, network, set(expected), torch.float32)
+
+    first = bind()
+    first.release()
+    other.partially_load(other.load_device, 0)
+    cast(layer)
+    patcher.partially_load(patcher.load_device, 0)
+    again = bind()
+    assert_right(again, expected)
+    assert again.version != first.version
+    again.release()
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_seen(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    name, layer = next(
+        (name, layer)
+        for name, layer in patcher.model.diffusion_model.named_modules()
+        if isinstance(layer, torch.nn.GroupNorm)
+    )
+    value, before = torch.full_like(layer.weight, 3), id(layer.weight)
+    version, others = layer.weight._version, []
+    layer.weight = None
+    for _ in range(1000):  # Python puts a new object where one of the same size lay
+        others.append(torch.nn.Parameter(value, requires_grad=False))
+        if id(others[-1]) == before:
+            break
+    layer.weight = others[-1]
+    with torch.no_grad():
+        for _ in range(version):
+            layer.weight.add_(0)
+    assert id(layer.weight) == before and layer.weight._version == version
+    again = bound(patcher)
+    assert again.version != first.version
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], value)
+    again.release()
+
+
+@pytest.mark.parametrize(
+    ("version", "counts"),
+    [("0.2.14", False), ("0.3.0", True), ("0.4.13.dev2", True), ("1.0", True), (None, False)],
+)
+def test_weights_are_copied_where_a_page_has_one_holder(
+    version: str | None, counts: bool, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before comfy-aimdo 0.3.0, whoever lets go of a page lets go of it for all."""
+
+    def installed(name: str) -> str:
+        assert name == "comfy-aimdo"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(dynamic_vram, "_counts_holders", dynamic_vram._counts_holders.__wrapped__)
+    monkeypatch.setattr(staging.Pages, "counts_holders", counts)
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    weights, pages = bound(patcher), pages_of(patcher)
+    for layer in patcher.model.diffusion_model.modules():
+        if "_v" in vars(layer):
+            cast(layer)  # a step of the plain model
+    pages.take_away()
+    if not counts:
+        pages.memory.fill_(255)
+    assert_right(weights, expected)
+    assert bool(pages.held) == counts
+    weights.release()
+    assert pages.held == 0
 
 
 def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:

@@ -20,13 +20,20 @@ DEVICE = torch.device("cpu", 0)
 
 
 class Pages:
-    """Memory of one model behind addresses that never change; what comes back after it was taken away is rubbish."""
+    """Memory of one model behind addresses that never change; what comes back after it was taken away is rubbish.
+
+    Attributes:
+        counts_holders: whether a page stays until all who hold it let go, as since comfy-aimdo 0.3.0.
+        watermark: pages from here on are closed, also those that are held.
+    """
+
+    counts_holders = True
 
     def __init__(self, size: int, device: int) -> None:
         self.memory = torch.zeros(int(size) // PAGE * PAGE + PAGE, dtype=torch.uint8)
         self.base_addr = self.memory.data_ptr()
         self.offset = 0
-        self.capacity = len(self.memory) // PAGE
+        self.capacity = self.watermark = len(self.memory) // PAGE
         self.resident: dict[int, int] = {}
         self.serials: dict[int, int] = {}
         self.pins: dict[int, int] = {}
@@ -39,6 +46,8 @@ class Pages:
 
     def fault(self, address: int, size: int) -> Any:
         pages = self._pages(address, size)
+        if pages.stop > self.watermark:
+            return None
         missing = [page for page in pages if page not in self.resident]
         if len(self.resident) + len(missing) > self.capacity:
             return None
@@ -46,14 +55,16 @@ class Pages:
             self.serials[page] = self.resident[page] = self.serials.get(page, 0) + 1
             self.memory[page * PAGE : (page + 1) * PAGE] = 255
         for page in pages:
-            self.pins[page] = self.pins.get(page, 0) + 1
+            self.pins[page] = self.pins.get(page, 0) + 1 if self.counts_holders else 1
         signature = (ctypes.c_uint32 * (size // PAGE + 2))()
         signature[: len(pages)] = [self.resident[page] for page in pages]
         return signature
 
     def unpin(self, address: int, size: int) -> None:
         for page in self._pages(address, size):
-            self.pins[page] = max(0, self.pins.get(page, 0) - 1)
+            self.pins[page] = max(0, self.pins.get(page, 0) - 1) if self.counts_holders else 0
+            if page >= self.watermark:
+                self.take_away(page)
 
     def take_away(self, *pages: int) -> None:
         """As under pressure; those that are held stay."""
@@ -62,12 +73,16 @@ class Pages:
                 self.resident.pop(page, None)
 
     def free_memory(self, size: float) -> int:
+        """From the last page on, until enough is free; the watermark sinks past those that are held."""
         before = len(self.resident)
-        self.take_away()
+        while self.watermark and (before - len(self.resident)) * PAGE < size:
+            self.watermark -= 1
+            self.take_away(self.watermark)
         return (before - len(self.resident)) * PAGE
 
     def prioritize(self) -> None:
         self.prioritized += 1
+        self.watermark = len(self.memory) // PAGE
 
     def loaded_size(self) -> int:
         return len(self.resident) * PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -12,9 +13,11 @@ from slipstream.core.errors import CorruptEngine, EngineInUse, IncompatibleEngin
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.runtime.build import build_engine
+from slipstream.runtime.canary import CAPTURE, Canary
 from slipstream.runtime.plan import Plan
 from slipstream.runtime.pool import EnginePool, LoadedEngine
 from slipstream.tests.fakes import CPU, FakeWorker, NullBackend, make_plan
+from slipstream.tests.unit.runtime.doomed import Doomed
 
 Take = Callable[[int], LoadedEngine]
 
@@ -145,6 +148,28 @@ def test_an_engine_that_cannot_let_go_is_closed(
     with pytest.raises(RuntimeError, match="driver"):
         pool.give_back(loaded)
     assert loaded.engine.closed and pool.device_bytes(CPU) == 0 and store.delete(loaded.entry.digest)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are made by fork here")
+def test_an_engine_that_was_loaded_with_care_is_closed_when_that_is_over(
+    store: EngineStore, build: Callable[[int], tuple[Plan, Entry]]
+) -> None:
+    plan, entry = build(8)
+    canary = Canary(store.marks, dict)
+    pool = EnginePool(canary=canary)
+    Doomed(store.marks, entry.digest, CAPTURE, True, {}).end()
+    careful = pool.take(plan, entry, CPU)
+    pool.give_back(careful)
+    assert pool.take(plan, entry, CPU) is careful and not careful.canary.allows_graphs
+    told: list[torch.device] = []
+    pool.on_change = told.append
+    canary.forget(entry.digest)
+    pool.give_back(careful)
+    assert careful.engine.closed and told == [CPU]
+    free = pool.take(plan, entry, CPU)
+    assert free is not careful and free.canary.allows_graphs
+    pool.give_back(free)
+    assert pool.take(plan, entry, CPU) is free
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.core.environment import versions_now
 from slipstream.core.errors import (
     BuildCancelled,
     BuildDied,
@@ -27,6 +30,7 @@ from slipstream.engine_cache import EngineStore
 from slipstream.runtime import build as build_module
 from slipstream.runtime import provider as provider_module
 from slipstream.runtime.build import build_engine
+from slipstream.runtime.canary import LOAD, USE
 from slipstream.runtime.describe import summary
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
@@ -39,11 +43,13 @@ from slipstream.tests.fakes import (
     FakeSource,
     FakeWorker,
     NullBackend,
+    NullEngine,
     ask,
     make_inputs,
     make_model,
     wait_until,
 )
+from slipstream.tests.unit.runtime.doomed import Doomed
 from slipstream.tests.unit.trt_backend.support import library_of
 from slipstream.trt_backend import TensorRTBackend
 
@@ -685,6 +691,102 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(
             return_it(provider, offer)
     assert source.reference_calls == 2, "what cannot be written is remembered by this process"
     assert caplog.text.count("read-only") == 1
+
+
+# -------------------------------------------------------------------------------- what ended a process
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are made by fork here")
+
+
+def die(provider: EngineProvider, phase: str, graphs: bool) -> str:
+    """Another process ends as it uses the only engine, whose digest is given."""
+    (entry,) = provider.store.list()
+    Doomed(provider.store.marks, entry.digest, phase, graphs, versions_now()).end()
+    return entry.digest
+
+
+def marks(provider: EngineProvider) -> list[str]:
+    """The phases of which marks are there."""
+    return sorted(path.name.split(".")[1] for path in provider.store.marks.glob("*.json"))
+
+
+@pytest.fixture
+def seen(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The marks that were there when an engine was loaded or called."""
+    found: list[list[str]] = []
+
+    def looking(method: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any) -> Any:
+            found.append(marks(provider))
+            return method(*args)
+
+        return look
+
+    monkeypatch.setattr(NullBackend, "load", looking(NullBackend.load))
+    monkeypatch.setattr(NullEngine, "_run", looking(NullEngine._run))
+    return found
+
+
+def test_loading_and_the_first_call_are_watched_once_a_process(
+    provider: EngineProvider, source: FakeSource, seen: list[list[str]]
+) -> None:
+    offer = ask(provider, source)
+    assert_serves(offer, source)
+    assert seen[:2] == [[LOAD], [USE]] and seen[2:] == [[]] * (len(seen) - 2) and len(seen) > 2
+    return_it(provider, offer)
+    provider.pool.clear()
+    seen.clear()
+    assert_serves(ask(provider, source), source)
+    assert seen == [[]] * len(seen) and len(seen) > 1
+    seen.clear()
+    assert_serves(ask(restarted(provider), source), source)
+    assert seen[:2] == [[LOAD], [USE]]
+
+
+@needs_fork
+def test_an_engine_that_ended_a_process_without_graphs_is_not_used(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend
+) -> None:
+    return_it(provider, ask(provider, source))
+    digest = die(provider, USE, False)
+    loaded = len(backend.engines)
+    later = restarted(provider)
+    reason = ask(later, source).reason
+    assert "is not used: the program ended while it was used for the first time" in reason and "Try again" in reason
+    assert len(backend.engines) == loaded
+    later.try_again(digest)
+    assert_serves(ask(later, source), source)
+
+
+@needs_fork
+def test_try_again_reaches_an_engine_in_use(provider: EngineProvider, source: FakeSource) -> None:
+    return_it(provider, ask(provider, source))
+    digest = die(provider, USE, True)
+    later = restarted(provider)
+    used, idle = ask(later, source), ask(later, source)
+    assert used.engine is not None and idle.engine is not None and not used.engine.canary.allows_graphs
+    return_it(later, idle)
+    later.try_again(digest)
+    assert idle.engine.engine.closed and not used.engine.engine.closed
+    assert_serves(used, source)
+    return_it(later, used)
+    assert used.engine.engine.closed
+    again = ask(later, source)
+    assert again.engine is not None and again.engine.canary.allows_graphs
+
+
+@needs_fork
+def test_an_engine_that_is_built_anew_is_forgiven_and_watched(
+    provider: EngineProvider, source: FakeSource, backend: NullBackend, seen: list[list[str]]
+) -> None:
+    return_it(provider, ask(provider, source))
+    for _ in range(2):
+        digest = die(provider, USE, False)
+    assert provider.delete(digest)
+    backend.content = "better"
+    seen.clear()
+    assert_serves(ask(provider, source), source)
+    assert seen[:2] == [[LOAD], [USE]]
 
 
 # ---------------------------------------------------------------------------------------------- prepare

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("capture") / "capture.so"
     torch_libraries = Path(torch.__file__).parent / "lib"
     command = [
-        "g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{STAND_INS}", f"-I{SOURCE.parent}",
+        "g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH=213", f"-I{STAND_INS}", f"-I{SOURCE.parent}",
         *(f"-I{path}" for path in include_paths()), str(STAND_INS / "calls.cpp"), "-o", str(made),
         f"-L{torch_libraries}", "-lc10", f"-Wl,-rpath,{torch_libraries}",
     ]  # fmt: skip
@@ -76,8 +77,22 @@ def arena(torch_: Torch) -> Iterator[int]:
     torch_.library.get("arena_leave")
 
 
-def test_every_function_of_the_library_is_there(torch_: Torch) -> None:
-    assert set(_FUNCTIONS) == {name for name in torch_.library._functions}
+def test_the_functions_are_those_of_the_source() -> None:
+    assert set(_FUNCTIONS) == set(re.findall(r"EXPORTED [^(]*slipstream_(\w+)\(", SOURCE.read_text(encoding="utf-8")))
+
+
+def test_every_function_of_torchs_allocators_is_handed_on() -> None:
+    """What the base class does instead may throw, in destructors too."""
+    include = Path(torch.__file__).parent / "include" / "c10"
+    headers = "core/Allocator.h", "core/CachingDeviceAllocator.h", "cuda/CUDACachingAllocator.h"
+    classes = r"(?:struct C10_API Allocator|DeviceAllocator :|class CUDAAllocator :).*?\n};"
+    found: set[str] = set()
+    for header in headers:
+        for body in re.findall(classes, (include / header).read_text(encoding="utf-8"), re.DOTALL):
+            found |= set(re.findall(r"virtual [^;{(]*?\b(\w+)\(", body))
+    assert len(found) > 40
+    ours = set(re.findall(r"(\w+)\([^;{]*\)\s*(?:const )?override", SOURCE.read_text(encoding="utf-8")))
+    assert found - ours - {"Allocator"} == set()
 
 
 def test_torch_is_told_only_for_as_long_as_a_thread_is_inside(torch_: Torch, arena: int) -> None:
@@ -144,6 +159,21 @@ def test_other_threads_and_devices_are_left_to_torch(torch_: Torch, arena: int) 
     for tensor in made:
         torch_("drop", tensor)
     assert torch_("own_blocks") == before
+
+
+def test_pools_of_others_are_told_of_by_torch(torch_: Torch, arena: int) -> None:
+    torch_.library.run("arena_enter", arena, 1)
+    assert torch_("uses_of_a_pool") == 7
+
+
+def test_no_arena_is_entered_in_front_of_another_allocator(torch_: Torch, arena: int) -> None:
+    torch_("other", 1)
+    with pytest.raises(CaptureError, match="another extension changed"):
+        torch_.library.run("arena_enter", arena, 1)
+    torch_("other", 0)
+    torch_.library.run("arena_enter", arena, 1)
+    with pytest.raises(CaptureError, match="closed"):
+        torch_.library.run("arena_enter", None, 1)
 
 
 def test_what_is_torch_s_own_is_freed_by_torch_also_inside(torch_: Torch, arena: int) -> None:

@@ -33,6 +33,7 @@ struct Own final : public c10::cuda::CUDACachingAllocator::CUDAAllocator {
   void emptyCache(c10::cuda::MempoolId_t) override { emptied += 1; }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {1}; }
   void cacheInfo(c10::DeviceIndex, size_t* largest) override { *largest = size_t(1) << 40; }
+  int getPoolUseCount(c10::DeviceIndex, c10::cuda::MempoolId_t) override { return 7; }
   std::string name() override { return "own"; }
 };
 CUDAAllocator* now() { return c10::cuda::CUDACachingAllocator::allocator.load(); }
@@ -43,6 +44,12 @@ EXPORTED int test_is_own() { return now() == &Own::get(); }
 EXPORTED size_t test_own_blocks() { return Own::get().taken.size(); }
 EXPORTED size_t test_emptied() { return Own::get().emptied; }
 EXPORTED size_t test_recorded() { return Own::get().recorded; }
+EXPORTED int test_uses_of_a_pool() { return now()->getPoolUseCount(0, {0, 1}); }
+// Another extension's allocator, in front of what is there or gone again.
+EXPORTED void test_other(int is_there) {
+  static auto* other = new Own();
+  c10::cuda::CUDACachingAllocator::allocator.store(is_there ? other : &Own::get());
+}
 EXPORTED int test_asked() { return now()->getDeviceStats(0).asked; }
 EXPORTED void test_empty() { now()->emptyCache({0, 0}); }
 EXPORTED void test_set_stream(size_t stream) { c10::cuda::the_stream.value = reinterpret_cast<void*>(stream); }
