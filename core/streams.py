@@ -50,8 +50,12 @@ _NON_BLOCKING = 1
 _DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
+_STREAMS = 3
+_SIDE, _BRANCH, _CAPTURE = range(_STREAMS)
+
+
 @functools.cache
-def _stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """A stream that is ours alone, kept for good.
 
     torch's own are 32, which it hands out in turns: sooner or later another thread gets the same one, and what it does
@@ -68,6 +72,15 @@ def _stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def wait_for_streams(device: torch.device) -> None:
+    """Let the host wait for all that was done on our own streams.
+
+    Not for the device: that would be an error while another thread captures something, and void it.
+    """
+    for number in range(_STREAMS):
+        _stream(device, number).synchronize()
+
+
 class Branch:
     """Work on a second stream beside the current one, from `begin` to `join`.
 
@@ -76,7 +89,7 @@ class Branch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._side = _stream(device, 1)
+        self._side = _stream(device, _BRANCH)
         self._device = device
         self._done = torch.cuda.Event()
 
@@ -102,7 +115,7 @@ def side_stream(device: torch.device) -> Iterator[Stream]:
     if device.type != "cuda":
         yield _NoStream()
         return
-    with _beside_caller(device, _stream(device)) as side:
+    with _beside_caller(device, _stream(device, _SIDE)) as side:
         yield side
 
 
@@ -113,8 +126,8 @@ def capture_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     Memory that outlives the block is to be allocated for another stream: whoever frees it later, in whatever thread,
     would have to do with this one in the midst of a capture.
     """
-    _stream(device, 2).wait_stream(_stream(device))
-    with _beside_caller(device, _stream(device, 2)) as stream:
+    _stream(device, _CAPTURE).wait_stream(_stream(device, _SIDE))
+    with _beside_caller(device, _stream(device, _CAPTURE)) as stream:
         yield stream
 
 

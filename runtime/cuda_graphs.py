@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,9 @@ import torch
 
 from ..core.protocols import Engine, Tensors
 from ..core.shapes import ShapeProfile
-from ..core.streams import capture_stream, side_stream
+from ..core.streams import capture_stream, side_stream, wait_for_streams
 from .canary import EngineCanary
-from .capture.arena import Arena, Graph, capture, prepare_libraries
+from .capture.arena import Arena, Graph, capture, give_back, prepare_libraries
 from .capture.compiling import compile_in_background
 from .capture.library import CaptureError, CaptureLibrary, loaded_library
 from .clock import disturb
@@ -44,8 +44,8 @@ Compute = Callable[..., Tensors]
 
 _local = threading.local()
 
-_capturing = threading.Lock()
-"""One capture at a time: they share a stream."""
+_capturing = threading.RLock()
+"""One capture at a time: they share a stream. Meanwhile no graph is closed, nor its memory freed."""
 
 
 @contextmanager
@@ -156,18 +156,25 @@ class CudaGraphs:
         """
         if for_good:
             self._hopeless.add(what)
-        for call in [call for call in self._graphs if call[0] == what]:
-            self._graphs.pop(call).close()
+        self._close([call for call in self._graphs if call[0] == what])
         if for_good and not self._graphs:
             self.drop()
 
     def drop(self) -> None:
         """Give back all memory."""
-        while self._graphs:
-            self._graphs.popitem()[1].close()
-        if self._arena is not None:
+        if self._arena is None:
+            return
+        with _capturing:
+            self._close([*self._graphs])
             self._arena.close()
-        self._arena = None
+            give_back(self._arena.library)
+            self._arena = None
+
+    def _close(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            with _capturing:
+                wait_for_streams(self._device)  # a graph that still runs must keep its memory
+                self._graphs.pop(call).close()
 
     def _capture(
         self,
@@ -212,6 +219,8 @@ class CudaGraphs:
             self._arena = Arena(library, self._device)
         # What is kept here outlives a host's inference mode.
         with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
+            wait_for_streams(self._device)
+            give_back(library)
             prepare_libraries(library, self._device)
             graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
             try:
@@ -231,7 +240,7 @@ class CudaGraphs:
                 self.drop()
             raise
         if len(self._graphs) >= _GRAPHS_KEPT:
-            self._graphs.popitem(last=False)[1].close()
+            self._close([next(iter(self._graphs))])
         self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant)
         return self._graphs[call]
 
@@ -327,7 +336,7 @@ class _Graph:
             CaptureError: it cannot be captured.
         """
         self._set_memory_aside(compute)
-        torch.cuda.synchronize(self._device)
+        stream.synchronize()
         try:
             with _no_garbage_collection(), self._arena.inside(grows=False):
                 graph = capture(library, stream, lambda: self._record(compute))
@@ -336,7 +345,7 @@ class _Graph:
         except Exception as error:  # outside of a capture it computed: what a graph cannot hold is to blame
             raise CaptureError(str(error)) from error
         graph.launch(stream)
-        torch.cuda.synchronize(self._device)
+        wait_for_streams(self._device)
         self.close()
         self._graph, self.generation = graph, generation
 
@@ -374,7 +383,7 @@ class _Graph:
         self._inputs[name].copy_(tensor)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)  # what still runs must keep its memory
+        """The device must be done with it."""
         if self._graph is not None:
             self._graph.close()
             self._graph = None

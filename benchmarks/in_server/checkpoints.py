@@ -24,7 +24,7 @@ from .references import References
 
 SEED = 7
 LORA_RANK = 16
-UNET_SHARE = 0.1
+UNET_SHARE = 0.03
 """The factor by which the part of a UNet's prediction is made smaller that is not its own input."""
 
 TINY = {

@@ -16,7 +16,7 @@ import importlib.metadata
 import itertools
 import logging
 import re
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -76,6 +76,7 @@ class Pages:
 
     def release(self) -> None:
         """ComfyUI may take them away again."""
+        _held.pop(id(self), None)
         self.vbar.unpin(self.vbar.base_addr, self.size)
 
     def hold_weights_of(self, layer: Any) -> bool:
@@ -99,7 +100,33 @@ def _hold(patcher: Any) -> Pages | None:
     except RuntimeError as error:
         log.debug("Slipstream: the weights' pages cannot be had: %s", error)
         return None
-    return None if found is None else Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
+    if found is None:
+        return None
+    pages = Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
+    _held[id(pages)] = pages
+    return pages
+
+
+_held: dict[int, Pages] = {}
+
+
+@contextmanager
+def _letting_go() -> Iterator[None]:
+    """Meanwhile no page is held: ComfyUI counts memory then, and warns of each page that is.
+
+    Raises:
+        RuntimeError: a page was taken away meanwhile.
+    """
+    held = [*_held.values()]
+    for pages in held:
+        pages.vbar.unpin(pages.vbar.base_addr, pages.size)
+    try:
+        yield
+    finally:
+        for pages in held:
+            found = pages.vbar.fault(pages.vbar.base_addr, pages.size)
+            if found is None or tuple(found)[: len(pages.serials)] != pages.serials:
+                raise RuntimeError("ComfyUI took weights away while an engine used them; please report this")
 
 
 # ------------------------------------------------------------------------------------------------- binding
@@ -283,10 +310,11 @@ def loading_once(*patchers: Any) -> Iterator[None]:
 
 @contextmanager
 def _loading_once(patcher: Any) -> Iterator[None]:
-    if "partially_load" in vars(patcher):  # somebody else sees to its loads
-        yield
-        return
-    load, known = patcher.partially_load, _loads.get(patcher.model, None, _Load)
+    count, load, known = patcher.get_free_memory, patcher.partially_load, _loads.get(patcher.model, None, _Load)
+
+    def get_free_memory(device: Any) -> Any:
+        with _letting_go():
+            return count(device)
 
     def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         if not force_patch_weights and _still_loaded(patcher, device_to, known):
@@ -296,12 +324,22 @@ def _loading_once(patcher: Any) -> Iterator[None]:
         known.state = _state_of(patcher)
         return result
 
-    patcher.partially_load = partially_load
+    with _instead(patcher, "get_free_memory", get_free_memory), _instead(patcher, "partially_load", partially_load):
+        yield
+
+
+@contextmanager
+def _instead(patcher: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile the patcher has another method, unless somebody else has seen to that already."""
+    if name in vars(patcher):
+        yield
+        return
+    setattr(patcher, name, method)
     try:
         yield
     finally:
-        if vars(patcher).get("partially_load") is partially_load:
-            del patcher.partially_load
+        if vars(patcher).get(name) is method:
+            delattr(patcher, name)
 
 
 def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:

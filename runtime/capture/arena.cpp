@@ -37,6 +37,7 @@ constexpr size_t kAlignment = 512;
 constexpr size_t kChunk = size_t(32) << 20;
 
 CUDAAllocator* own_allocator();
+void leave_behind(const std::vector<void*>& chunks);
 void check(cudaError_t result, const char* what);
 
 // Blocks of memory that torch allocated. Freed blocks are used again by the same stream, in whose order they are used.
@@ -50,14 +51,7 @@ struct Arena {
 
   explicit Arena(DeviceIndex device) : device(device) {}
 
-  ~Arena() {
-    if (!chunks.empty()) {
-      cudaDeviceSynchronize();  // whoever freed a tensor last may still have the device work on it
-    }
-    for (void* chunk : chunks) {
-      own_allocator()->raw_delete(chunk);
-    }
-  }
+  ~Arena() { leave_behind(chunks); }
 
   // Throws where no free block is large enough and the arena may not grow.
   void* take(size_t wanted, cudaStream_t stream, bool may_grow) {
@@ -347,6 +341,19 @@ class Front final : public CUDAAllocator {
 #endif
 };
 
+// Memory of arenas that are gone, which nobody has given back yet: the last tensor in an arena may be freed by any thread
+// at any time, also while the device works on it, or in a capture.
+std::mutex left_behind_mutex;
+std::vector<void*>& left_behind() {
+  static auto* chunks = new std::vector<void*>();
+  return *chunks;
+}
+
+void leave_behind(const std::vector<void*>& chunks) {
+  std::lock_guard<std::mutex> hold(left_behind_mutex);
+  left_behind().insert(left_behind().end(), chunks.begin(), chunks.end());
+}
+
 std::mutex front_mutex;
 size_t threads_inside = 0;
 
@@ -418,9 +425,24 @@ EXPORTED void* slipstream_arena_new(int device) {
   return new Shared(std::make_shared<Arena>(static_cast<c10::DeviceIndex>(device)));
 }
 
-// Its memory goes when the last tensor in it does.
+// Its memory is left behind when the last tensor in it goes.
 EXPORTED void slipstream_arena_delete(void* arena) {
   delete static_cast<Shared*>(arena);
+}
+
+// Gives back what arenas left behind. The device must be done with it.
+EXPORTED int slipstream_give_back() {
+  return reporting([&] {
+    std::vector<void*> chunks;
+    {
+      std::lock_guard<std::mutex> hold(left_behind_mutex);
+      chunks.swap(left_behind());
+    }
+    cudaGetLastError();  // with the asynchronous allocator an old error would be taken for one of freeing
+    for (void* chunk : chunks) {
+      own_allocator()->raw_delete(chunk);
+    }
+  });
 }
 
 EXPORTED size_t slipstream_arena_bytes(void* arena) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -10,6 +11,8 @@ import torch
 
 from ...core.streams import Stream
 from .library import CaptureError, CaptureLibrary
+
+log = logging.getLogger(__name__)
 
 _workspaces: dict[torch.device, Arena] = {}
 """Where cuBLAS's workspaces for captures lie. Graphs go on writing to them, so they are never freed either."""
@@ -26,18 +29,18 @@ class Arena:
 
     def __init__(self, library: CaptureLibrary, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
-        self._library = library
+        self.library = library
         self._handle: int | None = library.get("arena_new", index)
 
     @property
     def bytes(self) -> int:
         """Device memory that it holds, in bytes."""
-        return 0 if self._handle is None else int(self._library.get("arena_bytes", self._handle))
+        return 0 if self._handle is None else int(self.library.get("arena_bytes", self._handle))
 
     @property
     def live(self) -> int:
         """Number of tensors and workspaces that lie in it at this moment."""
-        return 0 if self._handle is None else int(self._library.get("arena_live", self._handle))
+        return 0 if self._handle is None else int(self.library.get("arena_live", self._handle))
 
     @contextmanager
     def inside(self, grows: bool) -> Iterator[None]:
@@ -47,17 +50,25 @@ class Arena:
             grows: whether torch may give it more memory; otherwise `torch.OutOfMemoryError` is raised for what does
                 not fit, without harm.
         """
-        self._library.run("arena_enter", self._handle, int(grows))
+        self.library.run("arena_enter", self._handle, int(grows))
         try:
             yield
         finally:
-            self._library.get("arena_leave")
+            self.library.get("arena_leave")
 
     def close(self) -> None:
-        """Give the memory back: at once, or as soon as nothing lies in it any more. The device must be done with it."""
+        """Leave the memory behind, for `give_back`: now, or when the last tensor that lies in it goes."""
         if self._handle is not None:
-            self._library.get("arena_delete", self._handle)
+            self.library.get("arena_delete", self._handle)
             self._handle = None
+
+
+def give_back(library: CaptureLibrary) -> None:
+    """Free what closed arenas have left behind. The device must be done with it."""
+    try:
+        library.run("give_back")
+    except CaptureError as error:
+        log.warning("Slipstream: memory of CUDA graphs could not be freed: %s", error)
 
 
 def prepare_libraries(library: CaptureLibrary, device: torch.device) -> None:

@@ -21,6 +21,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "error": (ctypes.c_char_p, []),
     "arena_new": (_VOID, [_INT]),
     "arena_delete": (None, [_VOID]),
+    "give_back": (_INT, []),
     "arena_bytes": (_SIZE, [_VOID]),
     "arena_live": (_SIZE, [_VOID]),
     "arena_enter": (_INT, [_VOID, _INT]),

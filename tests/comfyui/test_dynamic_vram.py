@@ -161,6 +161,34 @@ def test_nothing_is_done_again_while_nothing_changes(staged: Any, monkeypatch: p
     assert not casts and not loads
 
 
+def test_no_page_is_held_while_comfyui_counts_memory(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write a warning for each one that is, in each step."""
+    patcher, seen = staged(), []
+    load(patcher)
+    pages = pages_of(patcher)
+    monkeypatch.setattr(type(patcher), "get_free_memory", lambda self, device: seen.append(pages.held) or 17)
+    with loading_once(patcher):
+        first, second = bound(patcher), bound(patcher)
+        assert patcher.get_free_memory(patcher.load_device) == 17 and seen == [0] and pages.held > 0
+        second.release()
+        assert pages.held > 0
+        first.release()
+        assert pages.held == 0
+    assert patcher.get_free_memory(patcher.load_device) == 17 and pages.held == 0
+
+
+def test_pages_that_went_while_memory_was_counted_are_noticed(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    pages = pages_of(patcher)
+    monkeypatch.setattr(type(patcher), "get_free_memory", lambda self, device: pages.take_away(0))
+    with loading_once(patcher):
+        weights = bound(patcher)
+        with pytest.raises(RuntimeError, match="took weights away"):
+            patcher.get_free_memory(patcher.load_device)
+        weights.release()
+
+
 def test_what_was_taken_away_is_staged_again_in_the_same_place(staged: Any) -> None:
     patcher = staged()
     expected = wanted(patcher)

@@ -48,6 +48,7 @@ class Memory:
 
     def __init__(self, library: object, device: torch.device) -> None:
         self.bytes = 0
+        self.library = library
         self.made.append(self)
 
     @contextmanager
@@ -120,6 +121,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     monkeypatch.setattr(cuda_graphs, "Arena", Memory)
     monkeypatch.setattr(cuda_graphs, "capture_stream", no_stream)
     monkeypatch.setattr(cuda_graphs, "prepare_libraries", lambda library, device: None)
+    monkeypatch.setattr(cuda_graphs, "give_back", lambda library: None)
+    monkeypatch.setattr(cuda_graphs, "wait_for_streams", lambda device: None)
     return Fresh
 
 

@@ -10,7 +10,6 @@ inline bool capture_is_void = false;
 inline const char* cudaGetErrorString(cudaError_t) { return "operation failed due to a previous error during capture"; }
 inline cudaError_t cudaGetLastError() { return 0; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return 0; }
-inline cudaError_t cudaDeviceSynchronize() { return 0; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) { return stream ? 0 : 900; }
 inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   *graph = capture_is_void ? nullptr : stream;
