@@ -26,6 +26,9 @@ SEED = 7
 LORA_RANK = 16
 UNET_SHARE = 0.03
 """The factor by which the part of a UNet's prediction is made smaller that is not its own input."""
+UNET_GAIN = 0.85
+"""How much of its input a UNet predicts: latents so end near the size of real ones. With all of it they end near 0, and
+rounding that was small beside the noise is as large as they are."""
 
 TINY = {
     **SD15, "num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [1], "transformer_depth_output": [0, 0],
@@ -112,6 +115,7 @@ def _unet(family: str) -> Any:
 def _make_steady(unet: Any) -> None:
     """Make the random part of a UNet's prediction small beside its own input, which `randomise_unet` leads past it."""
     led = 2 * unet.out_channels
+    unet.out[-1].weight[:, :led].mul_(UNET_GAIN)
     unet.out[-1].weight[:, led:].mul_(UNET_SHARE)
     block, *others = unet.output_blocks[-1]
     for layer in (block.out_layers[-1], *(other.proj_out for other in others)):

@@ -24,7 +24,6 @@ from .cases import CASES, HEADLINE, PictureCase
 from .checkpoints import NoRoom, make, missing
 from .deadline import Deadline
 from .gpu import Monitor, find_driver
-from .hint import write_hint
 from .plan import ServerRun, left_out, plan
 from .process import Installation
 from .references import References
@@ -101,7 +100,6 @@ def _measure(checkout: Path, options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-server-", ignore_cleanup_errors=True) as folder:
         installation = _installation(checkout, options, Path(folder))
         installation.prepare()
-        write_hint(installation.work / "input")
         with Monitor(find_driver()) as monitor:
             schedule = Schedule(options.warmup, options.pictures, options.synchronised)
             bench = Bench(schedule, references, monitor, version)

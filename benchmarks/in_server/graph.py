@@ -10,9 +10,6 @@ from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE,
 from .variants import TORCH_COMPILE, ServerVariant
 
 SAMPLER, SCHEDULER = "euler", "normal"
-HINT = "slipstream-benchmark-hint.png"
-"""The ControlNet's picture, in the server's folder of inputs."""
-
 POSITIVE, NEGATIVE = 1, 2
 """Seeds of the two prompts."""
 
@@ -137,7 +134,8 @@ class _Builder:
             control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
         applied = self._graph.add(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control,
-            image=self._first("LoadImage", image=HINT), strength=1.0, start_percent=0.0, end_percent=1.0,
+            image=self._first("SlipstreamBenchmarkEdges", size=self._case.size), strength=1.0, start_percent=0.0,
+            end_percent=1.0,
         )  # fmt: skip
         return [applied, 0], [applied, 1]
 

@@ -28,8 +28,9 @@ from .diffusion_model import (
     plain_operators,
     scaled_dot_product_attention,
 )
-from .dynamic_vram import bind_staged, is_dynamic
+from .dynamic_vram import bind_staged
 from .layers import layers_with_weights, plain_layers
+from .staged_pages import is_dynamic
 from .vetoes import why_not_these_layers
 from .weights import current_weights
 

@@ -11,11 +11,8 @@ What ComfyUI does at each load of a model, 20 to 200 ms, is left out where all o
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import itertools
 import logging
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,105 +25,15 @@ import torch
 from ...core.protocols import BoundWeights
 from ..architecture import Remembered, version_of
 from ..walk import layers_of, tensors_of
+from .staged_pages import Pages, hold, is_dynamic, letting_go, yielding
 from .weights import cast_once, current_weights, is_quantized, weights_token
 
 log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 32 << 20
-"""ComfyUI's unit of staging."""
 _SMALL_BYTES = 64 << 10
 """A weight up to this size is copied to a place that stays."""
 
 _versions = itertools.count(1)
-
-
-def is_dynamic(patcher: Any) -> bool:
-    """Whether ComfyUI stages this patcher's model on demand, in pages that can be held."""
-    asked = getattr(patcher, "is_dynamic", None)
-    return asked is not None and bool(asked()) and _counts_holders()
-
-
-@functools.cache
-def _counts_holders() -> bool:
-    """Whether a page stays until all who hold it let go; with an older comfy-aimdo any cast of ComfyUI's lets it go."""
-    try:
-        version = importlib.metadata.version("comfy-aimdo")
-    except importlib.metadata.PackageNotFoundError:
-        version = "0"
-    counts = tuple(map(int, re.findall(r"\d+", version)[:2])) >= (0, 3)
-    if not counts:
-        log.info("Slipstream: engines copy weights that ComfyUI stages; with comfy-aimdo 0.3 or newer they need not")
-    return counts
-
-
-# ------------------------------------------------------------------------------------------------- pages
-
-
-@dataclass(frozen=True)
-class Pages:
-    """All pages of a model's weights, held in device memory until they are released.
-
-    Attributes:
-        serials: of each page; another one means that the page was taken away and came back without its content.
-    """
-
-    vbar: Any
-    size: int
-    serials: tuple[int, ...]
-
-    def release(self) -> None:
-        """ComfyUI may take them away again."""
-        _held.pop(id(self), None)
-        self.vbar.unpin(self.vbar.base_addr, self.size)
-
-    def hold_weights_of(self, layer: Any) -> bool:
-        """Whether a layer's weights lie in these pages as ComfyUI staged them."""
-        signature = getattr(layer, "_v_signature", None)
-        if signature is None or getattr(layer, "_v_weight", None) is None:
-            return False
-        _, address, size = layer._v
-        start = address - self.vbar.base_addr
-        pages = self.serials[start // _PAGE_BYTES : -(-(start + size) // _PAGE_BYTES)]
-        return tuple(signature[: len(pages)]) == pages
-
-
-def _hold(patcher: Any) -> Pages | None:
-    """Hold all pages of a loaded model; None where memory does not suffice."""
-    vbar = patcher.model.dynamic_vbars[patcher.load_device]
-    size = int(vbar.offset)
-    vbar.prioritize()  # memory that others needed since the last load may have closed even pages that are held
-    try:
-        found = vbar.fault(vbar.base_addr, size)
-    except RuntimeError as error:
-        log.debug("Slipstream: the weights' pages cannot be had: %s", error)
-        return None
-    if found is None:
-        return None
-    pages = Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
-    _held[id(pages)] = pages
-    return pages
-
-
-_held: dict[int, Pages] = {}
-
-
-@contextmanager
-def _letting_go() -> Iterator[None]:
-    """Meanwhile no page is held: ComfyUI counts memory then, and warns of each page that is.
-
-    Raises:
-        RuntimeError: a page was taken away meanwhile.
-    """
-    held = [*_held.values()]
-    for pages in held:
-        pages.vbar.unpin(pages.vbar.base_addr, pages.size)
-    try:
-        yield
-    finally:
-        for pages in held:
-            found = pages.vbar.fault(pages.vbar.base_addr, pages.size)
-            if found is None or tuple(found)[: len(pages.serials)] != pages.serials:
-                raise RuntimeError("ComfyUI took weights away while an engine used them; please report this")
 
 
 # ------------------------------------------------------------------------------------------------- binding
@@ -190,9 +97,9 @@ def bind_staged(
         UnsupportedModel: some are missing, or copies of those that are not used where they lie do not fit.
     """
     device = torch.device(patcher.load_device)
-    pages = _hold(patcher)
+    pages = hold(patcher)
     try:
-        if pages is None or not _leaves_room(patcher, device):
+        if pages is None or not _leaves_room(device):
             raise torch.OutOfMemoryError(
                 "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
             )
@@ -266,13 +173,11 @@ def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Ten
             torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
 
 
-def _leaves_room(patcher: Any, device: torch.device) -> bool:
+def _leaves_room(device: torch.device) -> bool:
     """Whether sampling has what it needs beside this model; what is staged of others gives way."""
     import comfy.model_management as management
 
-    others = (model for model in management.loaded_models() if model.load_device == device and is_dynamic(model))
-    gives_way = sum(int(model.loaded_size()) for model in others if model.model is not patcher.model)
-    return int(management.get_free_memory(device)) + gives_way >= management.minimum_inference_memory()
+    return int(management.get_free_memory(device)) + yielding(device) >= management.minimum_inference_memory()
 
 
 # ------------------------------------------------------------------------------------------------- loading
@@ -313,7 +218,7 @@ def _loading_once(patcher: Any) -> Iterator[None]:
     count, load, known = patcher.get_free_memory, patcher.partially_load, _loads.get(patcher.model, None, _Load)
 
     def get_free_memory(device: Any) -> Any:
-        with _letting_go():
+        with letting_go():
             return count(device)
 
     def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
@@ -352,7 +257,7 @@ def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
             return False
         if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
             return False
-        if (pages := _hold(patcher)) is None:
+        if (pages := hold(patcher)) is None:
             return False
         pages.release()
         if pages.serials != known.serials:

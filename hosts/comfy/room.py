@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .staged_pages import yielding
+
 
 def make_room(device: torch.device, wanted: int) -> None:
     """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free."""
@@ -37,16 +39,4 @@ def _unloadable(device: torch.device) -> int:
 def _available(device: torch.device) -> int:
     import comfy.model_management as management
 
-    return int(management.get_free_memory(device)) + _yielding(device)
-
-
-def _yielding(device: torch.device) -> int:
-    """What weights that stream from RAM (DynamicVRAM) hold on the device: they give way by themselves."""
-    try:
-        import comfy.memory_management
-        import comfy_aimdo.model_vbar
-    except ImportError:
-        return 0
-    if not comfy.memory_management.aimdo_enabled or device.type != "cuda":
-        return 0
-    return int(comfy_aimdo.model_vbar.vbars_analyze(device.index))
+    return int(management.get_free_memory(device)) + yielding(device)

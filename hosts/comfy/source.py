@@ -15,7 +15,8 @@ from ...engine_cache import WeightsMemo
 from ..architecture import cast_inputs
 from .checkpoint import unet_digest
 from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
-from .dynamic_vram import bind_staged, is_dynamic
+from .dynamic_vram import bind_staged
+from .staged_pages import is_dynamic
 from .text import Within, project, projected_already
 from .weights import copies, current_weights, weights_token
 

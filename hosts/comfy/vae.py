@@ -20,7 +20,8 @@ from ..architecture import Draw, NetworkArchitecture, Remembered, architecture_d
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .checkpoint import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
-from .dynamic_vram import bind_staged, is_dynamic
+from .dynamic_vram import bind_staged
+from .staged_pages import is_dynamic
 from .vae_vetoes import why_not_these_layers, why_not_this_vae
 from .weights import current_weights, weights_token
 

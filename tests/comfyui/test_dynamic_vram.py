@@ -15,7 +15,7 @@ import torch
 
 from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import Precision
-from slipstream.hosts.comfy import dynamic_vram
+from slipstream.hosts.comfy import dynamic_vram, staged_pages
 from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
 from slipstream.hosts.comfy.dynamic_vram import loading_once
@@ -508,7 +508,7 @@ def test_weights_are_copied_where_a_page_has_one_holder(
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    monkeypatch.setattr(dynamic_vram, "_counts_holders", dynamic_vram._counts_holders.__wrapped__)
+    monkeypatch.setattr(staged_pages, "_counts_holders", staged_pages._counts_holders.__wrapped__)
     monkeypatch.setattr(staging.Pages, "counts_holders", counts)
     patcher = staged()
     expected = wanted(patcher)
@@ -524,6 +524,21 @@ def test_weights_are_copied_where_a_page_has_one_holder(
     assert bool(pages.held) == counts
     weights.release()
     assert pages.held == 0
+
+
+def test_pages_that_are_held_are_not_counted_as_giving_way(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are not asked for by ComfyUI's count, which warns of each page that is held."""
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()  # all pages are staged
+    loaded = comfy.model_management.LoadedModel(patcher)
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", [loaded])
+    everything = pages_of(patcher).loaded_size()
+    assert everything > 0 and staged_pages.yielding(patcher.load_device) == everything
+    with bound(patcher):
+        assert staged_pages.yielding(patcher.load_device) == 0
+    assert staged_pages.yielding(patcher.load_device) == everything
+    assert staged_pages.yielding(torch.device("meta")) == 0
 
 
 def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random prompts and latents, so that the benchmark needs no text encoder."""
+"""Random prompts, latents and hints, so that the benchmark needs no text encoder and no picture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from comfy_api.latest import io
 
 _CATEGORY = "slipstream/benchmark"
+_SHAPES = 12
 
 
 def _whole_numbers(*names: str) -> list[io.Input]:
@@ -54,3 +55,30 @@ class RandomLatent(io.ComfyNode):  # type: ignore[misc]
         """Return a latent [batch, channels, size / 8, size / 8] of standard normal numbers."""
         generator = torch.Generator().manual_seed(seed)
         return io.NodeOutput({"samples": torch.randn(batch, channels, size // 8, size // 8, generator=generator)})
+
+
+class Edges(io.ComfyNode):  # type: ignore[misc]
+    """A picture of edges, white on black, for ControlNets."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node."""
+        return io.Schema(
+            node_id="SlipstreamBenchmarkEdges",
+            display_name="Edges (benchmark)",
+            category=_CATEGORY,
+            inputs=_whole_numbers("size"),
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, size: int) -> io.NodeOutput:
+        """Return a picture [1, size, size, 3] of rectangles, always the same for a size."""
+        generator = torch.Generator().manual_seed(0)
+        picture = torch.zeros(1, size, size, 3)
+        for _ in range(_SHAPES):
+            left, top, right, bottom = (torch.rand(4, generator=generator) * size).long().tolist()
+            (left, right), (top, bottom) = sorted((left, right)), sorted((top, bottom))
+            picture[:, top : bottom + 1, [left, right]] = 1
+            picture[:, [top, bottom], left : right + 1] = 1
+        return io.NodeOutput(picture)

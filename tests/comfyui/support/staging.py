@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.hosts.comfy import dynamic_vram, weights
+from slipstream.hosts.comfy import staged_pages, weights
 
 PAGE = 4096
 DEVICE = torch.device("cpu", 0)
@@ -122,7 +122,7 @@ def switch_on(monkeypatch: pytest.MonkeyPatch) -> type:
     pinned = importlib.import_module("comfy.pinned_memory")
     for name in ("get_pin", "pin_memory"):
         monkeypatch.setattr(pinned, name, lambda *args, **kwargs: None)
-    monkeypatch.setattr(dynamic_vram, "_PAGE_BYTES", PAGE)
+    monkeypatch.setattr(staged_pages, "_PAGE_BYTES", PAGE)
     # Small weights are copied from "cpu" to `DEVICE`; on a GPU they lie there already.
     monkeypatch.setattr(weights.copies, "of", lambda *args: {})
     return kind

@@ -12,6 +12,8 @@ from torch import nn
 
 IDENTITY_GAIN = 10.0
 RANDOM_SHARE = 0.15
+INPUT_GAIN = 0.85
+"""How much of its input a UNet predicts: with all of it latents end near 0, where rounding is all that is left."""
 
 
 def randomise(module: nn.Module, seed: int) -> None:
@@ -46,8 +48,8 @@ def randomise_unet(unet: Any, seed: int) -> None:
     last.mul_(RANDOM_SHARE)
     for channel in range(latent):
         last[channel, [channel, latent + channel]] = 0
-        last[channel, channel, 1, 1] = 1
-        last[channel, latent + channel, 1, 1] = -1
+        last[channel, channel, 1, 1] = INPUT_GAIN
+        last[channel, latent + channel, 1, 1] = -INPUT_GAIN
 
 
 def _lead(weight: torch.Tensor, latent: int) -> None:
