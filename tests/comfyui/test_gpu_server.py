@@ -24,6 +24,7 @@ import pytest
 from slipstream.tests.comfyui.support.client import ComfyClient, Run
 from slipstream.tests.comfyui.support.graph import Graph
 from slipstream.tests.comfyui.support.model_files import ModelFiles
+from slipstream.tests.comfyui.support.report import facts
 from slipstream.tests.comfyui.support.server import ComfyServer, on_gpu
 
 IS_WANTED = os.environ.get("SLIPSTREAM_TEST_DEVICE") in ("cuda", "cpu")
@@ -153,6 +154,8 @@ def process(server_of: Any) -> Iterator[ComfyServer]:
 @pytest.fixture(scope="module")
 def server(process: ComfyServer, model_files: ModelFiles) -> Iterator[Server]:
     with process.client() as client:
+        (device,) = client.get("/system_stats")["devices"]
+        facts["server"] = str(device["name"])  # which names the allocator, too
         yield Server(process, client, model_files)
 
 

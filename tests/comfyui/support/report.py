@@ -15,6 +15,8 @@ from slipstream.runtime.measure import commit
 from .server import on_gpu
 
 VARIABLE = "SLIPSTREAM_TEST_REPORT"
+facts: dict[str, str] = {}
+"""What tests tell of what they ran on, such as a server's device and allocator."""
 
 
 class Report:
@@ -43,6 +45,7 @@ class Report:
             "torch": str(torch.__version__),
             "commit": os.environ.get("SLIPSTREAM_TEST_COMMIT") or commit(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            **facts,
             **{name: outcomes.count(name) for name in ("passed", "failed", "skipped")},
             "tests": self._outcomes,
         }
