@@ -70,6 +70,26 @@ def listen(
     return event(_told(act), list(inputs), list(outputs), queue=queue, show_progress=progress, **_private())
 
 
+def listen_to_rows(table: Any, act: Callable[[Any, str], Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Have `act` answer a click on a row of a `Dataframe`: it is given the inputs and the text of the row's first cell.
+
+    A Gradio that does not say which row was clicked answers clicks on first cells alone: the table may be sorted.
+    """
+
+    def handler(*values: Any) -> Any:
+        *given, event = values
+        row = getattr(event, "row_value", None) or ([event.value] if event.index[1] == 0 else [])
+        return act(*given, str(row[0]) if row else "")
+
+    told = _told(handler)
+
+    def on_select(given: Any, event: Any) -> Any:
+        return told(given, event)
+
+    on_select.__annotations__ = {"event": gradio().SelectData}  # by which Gradio knows what to hand over
+    table.select(on_select, list(inputs), list(outputs), show_progress="hidden", **_private())
+
+
 def follow(tick: Tick, is_idle: Callable[[], bool], state: Any, outputs: Sequence[Any], starts: Sequence[Any]) -> None:
     """Keep outputs up to date.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..runtime.words import say_bytes
 from . import wording
-from .compat import column_widths, gradio, listen
+from .compat import column_widths, gradio, listen, listen_to_rows
 from .manager import Manager
 
 _GB = 2**30
@@ -49,6 +49,7 @@ class EnginesTab:
         self.message = gr.Markdown(elem_id="slipstream_message")
         self._prune()
         changed = [self.table, self.chosen, self.message]
+        listen_to_rows(self.table, self._clicked, [self.chosen], [self.chosen])
         listen(details.click, self._details, [self.chosen], [self.message])
         listen(verify.click, self._verify, [self.chosen], changed, waits=True)
         listen(verify_all.click, self._verify_all, [], changed, waits=True)
@@ -75,6 +76,14 @@ class EnginesTab:
             prune = gr.Button("Prune", variant="stop")
         outputs = [self.table, self.chosen, self.message, sure]
         listen(prune.click, self._pruned, [keep, days, sure], outputs)
+
+    def _clicked(self, chosen: Sequence[str], digest: str) -> Any:
+        """What is chosen after a click on the row of an engine: it as well, or it no more."""
+        others = [each for each in chosen if wording.ids(each) != [digest]]
+        if len(others) == len(chosen):
+            offered = wording.choices(self._manager.overview()["engines"])
+            others += [each for each in offered if wording.ids(each) == [digest]]
+        return gradio().update(value=others)
 
     def _details(self, chosen: Sequence[str]) -> str:
         found = [self._manager.details(each) for each in wording.ids(chosen)]

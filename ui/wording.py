@@ -68,7 +68,7 @@ def ids(chosen: Sequence[str] | str | None) -> list[str]:
     """
     texts = [chosen] if isinstance(chosen, str) else list(chosen or [])
     if not any(texts):
-        raise ValueError("Choose engines from the list below the table first")
+        raise ValueError("Choose engines first: click rows of the table, or take them from the list below it")
     return [text.partition(" | ")[0].strip() for text in texts]
 
 

@@ -131,7 +131,7 @@ def _state_of(module: AcceleratedModule) -> NodeState:
 def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
     digest, label, message = ticket.plan.key.digest, str(ticket.plan), ticket.progress.message
     if ticket.state is not TicketState.RUNNING:
-        why = _IDLE if held else "waits for another build"
+        why = _IDLE if held else "waits for its turn"
         return NodeState("queued", f"queued: {why}", f"{label}: {why}", digest)
     fraction, left = fraction_of(ticket), seconds_left(ticket)
     words = ["building" + (f" {fraction:.0%}".replace("%", " %") if fraction else "")]

@@ -50,6 +50,14 @@ def test_nothing_of_it_stays_in_the_model() -> None:
     assert one_step("no model") == "no model"
 
 
+def test_no_preview_is_shown() -> None:
+    seen: list[int] = []
+    patcher = tiny.model()
+    for model in (patcher, one_step(patcher)):
+        tiny.sample(model, steps=4, callback=lambda step, *_: seen.append(step))
+        assert seen == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 @pytest.mark.parametrize("preset", [PRESETS["balanced"], LISTED], ids=["balanced", "listed"])
 def test_step_skip_in_the_same_model_skips_nothing(order: str, preset: Any) -> None:

@@ -179,6 +179,21 @@ def queued(client: ComfyClient) -> int:
 # Building by a click
 
 
+def workflow_of(page: ComfyPage) -> str:
+    """Return the id of the open workflow; the page gives each that is opened a new one."""
+    return str(page.page.evaluate("() => (app.rootGraph ?? app.graph).id"))
+
+
+def tell(page: ComfyPage, workflow: str | None, kind: str, text: str, tip: str = "") -> None:
+    """Have the page hear of its node's state, as if the server had told it."""
+    state = {"node": str(page.node), "workflow": workflow, "kind": kind, "text": text, "tip": tip}
+    hear = """async state => {
+        const { api } = await import("/scripts/api.js");
+        api.dispatchEvent(new CustomEvent("slipstream.nodes", { detail: { nodes: [state] } }));
+    }"""
+    page.page.evaluate(hear, state)
+
+
 def test_a_click_builds_and_the_line_follows(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
     before, size = len(store.list()), new_size()
     page.load(example(size))
@@ -202,6 +217,9 @@ def test_the_time_it_takes_is_said_before(page: ComfyPage) -> None:
     """By the build of the test before."""
     page.load(example(new_size()))
     page.until(lambda: "about" in page.seen()["button"], "the estimate on the button")
+    tell(page, workflow_of(page), "ready", "ready")
+    page.until_kind("ready")
+    assert page.seen()["button"] == "Build engine", "what is there takes no time"
 
 
 def test_a_double_click_builds_once_and_cancel_leaves_nothing(
@@ -267,7 +285,7 @@ def test_what_cannot_be_built_is_told(page: ComfyPage, client: ComfyClient) -> N
     page.load(workflow)
     page.page.evaluate("id => { app.graph.getNodeById(id).mode = 2; }", page.node)
     page.press()
-    assert "muted" in page.until_kind("failed")["tip"]
+    assert "muted" in page.until_kind("failed")["text"], "the reason stands on the node"
     page.until_toast("was not built")
     assert client.pending() == 0
 
@@ -456,14 +474,27 @@ def test_widgets_keep_their_values(page: ComfyPage) -> None:
 
 
 def test_states_of_other_workflows_are_not_shown(page: ComfyPage, client: ComfyClient) -> None:
-    states = [
-        {"node": "4", "workflow": "of-another", "kind": "ready", "text": "theirs", "tip": ""},
-        {"node": "4", "workflow": None, "kind": "eager", "text": "ours", "tip": "why\nand why"},
-    ]
-    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
-    page.open()
     page.load(example())
+    tell(page, "11111111-2222-4333-8444-555555555555", "ready", "another workflow's")
+    tell(page, None, "ready", "a program's")
+    page.page.wait_for_timeout(300)
+    assert page.until_kind("idle")["text"] == "Not run yet"
+    tell(page, workflow_of(page), "eager", "ours", "why\nand why")
     assert page.until_kind("eager")["text"] == "Ours" and "and why" in page.seen()["tip"]
+
+
+def test_a_size_that_is_none_is_told_while_it_is_written(page: ComfyPage) -> None:
+    page.load(example())
+    page.until_kind("idle")
+    write = """([id, text]) => {
+        const widget = app.graph.getNodeById(id).widgets.find(each => each.name === "resolutions");
+        widget.value = text;
+        widget.callback(text);
+    }"""
+    for text, wrong in (("512x512, 770x512", "770x512"), ("big", "big"), ("512 x 512;64x72", None), ("auto", None)):
+        page.page.evaluate(write, [page.node, text])
+        seen = page.until_kind("failed" if wrong else "idle")
+        assert wrong is None or (wrong in seen["text"] and "multiples of 8" in seen["text"])
 
 
 # The tab

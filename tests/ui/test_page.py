@@ -35,6 +35,17 @@ def test_engines_are_listed_with_what_is_stale(page: UiPage, put: Put) -> None:
     assert "stale: torch" in page.row(stale.digest[:12])
 
 
+def test_a_click_on_a_row_chooses_its_engine(page: UiPage, put: Put) -> None:
+    first, second = put(42), put(43)
+    page.press("Refresh")
+    for engine in (first, second):
+        page.click_row(engine.digest[:12])
+        page.until(lambda: engine.digest[:12] in page.chosen(), "the engine among those chosen")  # noqa: B023
+    page.click_row(first.digest[:12])
+    page.until(lambda: first.digest[:12] not in page.chosen(), "a second click to take it back")
+    assert second.digest[:12] in page.chosen()
+
+
 def test_bad_input_says_what_to_do(page: UiPage) -> None:
     page.tab("Build")
     page.press("Build")
@@ -113,7 +124,7 @@ def test_delete_asks_first(page: UiPage, put: Put, store: EngineStore) -> None:
     page.press("Refresh")
     page.until(lambda: page.row(gone.digest[:12]), "the row")
     page.press("Delete chosen…")
-    page.until_text("Choose engines from the list below the table first")
+    page.until_text("Choose engines first")
     page.choose("slipstream_chosen", gone.digest[:12])
     page.press("Delete chosen…")
     page.until_text("Delete for good?")
@@ -162,7 +173,7 @@ def test_an_engine_that_went_meanwhile_is_told(page: UiPage, put: Put, store: En
     store.delete(entry.digest)
     page.press("Details")
     # The page looks once a second by itself, and then offers it no longer.
-    told = "any more; press Refresh", "Choose engines from the list below the table first"
+    told = "any more; press Refresh", "Choose engines first"
     page.until(lambda: any(words in page.text() for words in told), " or ".join(told))
 
 

@@ -92,6 +92,14 @@ class UiPage:
         """The row in which a text stands, or nothing."""
         return next((joined for row in self.rows() if text in (joined := " ".join(row))), "")
 
+    def click_row(self, text: str) -> None:
+        """Click the cell in which a text stands."""
+        self.page.locator("table tbody td:visible, .virtual-row .body-cell:visible").filter(has_text=text).first.click()
+
+    def chosen(self) -> str:
+        """What stands in the list of chosen engines."""
+        return self.text("slipstream_chosen")
+
     def fraction(self) -> float:
         """Of the first bar, in percent."""
         width = "bar => parseFloat(bar.style.width || '0')"

@@ -116,7 +116,7 @@ def test_two_builds_wait_for_each_other(module_of: Callable[..., AcceleratedModu
     sample(first)
     wait_until(lambda: state_of(first).kind == "building")
     sample(second, size=16)
-    assert state_of(second).text == "queued: waits for another build"
+    assert state_of(second).text == "queued: waits for its turn"
 
 
 def test_a_reason_is_cut_at_a_word_and_told_whole(module_of: Callable[..., AcceleratedModule]) -> None:

@@ -20,7 +20,7 @@ export function tell(topic, data) {
   for (const listener of listeners.get(topic) ?? []) listener(data);
 }
 
-/** The state of a node by the ids that it goes by; a workflow's id counts only where both sides know it. */
+/** The state of a node by the ids that it goes by, in its workflow. */
 export function stateOf(ids, workflow) {
   const known = ids.flatMap((id) => [...(states.get(id)?.values() ?? [])]);
   return known.findLast((state) => sameWorkflow(state.workflow, workflow)) ?? null;
@@ -37,9 +37,9 @@ export function isOne(named, ids, workflow) {
   return ids.includes(String(named.node)) && sameWorkflow(named.workflow, workflow);
 }
 
-/** A workflow's id counts only where both sides know it. */
+/** Whether two ids are of one workflow. One without an id was never queued by this page, so no other can be it. */
 export function sameWorkflow(one, other) {
-  return !one || !other || one === other;
+  return (one || null) === (other || null);
 }
 
 /** Seconds left of a build, going on between the server's reports. */

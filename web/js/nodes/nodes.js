@@ -2,9 +2,10 @@
 import { on } from "../lib/store.js";
 import { addBuildButton } from "./build_button.js";
 import { buildingNodes, canBuild, idsOf } from "./graph.js";
+import { onSizes, wrongSizes } from "./sizes.js";
 import { addStateLine } from "./state_line.js";
 import { addText, showsText } from "./text.js";
-import { viewOf } from "./view.js";
+import { failure, viewOf } from "./view.js";
 
 const WIDTH = 320; // of a new node: lines are long, and ComfyUI makes nodes as narrow as their own widgets
 
@@ -13,6 +14,7 @@ const widgets = new WeakMap(); // node -> {button, line}
 export function dressNode(node) {
   if (canBuild(node)) {
     widgets.set(node, { button: addBuildButton(node), line: addStateLine(node) });
+    onSizes(node, () => setTimeout(() => update(node, idsOf(node))));
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }
   if (showsText(node)) addText(node);
@@ -29,7 +31,8 @@ function update(node, ids) {
   const mine = widgets.get(node);
   if (!mine || !ids.length) return;
   const view = viewOf(ids);
-  mine.line.show(view);
+  const wrong = view.button.cancels ? null : wrongSizes(node);
+  mine.line.show(wrong ? failure(wrong) : view);
   mine.button.show(view.button);
 }
 

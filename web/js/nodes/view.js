@@ -22,7 +22,12 @@ export function viewOf(ids) {
   const run = runOf(ids);
   const build = buildOf(ids, workflowId());
   const view = ofRun(run, build) ?? ofBuild(build) ?? ofState(ids, run);
-  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build) };
+  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view.kind) };
+}
+
+/** What a line shows of a thing that does not work. */
+export function failure(text) {
+  return { kind: "failed", icon: ICONS.failed, text, tip: "" };
 }
 
 function ofRun(run, build) {
@@ -67,11 +72,17 @@ export function figuresOf(build) {
 
 function ofState(ids, run) {
   const state = stateOf(ids, workflowId());
-  if (isNewer(run, state)) return { kind: run.result, text: t(`build_${run.result}`), tip: run.message };
-  if (!state && run?.result === "without") return { kind: "eager", text: t("build_without"), tip: run.message };
+  if (isNewer(run, state)) return { kind: run.result, text: withReason(t(`build_${run.result}`), run.message), tip: "" };
+  if (!state && run?.result === "without") {
+    return { kind: "eager", text: withReason(t("build_without"), run.message), tip: "" };
+  }
   if (!state) return { kind: "idle", text: t("not_run"), tip: t("not_run_tip") };
   const fraction = state.kind === "building" ? (state.fraction ?? null) : undefined;
   return { kind: state.kind, text: textOf(state), tip: tipOf(state), fraction };
+}
+
+function withReason(words, reason) {
+  return [words, reason].filter(Boolean).join(": ");
 }
 
 /** A click that came to nothing is told until the server has news of the node. */
@@ -95,13 +106,14 @@ function tipOf(state) {
   return [said(why) ?? why, ran ? calls : ""].filter(Boolean).join("\n");
 }
 
-function buttonOf(run, build) {
+function buttonOf(run, build, kind) {
   if (isGoing(run)) {
     const label = { asking: t("asking"), ending: t("cancelling") }[run.phase] ?? t("cancel");
     return { label, tip: t("cancel_tip"), waits: !mayCancel(run), cancels: true };
   }
   if (build) return { label: t("cancel"), tip: t("cancel_tip"), waits: false, cancels: true };
-  return { label: t("build_engine") + beforehand(), tip: t("build_engine_tip"), waits: false, cancels: false };
+  const label = t("build_engine") + (kind === "ready" ? "" : beforehand()); // what is ready is found at once
+  return { label, tip: t("build_engine_tip"), waits: false, cancels: false };
 }
 
 /** How long a build is likely to take, said before it is asked for. */
