@@ -320,7 +320,13 @@ def test_a_workflow_out_of_a_clicks_prompt_is_an_ordinary_one(page: ComfyPage) -
 
 def test_a_click_that_gives_no_engine_warns(page: ComfyPage, client: ComfyClient) -> None:
     page.load(example(new_size()))
-    state = {"node": str(page.node), "workflow": None, "kind": "eager", "text": "eager: of the moon", "tip": "the moon"}
+    state = {
+        "node": str(page.node),
+        "workflow": workflow_of(page),
+        "kind": "eager",
+        "text": "eager: of the moon",
+        "tip": "the moon",
+    }
     page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": [state]}))
     client.builds_take(SOON)
     page.press()
