@@ -184,9 +184,9 @@ def workflow_of(page: ComfyPage) -> str:
     return str(page.page.evaluate("() => (app.rootGraph ?? app.graph).id"))
 
 
-def tell(page: ComfyPage, workflow: str | None, kind: str, text: str, tip: str = "") -> None:
+def tell(page: ComfyPage, workflow: str | None, kind: str, text: str, tip: str = "", **facts: Any) -> None:
     """Have the page hear of its node's state, as if the server had told it."""
-    state = {"node": str(page.node), "workflow": workflow, "kind": kind, "text": text, "tip": tip}
+    state = {"node": str(page.node), "workflow": workflow, "kind": kind, "text": text, "tip": tip, **facts}
     hear = """async state => {
         const { api } = await import("/scripts/api.js");
         api.dispatchEvent(new CustomEvent("slipstream.nodes", { detail: { nodes: [state] } }));
@@ -659,29 +659,21 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
 
 def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer) -> None:
     """And every sentence that the page knows is still one of the server's."""
-    ours = {"node": "4", "workflow": None}
     reason = "another node replaces the attention function"
-    states = [{**ours, "kind": "eager", "text": f"eager: {reason}"[:20] + "…", "tip": f"eager: {reason}"}]
-    page.page.route(f"**{ROUTES}/nodes", lambda route: route.fulfill(json={"nodes": states}))
     change_settings(server.url, **{"Comfy_Locale": "zh"})
     try:
         page.open()
         page.load(example())
+        ours = workflow_of(page)
+        tell(page, ours, "eager", f"eager: {reason}"[:20] + "…", f"eager: {reason}")
         assert page.until_kind("eager")["text"] == "使用原模型 · 另一个节点替换了注意力函数"
         assert page.seen()["tip"].endswith("另一个节点替换了注意力函数")
-        states[0] = {**ours, "kind": "idle", "text": "its engine was deleted", "tip": "of the moon"}
-        page.open()
-        page.load(example())
+        tell(page, ours, "idle", "its engine was deleted", "of the moon")
         assert page.until_kind("idle")["text"] == "引擎已被删除" and "of the moon" in page.seen()["tip"]
-        states[0] = {**ours, "kind": "ready", "text": "in English", "tip": ""}
-        states[0] |= {"engine_ms": 9.62, "eager_ms": 312.4, "timed_by": "step"}
-        page.open()
-        page.load(example())
+        tell(page, ours, "ready", "in English", engine_ms=9.62, eager_ms=312.4, timed_by="step")
         assert page.until_kind("ready")["text"] == "引擎就绪 · 每步 312 → 9.6 毫秒"
         retired = Speed(104.3, 98.0, retired=versions_now())
-        states[0] = {**ours, "kind": "eager", "text": "eager: the…", "tip": f"eager: {say_retired(retired, 'step')}"}
-        page.open()
-        page.load(example())
+        tell(page, ours, "eager", "eager: the…", f"eager: {say_retired(retired, 'step')}")
         assert page.until_kind("eager")["text"].startswith(
             "使用原模型 · 引擎每步 104.3 毫秒，不使用 Slipstream 的模型每步 98.0 毫秒"
         )
