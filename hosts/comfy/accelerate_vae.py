@@ -246,6 +246,8 @@ class Session:
 
 def _why_not(source: ComfyVaeSource, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     extra = kwargs or args[1:]
+    if reason := source.why_changed():
+        return reason
     return why_not_this_call(given, extra, source.architecture.channels, dtype_of(source.precision), source.device)
 
 

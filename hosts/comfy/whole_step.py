@@ -71,7 +71,9 @@ class WholeStep:
             result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
-        if is_on_purpose() or why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
+        if is_on_purpose() or self._calls.whole.is_to_be_compared or self._calls.veto_of_run is not None:
+            return execute()
+        if why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
             return execute()
         chain = chain_of(guider)
         active = tuple(control.is_active(timestep) for control in chain)

@@ -112,7 +112,7 @@ class AcceleratedUNet(torch.nn.Module):
                 log.warning("Slipstream uses the plain model: %s", sampling.veto)
             return eager()["out"]
         veto = sampling.veto or why_not_this_call(self.unet, arguments, sampling.source.architecture)
-        return sampling.run(_inputs(arguments) if veto is None else {}, eager, veto)["out"]
+        return sampling.run(_inputs(arguments) if veto is None else {}, eager, veto, eager)["out"]
 
     @contextmanager
     def _open(self) -> Iterator[_Sampling]:
