@@ -31,7 +31,8 @@ _PLACES = torch.dtype, torch.device, torch.Tensor
 _BOOKKEEPING = frozenset(
     {"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"}  # ComfyUI's
     | {"parameters_manual_cast", "forge_online_loras"}  # Forge's
-    | {"use_checkpoint", "checkpoint"}  # what these save is for training
+    | {"processor", "_internal_dict", "sample_size"}  # diffusers'; its own checks look at the first two
+    | {"use_checkpoint", "checkpoint", "gradient_checkpointing"}  # what these save is for training
 )
 """What hosts give layers; what such a thing does to weights counts as weights."""
 _HOSTS_OWN = "comfy", "ldm_patched"
@@ -104,6 +105,7 @@ class LiveModel:
         self._is_part = is_part
         self._code_of = code
         self._known: tuple[_Look, dict[str, str]] | None = None
+        self._added: list[tuple[str, str]] = []
         self._codes: dict[str, Code] = {}
 
     def why_changed(self, part: str = "") -> str | None:
@@ -117,8 +119,10 @@ class LiveModel:
         live = self._live()
         assert live is not None
         layers = layers_of(live)
-        look = _Look(layers, self._wanted, self._held)
+        look = _Look(layers, self._wanted, self._held, self._added)
         if self._known is None or not self._known[0].finds(look):
+            self._added = [*self._additions(layers)]
+            look = _Look(layers, self._wanted, self._held, self._added)
             self._known = look, dict(self._changes(layers))
         reasons = (reason for name, reason in self._known[1].items() if _is_in(name, part))
         return next(reasons, None) or self._code(live, layers, part).why_replaced()
@@ -143,6 +147,12 @@ class LiveModel:
         """Layers, and names of what they hold that is a list, a dict or an object of settings."""
         wanted = ((name, key, value) for name, (_, own) in self._wanted.items() for key, value in own.items())
         return [(name, key) for name, key, value in wanted if _contents(value)]
+
+    def _additions(self, layers: Layers) -> Iterator[tuple[str, str]]:
+        """Layers, and names of what they hold that a fresh one does not."""
+        for name, (_, wanted) in self._wanted.items():
+            keys = vars(layers[name]).keys() - wanted.keys() - _OF_MODULES if name in layers else ()
+            yield from ((name, key) for key in keys if not _is_bookkeeping(key))
 
     def _changes(self, layers: Layers) -> Iterator[tuple[str, str]]:
         """Names of layers, and what is not as a fresh model has it."""
@@ -194,7 +204,11 @@ class _Look:
     """What a model's layers hold at a moment; values are kept, so that no other one can be taken for one of them."""
 
     def __init__(
-        self, layers: Layers, wanted: Mapping[str, tuple[type, dict[str, Any]]], held: Sequence[tuple[str, str]]
+        self,
+        layers: Layers,
+        wanted: Mapping[str, tuple[type, dict[str, Any]]],
+        held: Sequence[tuple[str, str]],
+        added: Sequence[tuple[str, str]],
     ) -> None:
         owns = [layer.__dict__ for layer in layers.values()]
         self._kinds = [*map(type, layers.values())]
@@ -208,6 +222,7 @@ class _Look:
                 self._values += map(own.get, wanted[name][1])
         for name, key in held:  # may be changed where they are
             self._values += _contents(vars(layers[name]).get(key)) if name in layers else ()
+        self._values += [vars(layers[name]).get(key) for name, key in added if name in layers]
         self._ids = [*map(id, self._values)]
 
     def finds(self, other: _Look) -> bool:

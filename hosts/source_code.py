@@ -16,10 +16,10 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -65,7 +65,7 @@ class HostCode:
         self._torch_classes = {torch.Tensor, *_torch_classes(layers)}
         self._known: tuple[list[int], list[Any], str | None] | None = None
         self._spaces: list[Mapping[str, Any]] = []
-        self._places: list[tuple[Mapping[str, Any], str]] = []
+        self._places: list[tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = []
 
     def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
         """Whether it is that of these layers."""
@@ -73,16 +73,22 @@ class HostCode:
 
     def why_replaced(self) -> str | None:
         """See `why_replaced`. Cheap where nothing was replaced since it was asked last."""
-        sizes, values = self._look()
-        if self._known is None or sizes != self._known[0] or not all(map(is_, values, self._known[1])):
+        if self._known is None or not self._is_as_known(*self._known[:2]):
             reason = self._find()
             self._spaces = [vars(kind) for kind in (*self._classes, *self._torch_classes)]
-            self._places = [*self._watched()]
+            self._places = [(itemgetter(*names, names[0]), space) for space, names in self._watched() if names]
             self._known = *self._look(), reason
         return self._known[2]
 
     def _look(self) -> tuple[list[int], list[Any]]:
-        return [*map(len, self._spaces)], [space.get(name) for space, name in self._places]
+        return [*map(len, self._spaces)], [*chain.from_iterable([get(space) for get, space in self._places])]
+
+    def _is_as_known(self, sizes: list[int], values: list[Any]) -> bool:
+        try:
+            found = self._look()
+        except KeyError:  # something is gone
+            return False
+        return found[0] == sizes and all(map(is_, found[1], values))
 
     def _find(self) -> str | None:
         for kind in sorted(self._classes, key=_name):
@@ -135,19 +141,19 @@ class HostCode:
             return _top(source) == self._home and getattr(sys.modules.get(source), original, value) is not value
         return not _is_made_of(value, self._home)
 
-    def _watched(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """Where all of that is found."""
-        for space in self._spaces:
-            yield from ((space, name) for name in list(space))
+    def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
+        """Where all of that is found: namespaces, and names in each that are there."""
+        yield from ((space, list(space)) for space in self._spaces)
         try:
             modules = _modules_of(self._classes)
         except UnsupportedModel:  # which does not change
             return
-        for module in modules & sys.modules.keys():
-            yield from ((vars(sys.modules[module]), name) for name in _written(module).names)
-        for module, name in _called_of_torch(modules) | _called_elsewhere(modules):
-            if module in sys.modules:
-                yield vars(sys.modules[module]), name
+        watched = {(module, name) for module in modules for name in _written(module).names}
+        named: dict[str, list[str]] = {}
+        for module, name in watched | _called_of_torch(modules) | _called_elsewhere(modules):
+            if module in sys.modules and name in vars(sys.modules[module]):
+                named.setdefault(module, []).append(name)
+        yield from ((vars(sys.modules[module]), names) for module, names in named.items())
 
 
 _COMPUTING = "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__"
@@ -321,7 +327,7 @@ def _written(module: str) -> _Written:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Of a module and its classes; what is given a value in several places may be any of these."""
+    """Of a module and its classes; what is given a value in several places may be any of these, or an import."""
     values: dict[str, list[Any]] = {}
 
     def read(body: Iterable[ast.stmt], prefix: str) -> None:
@@ -331,7 +337,13 @@ def _constants(tree: ast.Module) -> dict[str, Any]:
             elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 value = node.value if isinstance(node.value, ast.Constant) else None
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    values.setdefault(prefix + ast.unparse(target), []).append(value)
+                    for name in (each.id for each in ast.walk(target) if isinstance(each, ast.Name)):
+                        values.setdefault(prefix + name, []).append(value)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    values.setdefault(prefix + (alias.asname or alias.name), []).append(None)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                values.setdefault(prefix + node.name, []).append(None)
 
     read(tree.body, "")
     for node in ast.walk(tree):

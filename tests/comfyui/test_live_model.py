@@ -371,6 +371,18 @@ def test_what_hosts_write_into_layers_is_no_change(account: tuple[Any, LiveModel
     assert live.why_changed() is None
 
 
+def test_what_is_added_may_change_later(account: tuple[Any, LiveModel]) -> None:
+    """As code does that asks for an attribute which need not be there."""
+    unet, live = account
+    layer = unet.input_blocks[1][0]
+    layer._forward = None
+    assert live.why_changed() is None
+    layer._forward = lambda *_: None
+    assert "input_blocks.1.0" in str(live.why_changed())
+    layer._forward = None
+    assert live.why_changed() is None
+
+
 def test_it_holds_no_model_alive() -> None:
     import gc
     import weakref
@@ -400,9 +412,9 @@ def test_asking_again_costs_little() -> None:
     assert live.why_changed() is None and len(layers_of(unet)) > 2000
     taken = []
     for _ in range(20):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         live.why_changed()
-        taken.append(time.perf_counter() - begin)
+        taken.append(time.thread_time() - begin)
     assert min(taken) < 0.01  # 2 to 2.5 ms on a quiet core
 
 
