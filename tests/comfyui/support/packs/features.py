@@ -15,7 +15,7 @@ from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.architectures import TINY_SD15, TINY_SDXL
 
 from .faces import EvaClip, FaceAnalysis, put_in_place
-from .loading import call, call_all
+from .loading import TOGETHER, call, call_all
 from .measuring import STEPS, Feature, Patcher
 
 LENT: dict[str, tuple[str, ...]] = {
@@ -545,6 +545,8 @@ def _pulid_flux() -> Iterable[Feature]:
 
 @_of("ComfyUI_PuLID_Flux_ll")
 def _pulid_flux_ll() -> Iterable[Feature]:
+    """It counts on Flux's 19 double blocks."""
+
     def patcher_of(model: Any) -> Any:
         import comfy.model_management
         import comfy.model_patcher
@@ -554,7 +556,8 @@ def _pulid_flux_ll() -> Iterable[Feature]:
 
     yield Feature("Apply PuLID Flux", _node(
         "ApplyPulidFlux", pulid_flux=lambda: patcher_of(_pulid_model()), eva_clip=EvaClip(),
-        face_analysis=FaceAnalysis(), image=_image, unique_id=lambda: "1"), "flux", CFG_ONE)  # fmt: skip
+        face_analysis=FaceAnalysis(), image=_image, unique_id=lambda: "1"), "flux", CFG_ONE,
+        make=lambda: tiny.transformer("flux", depth=19))  # fmt: skip
 
 
 def _pulid_model() -> Any:
@@ -592,3 +595,13 @@ def _ppm() -> Iterable[Feature]:
     yield Feature("CADS", _node("CADSPPM"))
     yield Feature("Epsilon Scaling", _node("EpsilonScalingPPM"))
     yield Feature("Model Attention Selector", _node("ModelAttentionSelector"), changes=False)
+
+
+@_of(TOGETHER)
+def _together() -> Iterable[Feature]:
+    """One node that an engine honours, one that it cannot, and both."""
+    shift, tiled = _node("WAS_PostCFGShift"), _node("SeamlessTile", tiling="enable", copy_model="Make a copy")
+    yield Feature("Post CFG shift", shift)
+    yield Feature("Post CFG shift and SeamlessTile", lambda patcher: tiled(shift(patcher)))
+    adapter = _node("IPAdapterAdvanced", ipadapter=_ip_adapter_weights, image=_image, clip_vision=_clip_vision)
+    yield Feature("IPAdapter Advanced and Post CFG shift", lambda patcher: shift(adapter(patcher)))

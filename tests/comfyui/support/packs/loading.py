@@ -15,11 +15,19 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "SLIPSTREAM_PACKS"
+TOGETHER = "all packs together"
+"""In the place of one pack: all that can be loaded, in one ComfyUI."""
 
 
 def packs_folder() -> Path:
     """The folder that holds one folder a pack, as `custom_nodes` does."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/slipstream/packs").expanduser()
+
+
+def all_packs() -> list[str]:
+    """The names of the packs that are there."""
+    folder = packs_folder()
+    return sorted(pack.name for pack in folder.iterdir() if pack.is_dir()) if folder.is_dir() else []
 
 
 def commit_of(pack: Path) -> str:

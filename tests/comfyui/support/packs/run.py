@@ -12,7 +12,7 @@ def main(pack: str, checkout: str, store: str, rows: str, wanted: str = "") -> N
     """Measure a pack and append a line of JSON for each row.
 
     Args:
-        pack: name of its folder.
+        pack: name of its folder, or `loading.TOGETHER`.
         checkout: the ComfyUI.
         store: folder of the engines, shared by all packs.
         rows: file of the rows.
@@ -42,13 +42,15 @@ def _measure(pack: str, base: Path, store: Path, rows: Path, wanted: str) -> Non
                 lines.write(json.dumps({**row.to_json(), **about}) + "\n")
 
     measurement = Measurement(pack, EngineStore(store))
-    PREPARED.get(pack, lambda: None)()
-    try:
-        for name in (*COMPANIONS.get(pack, ()), pack):
+    for name in loading.all_packs() if pack == loading.TOGETHER else (*COMPANIONS.get(pack, ()), pack):
+        PREPARED.get(name, lambda: None)()
+        try:
             loading.load(folder.with_name(name), base, LENT.get(name, ()))
-    except loading.PackFailed as failure:
-        write([Row(pack, "", "", "", broken=str(failure))])
-        return
+        except loading.PackFailed as failure:
+            if pack == loading.TOGETHER:
+                continue
+            write([Row(pack, "", "", "", broken=str(failure))])
+            return
     for feature in [Feature("installed, no node of it used", changes=False), *features_of(pack)]:
         if wanted in feature.name:
             write(measurement.rows(feature, ("later",) if feature.sample else ("before", "after", "later")))
