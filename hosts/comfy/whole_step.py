@@ -71,7 +71,7 @@ class WholeStep:
             result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
-        if is_on_purpose() or self._calls.whole.is_to_be_compared or self._calls.veto_of_run is not None:
+        if is_on_purpose() or self._is_to_be_compared or self._calls.veto_of_run is not None:
             return execute()
         if why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
             return execute()
@@ -88,6 +88,11 @@ class WholeStep:
             self._patterns[step.kind] = None
         with self._calls.whole_steps():
             return execute()
+
+    @property
+    def _is_to_be_compared(self) -> bool:
+        """Whether the next call is to be computed both ways; halves are compared with the whole by themselves."""
+        return self._calls.halves is None and self._calls.whole.is_to_be_compared
 
     def _other_code(self, guider: Any) -> str | None:
         if self._told is None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
+import comfy.model_management
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,10 @@ from comfy.ldm.modules.diffusionmodules import openaimodel
 
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER
+from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.vae import ComfyVaeSource
 from slipstream.hosts.live_model import LiveModel, live_model
 from slipstream.hosts.walk import layers_of
 from slipstream.runtime.module import AcceleratedModule
@@ -343,6 +347,26 @@ def test_a_hook_on_a_controlnet(moment: str, provider: EngineProvider) -> None:
 def account() -> tuple[Any, LiveModel]:
     model = tiny.model()
     return model.model.diffusion_model, live_model(model.model.diffusion_model, ComfyDiffusionModel.of(model.model))
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl", *tiny.TRANSFORMERS])
+def test_nothing_is_found_in_a_model_that_nobody_touched(family: str) -> None:
+    model = tiny.transformer(family) if family in tiny.TRANSFORMERS else tiny.model(family)
+    comfy.model_management.load_models_gpu([model])
+    live = live_model(model.model.diffusion_model, ComfyDiffusionModel.of(model.model))
+    assert live.why_changed() is None
+    assert [name for name in layers_of(model.model.diffusion_model) if live.why_changed(name)] == []
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_nothing_is_found_in_a_controlnet_that_nobody_touched(family: str) -> None:
+    assert ComfyControlNetSource(tiny.controlnet(family)).why_not() is None
+
+
+@pytest.mark.parametrize("vae", [tiny.vae(), tiny.vae(quantised=False), tiny.taesd()])
+def test_nothing_is_found_in_a_vae_that_nobody_touched(vae: Any) -> None:
+    for half in (DECODER, ENCODER):
+        assert ComfyVaeSource(vae, half).why_changed() is None
 
 
 def test_it_can_be_asked_about_a_block(account: tuple[Any, LiveModel]) -> None:
