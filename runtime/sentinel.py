@@ -14,7 +14,7 @@ from ..core.errors import SlipstreamError
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
 from ..engine_cache import Verification
-from .verify import exact_fp32, limit_of, relative_error
+from .verify import exact_fp32, is_finite, limit_of, relative_error
 
 EVERY = 1000
 """Calls of engines between two comparisons of the same model with the same patches; one takes as long as a call of the
@@ -74,7 +74,7 @@ def why_wrong(
     least = max(_LEAST[spec.precision], _LEAST[source.precision])
     errors = (known.relative_error, known.eager_error or 0.0) if known is not None else (limit_of_spec(spec), 0.0)
     difference, limit = relative_error(found, wanted), 2 * max(least, sum(errors))
-    if difference <= limit:
+    if difference <= limit or not is_finite(wanted):  # a model that computes NaN is nothing to compare with
         return None
     with exact_fp32():
         reference = source.reference(inputs)

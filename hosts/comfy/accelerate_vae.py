@@ -18,6 +18,7 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
+from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings import BackendChoice
 from .autoencoders import DECODER, ENCODER, HALVES, Half
@@ -255,7 +256,10 @@ def _one_by_one(run: Run, half: Half, given: torch.Tensor, plain: Callable[[torc
     """Picture by picture, so that one engine serves every batch."""
 
     def compute(picture: torch.Tensor) -> torch.Tensor:
-        return run({half.input: picture.contiguous()}, lambda: {"out": plain(picture)})["out"]
+        def eager() -> Tensors:
+            return {"out": plain(picture)}
+
+        return run({half.input: picture.contiguous()}, eager, beside=eager)["out"]
 
     first, *others = given.split(1)
     result = compute(first)

@@ -95,6 +95,20 @@ def test_the_check_is_of_the_loaded_vae(provider: EngineProvider) -> None:
 # ---------------------------------------------------------------------------------------------- when in use
 
 
+def test_the_first_call_of_a_vae_after_a_while(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentinel, "EVERY", 3)
+    plain, module = tiny.vae(), AcceleratedModule(provider, FIRST_USE)
+    fast = accelerate_vae(plain, module)
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    fast.decode(latents)
+    fast.decode(latents)
+    assert module.status.engine_calls == 4
+    plain.first_stage_model.decoder.conv_in.register_forward_hook(lambda layer, args, result: 1.2 * result)
+    assert torch.equal(fast.decode(latents), plain.decode(latents))
+    assert (module.status.engine_calls, module.status.eager_calls) == (5, 2)
+    assert "gave another result than the model in the midst of use" in said(module)
+
+
 def test_the_first_call_with_other_patches(provider: EngineProvider) -> None:
     model = tiny.model()
     module = AcceleratedModule(provider, FIRST_USE)

@@ -140,6 +140,12 @@ def test_real_inputs_that_are_harder_for_both_are_no_difference(
     assert host.beside == 2 and module.status.eager_calls == 0
 
 
+def test_a_model_that_computes_nan_says_nothing_about_the_engine(module: AcceleratedModule, host: Host) -> None:
+    host.factor = float("nan")
+    picture(module, host)
+    assert host.beside == 1 and (module.status.engine_calls, module.status.eager_calls) == (3, 0)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("another node's code")])
 def test_a_call_that_cannot_be_computed_both_ways_is_the_engines(
     error: Exception, module: AcceleratedModule, host: Host
