@@ -392,8 +392,16 @@ def _inspire() -> Iterable[Feature]:
 
 @_of("ComfyUI-GGUF")
 def _gguf() -> Iterable[Feature]:
+    """Compared with the same weights unquantised, by ComfyUI's own loader."""
+
+    def unquantised() -> torch.Tensor:
+        import comfy.sd
+
+        model = comfy.sd.load_diffusion_model(str(_unquantised_file()))
+        return tiny.sample(model, steps=STEPS, **_prompts_of(768))
+
     yield Feature("Unet Loader (GGUF), SD1.5 in Q8_0", make=lambda: call("UnetLoaderGGUF", unet_name=_gguf_file()),
-                  options=lambda: _prompts_of(768), changes=False)  # fmt: skip
+                  options=lambda: _prompts_of(768), baseline=unquantised)  # fmt: skip
 
 
 def _prompts_of(dim: int) -> dict[str, Any]:
@@ -403,20 +411,26 @@ def _prompts_of(dim: int) -> dict[str, Any]:
     return {"positive": prompt(1), "negative": prompt(2)}
 
 
+def _unquantised_file() -> Path:
+    """The small SD1.5 UNet that ComfyUI's detection knows."""
+    import folder_paths
+
+    from slipstream.tests.comfyui.support.model_files import ModelFiles
+
+    files = ModelFiles(Path(folder_paths.models_dir) / "made")
+    return files.folder / "diffusion_models" / files.unet("sd15", 1)
+
+
 def _gguf_file() -> str:
-    """A quantised file of the small SD1.5 UNet that ComfyUI's detection knows."""
     import folder_paths
     import gguf
     from safetensors.torch import load_file
-
-    from slipstream.tests.comfyui.support.model_files import ModelFiles
 
     folder = Path(folder_paths.models_dir) / "unet"
     file = folder / "random.gguf"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        files = ModelFiles(Path(folder_paths.models_dir) / "made")
-        weights = load_file(files.folder / "diffusion_models" / files.unet("sd15", 1))
+        weights = load_file(_unquantised_file())
         writer = gguf.GGUFWriter(str(file), "sd1")
         for name, weight in weights.items():
             value = weight.float().numpy()

@@ -115,7 +115,7 @@ def call_all(node: str, **given: Any) -> tuple[Any, ...]:
         name: _default(*spec)
         for group in ("required", "optional")
         for name, spec in declared.get(group, {}).items()
-        if group == "required" or (len(spec) > 1 and "default" in spec[1])
+        if group == "required" or _is_widget(*spec)
     }
     if hasattr(kind, "PREPARE_CLASS_CLONE"):
         made = kind.PREPARE_CLASS_CLONE(None)
@@ -124,8 +124,13 @@ def call_all(node: str, **given: Any) -> tuple[Any, ...]:
     return tuple(found["result"] if isinstance(found, dict) else found)
 
 
+def _is_widget(kind: Any, options: dict[str, Any] | None = None) -> bool:
+    """Whether ComfyUI's page shows the input on the node, and so always sends a value."""
+    return isinstance(kind, list | tuple) or kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+
+
 def _default(kind: Any, options: dict[str, Any] | None = None) -> Any:
     if options and "default" in options:
-        return options["default"]
+        return int(options["default"]) if kind == "INT" else options["default"]
     choices = kind if isinstance(kind, list | tuple) else (options or {}).get("options")
     return choices[0] if choices else None
