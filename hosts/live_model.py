@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-from .architecture import Remembered
 from .source_code import HostCode
 from .walk import Layers, layers_of
 
@@ -77,10 +76,27 @@ def live_model(
 ) -> LiveModel:
     """The account of a live model, the same one each time."""
 
-    def make() -> LiveModel:
-        return LiveModel(live, lambda: architecture.fresh, is_part, code)
+    accounts = vars(live).get(_ACCOUNTS)
+    if accounts is None:
+        accounts = vars(live)[_ACCOUNTS] = _Accounts()
+    case = architecture.role, type(live)  # an extension may make it one of another class
+    if case not in accounts.by_case:
+        accounts.by_case[case] = LiveModel(live, lambda: architecture.fresh, is_part, code)
+    return accounts.by_case[case]
 
-    return _known.get(live, architecture.role, make)
+
+_ACCOUNTS = "_slipstream_accounts"
+"""Of a model: its accounts lie there, since they know what others gave it, which may know the model."""
+
+
+class _Accounts:
+    """Those of one model; a copy of the model has none."""
+
+    def __init__(self) -> None:
+        self.by_case: dict[Hashable, LiveModel] = {}
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class LiveModel:
@@ -270,9 +286,18 @@ def _is_bookkeeping(name: str) -> bool:
     return name in _BOOKKEEPING or name.startswith("_v") or any(host in name for host in _HOSTS_OWN)
 
 
-@functools.cache
 def _names_read(kind: Any) -> frozenset[str]:
     """All names of attributes that a class of layers knows once a layer is made, its module's functions included."""
+    if (known := _read.get(kind)) is None:
+        known = _read[kind] = _read_names(kind)
+    return known
+
+
+_read: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+"""Weak, since a class may know a whole model."""
+
+
+def _read_names(kind: Any) -> frozenset[str]:
     found: set[str] = set()
     for base in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         module = () if base.__module__.startswith("torch.") else vars(sys.modules[base.__module__]).values()
@@ -309,9 +334,15 @@ def _is_same(found: Any, wanted: Any) -> bool:
         return _is_same((found.func, found.args, found.keywords), (wanted.func, wanted.args, wanted.keywords))
     try:
         has_own = any("__eq__" in vars(base) for base in type(found).__mro__[:-1])
-        return not has_own or bool(found == wanted)
+        return bool(found == wanted) if has_own else _settings(found) == _settings(wanted)
     except Exception:  # whatever a class of others' raises: nobody knows
         return False
+
+
+def _settings(value: Any) -> dict[str, Any]:
+    """Numbers and texts that an object holds."""
+    own = getattr(value, "__dict__", {})
+    return {name: each for name, each in own.items() if isinstance(each, (bool, int, float, str))}
 
 
 def _cells(function: FunctionType) -> list[Any]:
@@ -326,6 +357,3 @@ def _is_number(value: Any) -> bool:
 def _say_change(wanted: Any, found: Any) -> str:
     plain = (bool, int, float, str)
     return f" ({found} instead of {wanted})" if isinstance(found, plain) and isinstance(wanted, plain) else ""
-
-
-_known: Remembered[LiveModel] = Remembered()

@@ -242,10 +242,15 @@ def _is_mixin(base: type, kind: type) -> bool:
     return not issubclass(base, torch.nn.Module) and package != _top(kind.__module__) and _is_installed(package)
 
 
+def _modules_of(classes: Iterable[type]) -> frozenset[str]:
+    """Those that define classes, and those whose functions these import from the same package."""
+    return _modules_behind(frozenset(kind.__module__ for kind in classes))
+
+
 @functools.lru_cache(maxsize=64)
-def _modules_of(classes: frozenset[type]) -> frozenset[str]:
+def _modules_behind(modules: frozenset[str]) -> frozenset[str]:
     found: set[str] = set()
-    waiting = {kind.__module__ for kind in classes}
+    waiting = set(modules)
     while waiting:
         name = waiting.pop()
         found.add(name)

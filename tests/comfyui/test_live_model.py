@@ -407,16 +407,44 @@ def test_what_is_added_may_change_later(account: tuple[Any, LiveModel]) -> None:
     assert live.why_changed() is None
 
 
-def test_it_holds_no_model_alive() -> None:
+def untouched(unet: Any) -> None:
+    pass
+
+
+def bound_method(unet: Any) -> None:
+    unet._forward = types.MethodType(type(unet)._forward, unet)
+
+
+def class_that_knows_the_model(unet: Any) -> None:
+    kind = type(unet.out[2])
+    unet.out[2].__class__ = type(
+        kind.__name__, (kind,), {"forward": lambda self, x: kind.forward(self, x) + unet.dummy}
+    )
+
+
+@pytest.mark.parametrize("change", [untouched, bound_method, class_that_knows_the_model])
+def test_it_holds_no_model_alive(change: Callable[[Any], None]) -> None:
     import gc
     import weakref
 
     model = tiny.model()
-    live_model(model.model.diffusion_model, ComfyDiffusionModel.of(model.model)).why_changed()
+    change(model.model.diffusion_model)
+    live = live_model(model.model.diffusion_model, ComfyDiffusionModel.of(model.model))
+    assert (live.why_changed() is None) == (change is untouched)
     known = weakref.ref(model.model.diffusion_model)
-    del model
+    del model, live
     gc.collect()
     assert known() is None
+
+
+def test_a_copy_of_a_model_has_an_account_of_its_own(account: tuple[Any, LiveModel]) -> None:
+    unet, live = account
+    assert live.why_changed() is None
+    copied = copy.deepcopy(unet)
+    copied.out.register_forward_hook(lambda *_: None)
+    architecture = ComfyDiffusionModel.of(tiny.model().model)
+    assert "hooks into out" in str(live_model(copied, architecture).why_changed())
+    assert live.why_changed() is None
 
 
 def test_asking_again_costs_little() -> None:
