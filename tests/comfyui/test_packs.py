@@ -67,4 +67,6 @@ def test_a_pack_makes_the_pictures_that_it_makes_without_slipstream(
         assert row["reasons"] or not row["eager_calls"], f"no reason: {what}"
         # Where a pack calls the model's parts itself, nobody asks Slipstream: then the picture is equal to the bit.
         assert row["engine_calls"] or row["reasons"] or row["error"] == 0, f"nothing says who computed it: {what}"
-    assert all(row["engine_calls"] and not row["eager_calls"] for row in ran if not row["changes"] and not row["used"])
+        # Some packs change ComfyUI's own code as soon as they are loaded.
+        by_itself = not row["used"] and all("replaced comfy." in why for why in row["reasons"])
+        assert row["used"] or by_itself or not row["eager_calls"], f"it is only installed: {what}"

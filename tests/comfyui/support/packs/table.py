@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "other-packs.md"
+TOGETHER = "all packs together"
 TOLERANCE = 2e-4
 BEGIN, END = "<!-- made by tests/comfyui/support/packs/table.py -->", "<!-- end -->"
 AUTHORS = {
@@ -17,6 +18,7 @@ AUTHORS = {
     "ComfyUI-AnimateDiff-Evolved": "Kosinkadink",
     "ComfyUI-GGUF": "city96",
     "ComfyUI-Impact-Pack": "ltdrdata",
+    "ComfyUI-Impact-Subpack": "ltdrdata",
     "ComfyUI-Inspire-Pack": "ltdrdata",
     "ComfyUI-KJNodes": "kijai",
     "ComfyUI-MagCache": "Zehong-Ma",
@@ -26,6 +28,7 @@ AUTHORS = {
     "ComfyUI-TiledDiffusion": "shiimizu",
     "ComfyUI-bleh": "blepping",
     "ComfyUI-deepcache": "styler00dollar",
+    "ComfyUI-layerdiffuse": "huchenlei",
     "ComfyUI-ppm": "pamparamm",
     "ComfyUI-seamless-tiling": "spinagon",
     "ComfyUI_IPAdapter_plus": "cubiq",
@@ -59,7 +62,8 @@ def tables(rows: list[Row]) -> str:
         features.setdefault((row["pack"], row["feature"], row["comfyui"]), []).append(row)
     works = [found for found in features.values() if not found[0]["broken"]]
     unused = [found for found in works if not found[0]["used"]]
-    used = sorted((found for found in works if found[0]["used"]), key=_place)
+    shown = sorted((found for found in works if any(row["used"] or row["eager_calls"] for row in found)), key=_place)
+    used = [found for found in shown if found[0]["used"]]
     ran = {(found[0]["pack"], found[0]["feature"]) for found in works}
     broken = [
         found[0]
@@ -69,15 +73,16 @@ def tables(rows: list[Row]) -> str:
     runs = [row for found in works for row in found]
     wrong = [row for row in runs if max(row["error"], row["error_afterwards"]) > TOLERANCE]
     served = [found for found in unused if all(row["engine_calls"] and not row["eager_calls"] for row in found)]
+    packs = {found[0]["pack"] for found in used} - {TOGETHER}
     lines = [
-        f"{len(used)} features of {len({found[0]['pack'] for found in used})} packs in {sum(map(len, used))} runs: "
-        f"{len(wrong)} wrong pictures. Of the pictures afterwards, without the pack's node, the furthest is off by "
+        f"{len(used)} features of {len(packs)} packs in {sum(map(len, used))} runs: {len(wrong)} wrong pictures. "
+        f"Of the pictures afterwards, without the pack's node, the furthest is off by "
         f"{percent(max(row['error_afterwards'] for row in runs))}. With a pack installed and none of its nodes in the "
         f"workflow, {len(served)} of {len(unused)} leave the whole picture to the engine.",
         "",
         "| pack | feature | model | ComfyUI | changes the picture by | computed by | off from ComfyUI alone |",
         "|---|---|---|---|---|---|---|",
-        *(_line(found) for found in used),
+        *(_line(found) for found in shown),
     ]
     if broken:
         lines += ["", "These do not run in the ComfyUI that they were tried in, with or without Slipstream:", ""]
@@ -93,6 +98,8 @@ def _place(found: list[Row]) -> tuple[str, str]:
 def _name(row: Row) -> str:
     pack = row["pack"]
     author = AUTHORS.get(pack)
+    if pack == TOGETHER:
+        return pack
     return f"{f'[{pack}](https://github.com/{author}/{pack})' if author else pack} {row['commit']}"
 
 
