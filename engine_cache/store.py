@@ -72,6 +72,8 @@ class EngineStore:
         self.keep, self.marks = self._space.keep, self._space.marks
         self.limit_bytes = limit_bytes
         self._said: set[str] = set()
+        self.damaged: dict[str, str] = {}
+        """Entries that this process found damaged, and what was wrong with each."""
 
     # Reading
 
@@ -84,6 +86,7 @@ class EngineStore:
         try:
             return self._read(digest)
         except CorruptEngine as error:
+            self.damaged[digest] = str(error)
             return self._set_aside(digest, str(error))
         except IncompatibleEngine as error:
             self._warn_once(str(error))
@@ -362,6 +365,7 @@ class EngineStore:
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Move a corrupt entry to the quarantine, where the store can be written; else only warn."""
         self._warn_once(reason)
+        self.damaged[entry.digest] = reason
         try:
             with self._space.writing(f"Setting the engine {entry.digest[:12]} aside"):
                 current = self._read_if_sound(entry.digest)

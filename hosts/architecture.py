@@ -69,6 +69,11 @@ class NetworkArchitecture(ABC):
         """To be looked at, not changed."""
         return self.hollow()
 
+    @property
+    def fresh(self) -> torch.nn.Module:
+        """A whole network without numbers, of the host's code alone. To be looked at, not changed."""
+        return self.without_numbers
+
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
         """As the host names them, without the prefix of the exported program."""

@@ -16,16 +16,19 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_, itemgetter
 from pathlib import Path
 from types import FunctionType
+from typing import Any
 
 import torch
 
 from .. import STARTED
 from ..core.errors import UnsupportedModel
-from .walk import Layers, layers_of
+from .walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
 """Packages whose code is no part of a model's own."""
@@ -43,27 +46,190 @@ def source_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def why_replaced(model: torch.nn.Module, layers: Layers | None = None) -> str | None:
-    """What an extension has replaced in the code that the model runs, in words; None when it is the host's own.
+def why_replaced(model: torch.nn.Module) -> str | None:
+    """What an extension has replaced in the code that the model runs, in words; None when it is the host's own."""
+    return HostCode(model, layers_of(model)).why_replaced()
+
+
+class HostCode:
+    """The code that a model runs in this process: methods of its layers' classes, and functions that these call.
 
     Args:
-        layers: what `layers_of(model)` gave just now, if somebody asked.
+        layers: what `layers_of(model)` gave just now, or some of them.
     """
-    classes = _layer_classes(layers_of(model) if layers is None else layers)
-    home = _top(type(model).__module__)
-    for kind in sorted(classes, key=_name):
-        if _top(kind.__module__) != home:
-            return f"another extension brought its own layers ({_name(kind)})"
-        for name, function in _methods_of(kind):
-            if not is_own(function, home):
-                return _say_replaced(f"{_name(kind)}.{name}", function)
-    try:
-        return next(_replaced_functions(_modules_of(classes), home), None)
-    except UnsupportedModel as error:
-        return str(error)
+
+    def __init__(self, model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
+        self._kinds = [*map(type, layers.values())]
+        self._home = _top(type(model).__module__)
+        self._classes = _layer_classes(layers)
+        self._torch_classes = {torch.Tensor, *_torch_classes(layers)}
+        self._known: tuple[list[int], list[Any], str | None] | None = None
+        self._spaces: list[Mapping[str, Any]] = []
+        self._places: list[tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = []
+
+    def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
+        """Whether it is that of these layers."""
+        return self._kinds == [*map(type, layers.values())]
+
+    def why_replaced(self) -> str | None:
+        """See `why_replaced`. Cheap where nothing was replaced since it was asked last."""
+        if self._known is None or not self._is_as_known(*self._known[:2]):
+            reason = self._find()
+            self._spaces = [vars(kind) for kind in (*self._classes, *self._torch_classes)]
+            self._places = [(itemgetter(*names, names[0]), space) for space, names in self._watched() if names]
+            self._known = *self._look(), reason
+        return self._known[2]
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        return [*map(len, self._spaces)], [*chain.from_iterable([get(space) for get, space in self._places])]
+
+    def _is_as_known(self, sizes: list[int], values: list[Any]) -> bool:
+        try:
+            found = self._look()
+        except KeyError:  # something is gone
+            return False
+        return found[0] == sizes and all(map(is_, found[1], values))
+
+    def _find(self) -> str | None:
+        for kind in sorted(self._classes, key=_name):
+            if _top(kind.__module__) != self._home:
+                return f"another extension brought its own layers ({_name(kind)})"
+        try:
+            modules = _modules_of(self._classes)
+            found = (self._replaced_in_classes(), self._replaced_in_torch(modules), self._replaced_functions(modules))
+            return next(chain.from_iterable(found), None)
+        except UnsupportedModel as error:
+            return str(error)
+
+    def _replaced_in_classes(self) -> Iterator[str]:
+        for kind in sorted(self._classes, key=_name):
+            constants = _written(kind.__module__).constants
+            for name, value in list(vars(kind).items()):
+                function, place = _unwrapped(value), f"{kind.__qualname__}.{name}"
+                is_foreign = isinstance(function, FunctionType) and not is_own(function, self._home)
+                if is_foreign or constants.get(place, value) != value:
+                    yield _say_replaced(f"{_name(kind)}.{name}", value)
+
+    def _replaced_in_torch(self, modules: frozenset[str]) -> Iterator[str]:
+        for kind in sorted(self._torch_classes, key=_name):
+            for name, value in list(vars(kind).items()):
+                if _is_computing(name, kind) and not _is_torchs(value):
+                    yield _say_replaced(f"{_name(kind)}.{name}", value)
+        for module, name in sorted(_called_of_torch(modules)):
+            if not _is_torchs(value := _attribute(module, name)):
+                yield _say_replaced(f"{module}.{name}", value)
+
+    def _replaced_functions(self, modules: frozenset[str]) -> Iterator[str]:
+        """Functions and constants that are not, in this process, what the modules' files say."""
+        for module in sorted(modules & sys.modules.keys()):
+            written, names = _written(module), vars(sys.modules[module])
+            for name in sorted(written.names & names.keys()):
+                if self._is_replaced(module, name, names[name], written):
+                    yield _say_replaced(f"{module}.{name}", names[name])
+        for module, name in sorted(_called_elsewhere(modules)):
+            value = _attribute(module, name)
+            if isinstance(value, FunctionType) and not is_own(value, self._home):
+                yield _say_replaced(f"{module}.{name}", value)
+
+    def _is_replaced(self, module: str, name: str, value: Any, written: _Written) -> bool:
+        if name in written.constants:
+            return type(value) is not type(written.constants[name]) or bool(value != written.constants[name])
+        if not callable(value) or isinstance(value, type):
+            return False
+        source, original = written.imports.get(name, (module, name))
+        if source != module:  # from another package it may be whatever it is
+            return _top(source) == self._home and getattr(sys.modules.get(source), original, value) is not value
+        return not _is_made_of(value, self._home)
+
+    def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
+        """Where all of that is found: namespaces, and names in each that are there."""
+        yield from ((space, list(space)) for space in self._spaces)
+        try:
+            modules = _modules_of(self._classes)
+        except UnsupportedModel:  # which does not change
+            return
+        watched = {(module, name) for module in modules for name in _written(module).names}
+        named: dict[str, list[str]] = {}
+        for module, name in watched | _called_of_torch(modules) | _called_elsewhere(modules):
+            if module in sys.modules and name in vars(sys.modules[module]):
+                named.setdefault(module, []).append(name)
+        yield from ((vars(sys.modules[module]), names) for module, names in named.items())
 
 
-def _layer_classes(layers: Layers) -> frozenset[type]:
+_COMPUTING = "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__"
+"""Of torch's base class of layers: what takes part in a call."""
+_NOT_COMPUTING = "__init__", "reset_parameters", "extra_repr", "__setstate__", "_load_from_state_dict", "__repr__"
+
+
+def _torch_classes(layers: Mapping[str, torch.nn.Module]) -> frozenset[type]:
+    return frozenset(base for kind in set(map(type, layers.values())) for base in kind.__mro__ if _is_of_torch(base))
+
+
+def _is_of_torch(kind: type) -> bool:
+    return _top(kind.__module__) == "torch" and issubclass(kind, torch.nn.Module)
+
+
+def _is_computing(name: str, kind: type) -> bool:
+    if kind is torch.nn.Module:
+        return name in _COMPUTING
+    return callable(_unwrapped(vars(kind)[name])) and name not in _NOT_COMPUTING
+
+
+def _is_torchs(value: object) -> bool:
+    """Whether a function is torch's own, or what torch itself put there; None is nothing that is called."""
+    return value is None or _is_made_of(value, "torch")
+
+
+def _is_made_of(value: object, package: str) -> bool:
+    """Whether what is called is a function of `package`, or what decorators of installed packages made of one."""
+    function = _unwrapped(value)
+    if not isinstance(function, FunctionType) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if isinstance(function, FunctionType):
+        return is_own(function, package)
+    return not isinstance(function, functools.partial) and _is_installed(_top(type(function).__module__))
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function of a property or of a method."""
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+_FUNCTIONAL = "torch.nn.functional"
+"""Through which torch's own layers compute."""
+
+
+@functools.lru_cache(maxsize=64)
+def _called_of_torch(modules: frozenset[str]) -> frozenset[tuple[str, str]]:
+    """Module and name of each function of torch that code in these modules may call, or torch's own layers."""
+    found = {(_FUNCTIONAL, name) for name in vars(torch.nn.functional)}
+    for module in modules:
+        written = _written(module)
+        found |= {pair for pair in (*written.calls, *written.imports.values()) if _top(pair[0]) == "torch"}
+    return frozenset(pair for pair in found if callable(_attribute(*pair)) and not isinstance(_attribute(*pair), type))
+
+
+@functools.lru_cache(maxsize=64)
+def _called_elsewhere(modules: frozenset[str]) -> frozenset[tuple[str, str]]:
+    """Module and name of what code in these modules calls in others of their package, but for those that manage
+    memory: these compute nothing, and extensions may replace them as they like."""
+    called = {pair for module in modules for pair in _written(module).calls}
+    homes = set(map(_top, modules))
+    return frozenset(
+        pair
+        for pair in called
+        if _top(pair[0]) in homes and pair[0] not in modules and not pair[0].endswith(_MANAGEMENT)
+    )
+
+
+_MANAGEMENT = "_management"
+
+
+def _attribute(module: str, name: str) -> object:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _layer_classes(layers: Mapping[str, torch.nn.Module]) -> frozenset[type]:
     kinds = set(map(type, layers.values()))
     bases = ((base, kind) for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
     return frozenset(base for base, kind in bases if not _is_mixin(base, kind))
@@ -76,10 +242,15 @@ def _is_mixin(base: type, kind: type) -> bool:
     return not issubclass(base, torch.nn.Module) and package != _top(kind.__module__) and _is_installed(package)
 
 
+def _modules_of(classes: Iterable[type]) -> frozenset[str]:
+    """Those that define classes, and those whose functions these import from the same package."""
+    return _modules_behind(frozenset(kind.__module__ for kind in classes))
+
+
 @functools.lru_cache(maxsize=64)
-def _modules_of(classes: frozenset[type]) -> frozenset[str]:
+def _modules_behind(modules: frozenset[str]) -> frozenset[str]:
     found: set[str] = set()
-    waiting = {kind.__module__ for kind in classes}
+    waiting = set(modules)
     while waiting:
         name = waiting.pop()
         found.add(name)
@@ -103,22 +274,6 @@ def _source_of(module: str, name: str) -> str | None:
     return None
 
 
-def _replaced_functions(modules: Iterable[str], home: str) -> Iterator[str]:
-    """Functions that are not, in this process, what the modules' files say."""
-    for module in sorted(modules):
-        written = _written(module)
-        for name, value in list(vars(sys.modules[module]).items()) if module in sys.modules else ():
-            if not isinstance(value, FunctionType):
-                continue
-            source, original = written.imports.get(name, (module, name))
-            if source == module:
-                replaced = name in written.functions and not is_own(value, home)
-            else:  # from another package it may be whatever it is
-                replaced = _top(source) == home and getattr(sys.modules.get(source), original, value) is not value
-            if replaced:
-                yield _say_replaced(f"{module}.{name}", value)
-
-
 # ------------------------------------------------------------------------------------------------- on the disk
 
 
@@ -129,6 +284,7 @@ class _Written:
     Attributes:
         functions: names of those that it defines.
         aliases: further names that it gives to them, such as that of the one to be used on this machine.
+        constants: numbers, texts and the like that it or a class of it, `Class.name`, gives a name to once and for all.
         imports: name -> module and name there, of all that it imports by `from … import …`.
         calls: module and name there, of all that it reaches through a module that it imports by `import …`.
     """
@@ -136,8 +292,14 @@ class _Written:
     text: str
     functions: frozenset[str]
     aliases: frozenset[str]
+    constants: Mapping[str, Any]
     imports: Mapping[str, tuple[str, str]]
     calls: frozenset[tuple[str, str]]
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """All of the module's own namespace that counts."""
+        return self.functions | self.aliases | self.imports.keys() | self.constants.keys()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -164,14 +326,49 @@ def _written(module: str) -> _Written:
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             imports |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     aliases = frozenset(name for name, other in equal.items() if other in functions)
-    return _Written(text, frozenset(functions), aliases, imports, frozenset(_reached(tree, modules)))
+    modules |= {name: ".".join(pair) for name, pair in imports.items() if _top(pair[0]) == "torch"}
+    calls = frozenset(_reached(tree, modules))
+    return _Written(text, frozenset(functions), aliases, _constants(tree), imports, calls)
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Of a module and its classes; what is given a value in several places may be any of these, or an import."""
+    values: dict[str, list[Any]] = {}
+
+    def read(body: Iterable[ast.stmt], prefix: str) -> None:
+        for node in _statements(body):
+            if isinstance(node, ast.ClassDef):
+                read(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                value = node.value if isinstance(node.value, ast.Constant) else None
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    for name in (each.id for each in ast.walk(target) if isinstance(each, ast.Name)):
+                        values.setdefault(prefix + name, []).append(value)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                for alias in node.names:
+                    values.setdefault(prefix + (alias.asname or alias.name), []).append(None)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                values.setdefault(prefix + node.name, []).append(None)
+
+    read(tree.body, "")
+    for node in ast.walk(tree):
+        for name in node.names if isinstance(node, ast.Global) else ():
+            values.pop(name, None)
+    return {name: found[0].value for name, found in values.items() if len(found) == 1 and found[0] is not None}
 
 
 def _reached(tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Module and name of each `module.name` in the code."""
+    """Module and name of each `module.name` in the code; of torch also those of a module's module."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (owner := ast.unparse(node.value)) in modules:
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value)
+        if owner in modules:
             yield modules[owner], node.attr
+            continue
+        first, _, rest = owner.partition(".")
+        if rest and _top(modules.get(first, "")) == "torch":
+            yield f"{modules[first]}.{rest}", node.attr
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -221,16 +418,11 @@ def _is_package(module: str) -> bool:
 # --------------------------------------------------------------------------------------------- in this process
 
 
-def _methods_of(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    for name, value in list(vars(kind).items()):
-        plain = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if isinstance(plain, FunctionType):
-            yield name, plain
-
-
-def _say_replaced(what: str, function: FunctionType) -> str:
-    owner = re.split(r"[/\\]", _owner(function))[-1]  # ComfyUI names packs by their folders' paths
-    return f"another extension ({owner}) replaced {what}"
+def _say_replaced(what: str, value: object) -> str:
+    function = _unwrapped(value)
+    owner = _owner(function) if isinstance(function, FunctionType) else type(value).__module__
+    pack = re.split(r"[/\\]", owner)[-1]  # ComfyUI names packs by their folders' paths
+    return f"another extension ({pack}) replaced {what}"
 
 
 def _owner(function: FunctionType) -> str:

@@ -18,6 +18,17 @@ Compute = Callable[[Any, Plain, tuple[Any, ...], dict[str, Any]], torch.Tensor]
 _NAME = "diffusion_model"
 
 
+def undisturbed(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `plain` gives for copies of the dicts and lists in its arguments: models take a ControlNet's from them."""
+    return plain(*_copied(list(args)), **_copied(kwargs))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(entry) for name, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+
+
 @contextmanager
 def stand_in(model: torch.nn.Module, compute: Compute) -> Iterator[None]:
     """Let `model.diffusion_model` be a stand-in: an attribute of the instance, which hides the submodule.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from .cuda_graphs import is_inlined
 from .memory import MemoryWatch
 from .plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
+from .sentinel import StartAgain
 from .settings import BuildPolicy, Settings
 from .shapes_wanted import batch_of, largest_batch
 from .status import EngineUse, Status
@@ -50,6 +52,10 @@ class AcceleratedModule:
         self.asked = self.settings
         self.host_precision: Precision | None = None
 
+    def __deepcopy__(self, memo: object) -> AcceleratedModule:
+        """A copy of a model that was accelerated goes by the same settings, and counts its calls here."""
+        return self
+
     @property
     def settings(self) -> Settings:
         """What the user chose for it, and where that is `auto`, for everything; asked anew in each run."""
@@ -64,6 +70,7 @@ class AcceleratedModule:
         finite_only: bool = False,
         settings: Settings | None = None,
         cold_calls: int | None = None,
+        situation: Hashable = None,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
@@ -72,8 +79,9 @@ class AcceleratedModule:
             finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
                 are neither, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
+            situation: what else of the run may change what its model computes; see `Sentinel`.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls)
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, situation)
         self.provider.run_began()
         try:
             yield run
@@ -104,6 +112,9 @@ class Run:
         tally: told of each call that an engine served.
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
+        wrong: what was wrong with an engine of this run; then none is asked any more.
+        can_start_again: whoever began this run catches `StartAgain`, and samples anew.
+        has_to_start_again: it was raised.
     """
 
     def __init__(
@@ -114,7 +125,12 @@ class Run:
         finite_only: bool = False,
         settings: Settings | None = None,
         cold_calls: int | None = None,
+        situation: Hashable = None,
     ) -> None:
+        self.wrong: str | None = None
+        self.can_start_again = self.has_to_start_again = False
+        self._situation = situation
+        self._served = 0
         self.answers: list[Answer] = []
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
@@ -131,32 +147,90 @@ class Run:
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
 
-    def __call__(self, inputs: Tensors, eager: Callable[[], Tensors], veto: str | None = None) -> Tensors:
+    def __call__(
+        self,
+        inputs: Tensors,
+        eager: Callable[[], Tensors],
+        veto: str | None = None,
+        beside: Callable[[], Tensors] | None = None,
+    ) -> Tensors:
         """Compute one call.
 
         Args:
             inputs: the model's inputs by name, as the host passes them.
             eager: the host's own module on the same inputs.
             veto: why this call cannot go to an engine, for reasons that only the host knows.
+            beside: like `eager`, and leaves whatever it is given as it is; None where it cannot be had.
         """
         if self._timer is None or is_inlined():
-            return self._answer(inputs, eager, veto)
+            return self._answer(inputs, eager, veto, beside)
         before = len(self.answers)
-        return self._timer(lambda: self._answer(inputs, eager, veto), lambda: self._step_of(inputs, before))
+        return self._timer(lambda: self._answer(inputs, eager, veto, beside), lambda: self._step_of(inputs, before))
 
-    def _answer(self, inputs: Tensors, eager: Callable[[], Tensors], veto: str | None) -> Tensors:
+    def _answer(
+        self,
+        inputs: Tensors,
+        eager: Callable[[], Tensors],
+        veto: str | None,
+        beside: Callable[[], Tensors] | None,
+    ) -> Tensors:
         if is_on_purpose():
             computed = eager()
             self._module.status.count_on_purpose()
             self.answers.append(Answer())
             return computed
+        veto = veto or self.wrong
+        is_first, is_due = not self._served, beside is not None and veto is None and self.is_to_be_compared
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
-            return result
+            return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
         if self._module.status.count_eager(result):
             log.warning("Slipstream uses the plain model: %s", result)
         self.answers.append(Answer(is_vetoed=veto is not None))
         return eager()
+
+    @property
+    def is_to_be_compared(self) -> bool:
+        """Whether the next call is to be computed both ways.
+
+        Where sampling cannot begin anew, only a call before which no engine served: so no picture has a wrong part.
+        """
+        is_possible = self.can_start_again or not self._served
+        return is_possible and self._module.provider.sentinel.is_due(self._case)
+
+    @functools.cached_property
+    def _case(self) -> Hashable:
+        source = self._source
+        return source.architecture.fingerprint, source.weights_digest(), source.is_patched, self._situation
+
+    def _held_against(self, found: Tensors, inputs: Tensors, beside: Callable[[], Tensors], is_first: bool) -> Tensors:
+        """An engine's answer, or the model's own where it is another one.
+
+        Args:
+            is_first: no engine answered in this run before.
+
+        Raises:
+            StartAgain: it is another one, and engines answered in this run before.
+        """
+        provider, offer = self._module.provider, self.offer_for(CallShape.of(inputs))
+        disturb()
+        try:
+            with torch.no_grad():
+                wanted = beside()
+                self.wrong = provider.why_wrong(self._source, offer, inputs, found, wanted)
+        except self._hooks.interruptions:
+            raise
+        except Exception as error:  # for lack of memory, say: the engine was compared when it was loaded
+            log.debug("Slipstream: a call was not computed both ways: %s", error)
+        if self.wrong is None:
+            provider.sentinel.compared(self._case)
+            return found
+        if is_first:
+            if self._module.status.count_eager(self.wrong):
+                log.warning("Slipstream uses the plain model: %s", self.wrong)
+            return wanted
+        self.has_to_start_again = True
+        raise StartAgain(self.wrong)
 
     def _step_of(self, inputs: Tensors, since: int) -> Step:
         """What computed a call, of which the answers since then are."""
@@ -252,6 +326,8 @@ class Run:
         """Count a call that an engine served."""
         assert offer.plan is not None
         self.note(offer)
+        self._served += 1
+        self._module.provider.sentinel.count(self._case)
         self._module.status.count_engine(offer.plan.key.digest)
 
     def note(self, offer: Offer) -> None:

@@ -24,7 +24,7 @@ from ..core.errors import (
     UnsupportedModel,
 )
 from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
-from ..core.protocols import Backend, ModelSource
+from ..core.protocols import Backend, ModelSource, Tensors
 from ..core.spec import Precision
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
 from . import bake
@@ -39,6 +39,7 @@ from .plan import CallShape, Plan, plans
 from .pool import EnginePool, LoadedEngine, is_graphed
 from .preferences import Background, Preferences
 from .queue import BuildQueue, Ticket
+from .sentinel import Sentinel, why_wrong
 from .settings import BuildPolicy, Settings
 from .step_times import StepTimes
 from .trust import Trust
@@ -131,6 +132,7 @@ class EngineProvider:
         self._shortages = Shortages()
         self._overflows = Overflows(store.root)
         self._trust = Trust(store, self._overflows)
+        self.sentinel = Sentinel()
         self._told: set[str] = set()
         self._active_runs = 0
         self._counting = threading.Lock()
@@ -292,13 +294,16 @@ class EngineProvider:
     ) -> tuple[Plan, Entry] | str:
         """Build, ask for a build, or say why neither; a backend that fails gives way to the next of the chain."""
         chain = _buildable(wanted)
-        log.info("Slipstream: no engine for %s yet (%s)", chain[0], self.explain_miss(chain[0]))
+        missing = f"no engine for {chain[0]} yet"
+        if damage := self.store.damaged.get(chain[0].key.digest):
+            missing = f"the engine for {chain[0]} is damaged and was set aside ({damage.rstrip('.')})"
+        log.info("Slipstream: %s (%s)", missing, self.explain_miss(chain[0]))
         reasons = []
         for plan in chain:
             if reason := bake.why_not_built(plan, source, settings.policy):
                 return reason
             if settings.policy is BuildPolicy.MANUAL:
-                return f"no engine for {plan} yet; build it with the Build Engine node or `slipstream build`"
+                return f"{missing}; build it with the Build Engine node or `slipstream build`"
             if hooks.by_hand:
                 self.queue.forget(plan)
             hooks.wants(plan.key.digest)
@@ -307,6 +312,8 @@ class EngineProvider:
                 ticket.estimate = self.estimate(plan)
             words = say_estimate(ticket.estimate, ticket.seconds)
             if ticket.error is None and settings.policy is BuildPolicy.BACKGROUND:
+                if ticket.waits_for_another:
+                    return f"another process is building the engine for {plan}"
                 return f"the engine for {plan} is being built in the background{words}"
             log.info("Slipstream: building the engine for %s%s", plan, words)
             if ticket.error is None and (needed := plan.backend.build_bytes(plan.spec)):
@@ -392,6 +399,17 @@ class EngineProvider:
         numbers = plan.spec.numbers
         what = f"the engine for {plan} computed NaN or Inf in {numbers}, and the plain model took over"
         return f"{what}. {ADVICE}" if numbers == Precision.FP16.value else what
+
+    def why_wrong(
+        self, source: ModelSource, offer: Offer, inputs: Tensors, found: Tensors, wanted: Tensors
+    ) -> str | None:
+        """See `sentinel.why_wrong`; an engine that is wrong serves this model no more."""
+        assert offer.engine is not None and offer.plan is not None
+        entry = offer.engine.entry
+        known = self._trust.known(source, entry)
+        if reason := why_wrong(source, offer.plan.spec, known, inputs, found, wanted):
+            self._trust.refuse(source, entry, IncompatibleEngine(f"The engine for {offer.plan} is not used: {reason}"))
+        return reason
 
     def what_is_wrong(self, entry: Entry) -> SlipstreamError | None:
         """What an engine was refused for when it was compared last in this process."""

@@ -58,6 +58,11 @@ class Ticket:
         self.token = CancelToken()
         self._ended = threading.Event()
 
+    @property
+    def waits_for_another(self) -> bool:
+        """Whether another process builds the same engine, which this one waits for."""
+        return self.state is TicketState.RUNNING and self.progress.phase == "queued"
+
     def tick(self, running: bool) -> None:
         """Called again and again while it is built; `seconds` counts the time between two calls that say running."""
         now = time.monotonic()
@@ -87,7 +92,8 @@ class Ticket:
     def describe(self) -> str:
         """E.g. "building 43 %: compiling 851 operations"."""
         percent = f" {self.progress.fraction:.0%}" if self.progress.fraction else ""
-        word = "building" if self.state is TicketState.RUNNING else self.state.value
+        is_building = self.state is TicketState.RUNNING and not self.waits_for_another
+        word = "building" if is_building else TicketState.QUEUED.value if self.waits_for_another else self.state.value
         return f"{word}{percent}: {self.progress.message}"
 
     def end(self, state: TicketState) -> None:

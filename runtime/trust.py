@@ -57,6 +57,17 @@ class Trust:
         """Whether an engine was compared with the model in this process; one that copies weights may be again."""
         return _case(source, entry) in self._known
 
+    def known(self, source: ModelSource, entry: Entry) -> Verification | None:
+        """How far an engine that serves was from the model when it was compared."""
+        case = _case(source, entry)
+        return self._known.get(case) or entry.manifest.verifications.get(case[2])
+
+    def refuse(self, source: ModelSource, entry: Entry, error: IncompatibleEngine) -> None:
+        """An engine was found wrong in use: it serves these weights no more in this process."""
+        case = _case(source, entry)
+        self._wrong[case[:2]] = self._refused[case, source.is_patched] = error
+        self._known.pop(case, None)
+
     def prove(self, source: ModelSource, plan: Plan, loaded: LoadedEngine) -> None:
         """Compare an engine with the model unless it was, in this process and since it copied its weights.
 
@@ -87,8 +98,8 @@ class Trust:
         driver = plan.key.environment.driver
         known = self._known.get(case) or loaded.entry.manifest.verifications.get(case[2])
         if known is not None and known.driver == driver:
-            check(loaded.engine, source, plan.spec, known, refitted=loaded.engine.copies_weights)
-            return known
+            if check(loaded.engine, source, plan.spec, known, refitted=loaded.engine.copies_weights):
+                return known
         result = self._verified(source, plan, loaded, driver)
         self._record(loaded, case, result)
         return result

@@ -22,6 +22,9 @@ LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 LIMIT_OF_QUANTISED = 5e-2
 """The same for an engine whose large linear layers multiply in 8 bits."""
 
+_LIVE = {Precision.FP32: 1e-4, Precision.FP16: 5e-3, Precision.BF16: 2e-2}
+"""Distance of the loaded model from the code that engines are made of, in fp32, that is put down to its numbers."""
+
 _FINER = "set precision to auto"
 _SEEDS = (20260, 20261)
 _LEAST_OF_REFITTED = 1e-3
@@ -45,23 +48,32 @@ def relative_error(result: Tensors, reference: Tensors) -> float:
 def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | None = None) -> Verification:
     """Compare engine, host's module and fp32 on fresh random inputs, at every corner of its profiles.
 
+    The host's module is the loaded one, with all that other extensions did to it.
+
     Args:
         driver: the GPU's, for the record.
 
     Raises:
-        IncompatibleEngine: the engine is wrong; NotFinite: it is not finite where fp32 is.
+        IncompatibleEngine: the engine is wrong, or the loaded model is none that engines are made from, or computes
+            NaN itself; NotFinite: the engine is not finite where fp32 is.
     """
-    worst = worst_eager = 0.0
+    worst = worst_eager = worst_live = 0.0
     cases = 0
     for shapes in _corners(spec):
         for seed in _SEEDS:
-            error, eager = _one_case(engine, source, spec, shapes, seed)
+            error, eager, live = _one_case(engine, source, spec, shapes, seed)
             worst, worst_eager, cases = max(worst, error), max(worst_eager, eager), cases + 1
+            worst_live = max(worst_live, live)
     limit = _limit(spec, worst_eager)
     if worst > limit:
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
             f"and is not used; {_what_to_do(spec)}"
+        )
+    if math.isfinite(worst_live) and worst_live > (allowed := max(_LIVE[source.precision], 3 * worst)):
+        raise IncompatibleEngine(
+            f"The engine for {spec.describe()} is not used: the loaded model computes something else than the code "
+            f"that the engine is made of ({worst_live:.1e} apart, allowed: {allowed:.0e}); another extension changed it"
         )
     close = worst <= max(2 * worst_eager, 1e-5)
     note = "" if close else f"error {worst:.1e}, the plain model's is {worst_eager:.1e}"
@@ -92,12 +104,17 @@ def _corners(spec: EngineSpec) -> list[dict[str, Shape]]:
 
 def check(
     engine: Engine, source: ModelSource, spec: EngineSpec, known: Verification, *, refitted: bool = False
-) -> None:
+) -> bool:
     """Is a verified engine still what the host's module computes in this process? One call of each.
+
+    The host's module is the loaded one, with all that other extensions did to it.
 
     Args:
         known: what `verify` found.
         refitted: the engine has copied other weights since, which may be what went wrong.
+
+    Returns:
+        Whether it is as close as it was; where it is not, `verify` has to say why.
 
     Raises:
         IncompatibleEngine: it is not; NotFinite: it is not finite where the model is.
@@ -106,7 +123,7 @@ def check(
     with torch.no_grad():
         wanted = _finite_answer(source, inputs)
         if wanted is None:
-            return  # nothing to compare with
+            return True  # nothing to compare with
         found = engine(**inputs)
     if not is_finite(found):
         raise _not_finite(spec)
@@ -121,6 +138,7 @@ def check(
             f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
             f"now (allowed: {limit:.0e}) and is not used: {causes}"
         )
+    return error <= max(_LIVE[source.precision], 2 * _both_errors(known))
 
 
 def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:
@@ -165,16 +183,23 @@ def _not_finite(spec: EngineSpec) -> NotFinite:
 
 def _one_case(
     engine: Engine, source: ModelSource, spec: EngineSpec, shapes: dict[str, tuple[int, ...]], seed: int
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Relative errors of the engine and of the host's module, and of the latter where nothing is rounded to TF32."""
     inputs = _inputs(source, spec, shapes, seed)
     with torch.no_grad():
-        with exact_fp32():
+        with exact_fp32() as is_otherwise:
             reference = source.reference(inputs)
+            live = source.eager(inputs) if is_otherwise and source.precision is Precision.FP32 else None
         eager = relative_error(source.eager(inputs), reference)
         found = engine(**inputs)
-    if is_finite(reference) and not is_finite(found):
+    if not is_finite(reference):
+        raise IncompatibleEngine(
+            f"The model itself computes NaN or Inf, in fp32 too, so the engine for {spec.describe()} cannot be "
+            "compared with it and is not used; its file may be damaged, or a LoRA's strength too high"
+        )
+    if not is_finite(found):
         raise _not_finite(spec)
-    return relative_error(found, reference), eager
+    return relative_error(found, reference), eager, eager if live is None else relative_error(live, reference)
 
 
 def _limit(spec: EngineSpec, eager_error: float) -> float:
@@ -185,13 +210,13 @@ def _limit(spec: EngineSpec, eager_error: float) -> float:
 
 
 @contextmanager
-def exact_fp32() -> Iterator[None]:
-    """fp32 that is not rounded to TF32 on its way through a GPU's matrix units."""
+def exact_fp32() -> Iterator[bool]:
+    """fp32 that is not rounded to TF32 on its way through a GPU's matrix units; gives whether it would be."""
     convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
     before = convolutions.allow_tf32, products.allow_tf32
     convolutions.allow_tf32 = products.allow_tf32 = False
     try:
-        yield
+        yield any(before) and torch.cuda.is_available()
     finally:
         convolutions.allow_tf32, products.allow_tf32 = before
 

@@ -56,8 +56,8 @@ ONCE = (
 )  # fmt: skip
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
 SEAMS = (
-    "test_harness.py", "test_main_job.py", "test_node_texts.py", "test_one_step.py", "test_route_guard.py",
-    "test_routes.py", "test_step_skip.py", "test_unet_engines.py", "test_whole_workflow.py",
+    "test_harness.py", "test_live_model.py", "test_main_job.py", "test_node_texts.py", "test_one_step.py",
+    "test_route_guard.py", "test_routes.py", "test_step_skip.py", "test_unet_engines.py", "test_whole_workflow.py",
 )  # fmt: skip
 """Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
 PAGE = ("test_page.py", "test_page_templates.py", "test_ui.py")

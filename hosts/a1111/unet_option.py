@@ -13,8 +13,9 @@ from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings import BuildPolicy, Settings
 from ..forge.host import module_of, waiting_hooks
+from ..live_model import why_changed
 from .source import LdmUNetSource, plain_calls
-from .vetoes import why_not_this_call, why_not_this_model
+from .vetoes import WebUiCode, why_not_this_call
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +104,10 @@ def _compute(
     given = {"x": x, "timesteps": timesteps, "context": context, "y": more.get("y")}
     inputs = {name: tensor for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}
     others = {name: value for name, value in more.items() if name != "y"}
-    veto = why_not_this_model(live) or why_not_this_call(rest, others)
+    veto = why_changed(live, source.architecture, code=WebUiCode) or why_not_this_call(rest, others)
     # A run of its own for each call: this host does not say when sampling begins and ends.
     with module.run(source, waiting_hooks()) as run:
-        return run(inputs if veto is None else {}, eager, veto)["out"].to(x.dtype)
+        return run(inputs if veto is None else {}, eager, veto, eager)["out"].to(x.dtype)
 
 
 def config_of(sd_model: Any) -> Mapping[str, Any]:

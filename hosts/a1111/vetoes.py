@@ -12,18 +12,25 @@ _OWN = {"ldm", "sgm", "torch", "modules"}
 """Whose code may compute: the WebUI itself exchanges attention for one that computes the same."""
 
 
-def why_not_this_model(unet: torch.nn.Module) -> str | None:
-    """Reasons that lie in the layers of the loaded model: what other extensions did to them."""
-    for name, layer in unet.named_modules():
-        if "forward" in vars(layer):
-            return f"another extension changed how {name or 'the model'} computes, as ControlNet does"
-    for kind in {base for layer in unet.modules() for base in type(layer).__mro__ if base is not object}:
-        if _top(kind.__module__) not in _OWN:
-            return f"another extension brought its own layers ({kind.__module__}.{kind.__qualname__})"
-        forward = vars(kind).get("forward")
-        if isinstance(forward, FunctionType) and (owner := _owner(forward)) not in _OWN and not _is_lora(owner):
-            return f"another extension ({owner}) replaced {kind.__qualname__}.forward"
-    return None
+class WebUiCode:
+    """What other extensions replaced in the classes of a model's layers; see `live_model.Code`."""
+
+    def __init__(self, _: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
+        self._kinds = [*map(type, layers.values())]
+
+    def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
+        """Whether it is about these layers."""
+        return self._kinds == [*map(type, layers.values())]
+
+    def why_replaced(self) -> str | None:
+        """What was replaced, in words; None where nothing was."""
+        for kind in {base for own in set(self._kinds) for base in own.__mro__ if base is not object}:
+            if _top(kind.__module__) not in _OWN:
+                return f"another extension brought its own layers ({kind.__module__}.{kind.__qualname__})"
+            for name, value in list(vars(kind).items()):
+                if isinstance(value, FunctionType) and (owner := _owner(value)) not in _OWN and not _is_lora(owner):
+                    return f"another extension ({owner}) replaced {kind.__qualname__}.{name}"
+        return None
 
 
 def why_not_this_call(rest: tuple[Any, ...], more: Mapping[str, Any]) -> str | None:

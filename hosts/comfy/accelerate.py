@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ...runtime.module import AcceleratedModule
+from ...runtime.sentinel import StartAgain
 from ...runtime.settings import SWITCHED_OFF
+from .beginning import Beginning
 from .dynamic_vram import loading_once
 from .hook import lead_calls
 from .model_calls import ModelCalls, Tally, halves_of
 from .running import RunRecorder, begin_run, recorded
 from .source import ComfyUNetSource
-from .timed_steps import time_steps
+from .timed_steps import arguments_of, others_in, time_steps
 from .vetoes import why_not_this_run
 from .whole_step import lead_steps
 
 log = logging.getLogger(__name__)
 
 KEY = "slipstream"
+
+_BY_ITSELF = "another node computes the model's parts itself, so that no engine is asked"
 
 
 def accelerate_model(patcher: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -60,7 +64,8 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         return ComfyUNetSource(guider.model_patcher, module.provider.weights_memo, module.settings.levers.text_once)
 
     with ExitStack() as ending:
-        found = begin_run(module, read, ending)
+        others = tuple(others_in(guider.model_options))
+        found = begin_run(module, read, ending, situation=others)
         if isinstance(found, str):
             if module.status.count_eager(found) and found != SWITCHED_OFF:
                 log.warning("Slipstream uses the plain model: %s", found)
@@ -73,8 +78,17 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         lead_calls(guider.model_options, source.architecture.kind, KEY, calls)
         lead_steps(guider, KEY, calls, module)
         time_steps(executor, args, kwargs, calls, module)
+        beginning, run.can_start_again = Beginning(guider, args, kwargs, source.device), True
         with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
-            return executor(*args, **kwargs)
+            with suppress(StartAgain):
+                result = executor(*args, **kwargs)
+            if not run.has_to_start_again:
+                if not calls.is_called and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
+                    module.status.count_eager(_BY_ITSELF)
+                return result
+            log.warning("Slipstream: sampling begins anew with the plain model, since %s", run.wrong)
+            again, more = beginning.restore()
+            return executor(*again, **more)
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

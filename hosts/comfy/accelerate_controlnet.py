@@ -81,6 +81,9 @@ class Acceleration:
         self._calls: dict[torch.nn.Module, ControlCalls] = {}
         self._users: dict[torch.nn.Module, set[int]] = {}
 
+    def __deepcopy__(self, memo: object) -> Acceleration:
+        return self
+
     def calls_of(self, control: AcceleratedControlNet) -> ControlCalls:
         """Of the run that is under way, which begins with the first of them."""
         network = control.control_model
@@ -199,12 +202,15 @@ class ControlCalls:
         self._is_hint_wanted_only = False
         self._given: dict[int, Tensors] = {}
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
-        self._veto = self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
 
     @property
     def run(self) -> Run | None:
         """None where no engine may answer."""
         return None if isinstance(self._begun, str) else self._begun[0]
+
+    def why_not(self) -> str | None:
+        """Why no engine may answer from here on; asked at each call, as others may change the network."""
+        return self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
 
     def __call__(
         self,
@@ -223,6 +229,9 @@ class ControlCalls:
             )
             return given
 
+        def eager() -> Tensors:
+            return _by_name(plain())
+
         if isinstance(self._begun, str):
             if self._module.status.count_eager(self._begun):
                 log.warning("Slipstream uses the plain ControlNet: %s", self._begun)
@@ -231,14 +240,15 @@ class ControlCalls:
         inputs = {"x": x, "timesteps": timesteps, "context": context}
         if y is not None and self._network.num_classes is not None:
             inputs["y"] = y
-        veto = self._veto or _why_not_this_call(inputs, extra) or self._why_not_these_types(extra.get("control_type"))
+        types = extra.get("control_type")
+        veto = source.why_not() or _why_not_this_call(inputs, extra) or self._why_not_these_types(types)
         if veto is None:
-            inputs |= self._once(source, hint, extra.get("control_type"))
+            inputs |= self._once(source, hint, types)
         if self._is_hint_wanted_only:
             if veto is not None:
                 raise NotServed(veto)
             return _by_kind({})
-        return _by_kind(run(inputs, lambda: _by_name(plain()), veto))
+        return _by_kind(run(inputs, eager, veto, eager))
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
         """ComfyUI's own code says what is wrong with a type that is none of the network's."""

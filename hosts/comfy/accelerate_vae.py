@@ -18,6 +18,7 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
+from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings import BackendChoice
 from .autoencoders import DECODER, ENCODER, HALVES, Half
@@ -246,6 +247,8 @@ class Session:
 
 def _why_not(source: ComfyVaeSource, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     extra = kwargs or args[1:]
+    if reason := source.why_changed():
+        return reason
     return why_not_this_call(given, extra, source.architecture.channels, dtype_of(source.precision), source.device)
 
 
@@ -253,7 +256,10 @@ def _one_by_one(run: Run, half: Half, given: torch.Tensor, plain: Callable[[torc
     """Picture by picture, so that one engine serves every batch."""
 
     def compute(picture: torch.Tensor) -> torch.Tensor:
-        return run({half.input: picture.contiguous()}, lambda: {"out": plain(picture)})["out"]
+        def eager() -> Tensors:
+            return {"out": plain(picture)}
+
+        return run({half.input: picture.contiguous()}, eager, beside=eager)["out"]
 
     first, *others = given.split(1)
     result = compute(first)

@@ -15,9 +15,10 @@ from ...runtime.making import make_engines
 from ...runtime.plan import CallShape
 from ...runtime.provider import EngineProvider
 from ...runtime.settings import PIXELS, Resolution, Settings
+from ..live_model import why_changed
 from .model_classes import CallSize
 from .source import ComfyUNetSource
-from .vetoes import why_not_this_model
+from .vetoes import why_not_this_run
 from .waiting import waiting_hooks
 
 
@@ -65,7 +66,7 @@ def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
 
     comfy.model_management.load_models_gpu([patcher])
     source = ComfyUNetSource(patcher, memo)
-    if reason := why_not_this_model(patcher, patcher.model_options):
+    if reason := why_not_this_run(patcher, patcher.model_options) or why_changed(source.unet, source.architecture):
         raise UnsupportedModel(f"An engine would not be used: {reason}")
     return source
 

@@ -19,6 +19,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ..live_model import why_changed
 from .checkpoint import original_digest
 from .diffusion_model import (
     PREFIX,
@@ -31,7 +32,6 @@ from .diffusion_model import (
 from .dynamic_vram import bind_staged
 from .layers import layers_with_weights, plain_layers
 from .staged_pages import is_dynamic
-from .vetoes import why_not_these_layers
 from .weights import current_weights
 
 HINT, TYPE = "guided_hint", "type_embedding"
@@ -155,8 +155,13 @@ class ComfyControlNet:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self._whole(), self.config)  # of ComfyUI's code alone
+        digest = architecture_digest(self.fresh, self.config)
         return fingerprint_of(digest, self._name, self.without_numbers)
+
+    @functools.cached_property
+    def fresh(self) -> torch.nn.Module:
+        """A whole network without numbers, of ComfyUI's code alone. To be looked at, not changed."""
+        return self._whole()
 
     @functools.cached_property
     def weight_shapes(self) -> Mapping[str, torch.Size]:
@@ -288,7 +293,7 @@ class ComfyControlNetSource:
         """What others did to the network that engines cannot honour; None where nothing."""
         if self._control.control_model_wrapped.object_patches:
             return "another node replaces parts of the ControlNet"
-        return why_not_these_layers(self.network)
+        return why_changed(self.network, self.architecture)
 
     def weights_digest(self) -> str:
         names = frozenset(self.architecture.weight_shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import sys
@@ -153,14 +154,18 @@ class ComfyDiffusionModel(NetworkArchitecture):
             )
         # Where and in which dtype the host holds its weights is no part of what the model computes.
         outside = ("dtype", "device", "disable_unet_model_creation")
-        config = {key: value for key, value in model.model_config.unet_config.items() if key not in outside}
+        settings = model.model_config.unet_config  # the live model may hold parts of it
+        config = copy.deepcopy({key: value for key, value in settings.items() if key not in outside})
         return cls(kind, config, name, projected and kind.takes_projected(config))
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        whole = self._whole() if self.projected else self.without_numbers  # of ComfyUI's code alone
-        digest = architecture_digest(whole, {**self.config, **self._variant})
+        digest = architecture_digest(self.fresh, {**self.config, **self._variant})
         return fingerprint_of(digest, self.name, self.without_numbers)
+
+    @functools.cached_property
+    def fresh(self) -> torch.nn.Module:
+        return self._whole() if self.projected else self.without_numbers
 
     @property
     def _variant(self) -> dict[str, Any]:

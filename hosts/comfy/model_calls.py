@@ -20,13 +20,14 @@ from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.timers import is_on_purpose
 from ...runtime.verify import LIMITS, limit_of, relative_error
-from ..stand_in import Plain
+from ..live_model import why_changed
+from ..stand_in import Plain, undisturbed
 from .model_classes import ModelClass
 from .residuals import kinds_of, residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
-from .vetoes import why_not_these_layers, why_not_these_tensors, why_not_this_call
+from .vetoes import why_not_these_tensors, why_not_this_call
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class ModelCalls:
         options: `transformer_options` of the last call.
         texts: projected ones to be used instead of projecting, by the modules that read them.
         kinds: of the calls that were made, see `_kind_of`.
+        is_called: whether there was a call.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
         self.kinds: list[Hashable] = []
+        self.is_called = False
         self._in_whole_step = False
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
@@ -118,6 +121,7 @@ class ModelCalls:
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `hook.Compute`."""
+        self.is_called = True
         try:
             given = self._kind.arguments(args, kwargs)
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
@@ -146,7 +150,8 @@ class ModelCalls:
             veto, residuals = residuals, {}
         if coming is not None and not self._has_whole({**inputs, **residuals}):
             veto = veto or coming
-        return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto)["out"]
+        beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
+        return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto, beside)["out"]
 
     @property
     def runs(self) -> list[Run]:
@@ -187,11 +192,10 @@ class ModelCalls:
             return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
-    @functools.cached_property
+    @property
     def veto_of_run(self) -> str | None:
-        """Why no call of the run may go to an engine."""
-        # Not before the first call: in between ComfyUI loads the model, and other packs change it then.
-        return self._run_veto or why_not_these_layers(self.source.unet)
+        """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
+        return self._run_veto or self.whole.wrong or why_changed(self.source.unet, self.source.architecture)
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:
@@ -200,21 +204,13 @@ class ModelCalls:
 
     def _undisturbed(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         """The plain model's answer; it empties the lists of residuals that it is given."""
-        copied = [_copied(value) for value in args], {name: _copied(value) for name, value in kwargs.items()}
-        return self._plain(plain, tuple(copied[0]), copied[1])
+        return self._plain(functools.partial(undisturbed, plain), (args, kwargs), {})
 
 
 def _kind_of(inputs: Tensors, control: Any) -> Hashable:
     """Equal for calls of the model that are the same work, whoever computes them."""
     given = control if isinstance(control, Mapping) else {}
     return CallShape.of(inputs), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
-
-
-def _copied(value: Any) -> Any:
-    """A ControlNet's lists anew; everything else as it is."""
-    if isinstance(value, dict) and value and all(isinstance(entries, list) for entries in value.values()):
-        return {name: list(entries) for name, entries in value.items()}
-    return value
 
 
 class Halves:

@@ -133,6 +133,8 @@ def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
     if ticket.state is not TicketState.RUNNING:
         why = _IDLE if held else "waits for its turn"
         return NodeState("queued", f"queued: {why}", f"{label}: {why}", digest)
+    if ticket.waits_for_another:
+        return NodeState("queued", f"queued: {message}", f"{label}: {message}", digest)
     fraction, left = fraction_of(ticket), seconds_left(ticket)
     words = ["building" + (f" {fraction:.0%}".replace("%", " %") if fraction else "")]
     if held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -49,12 +49,13 @@ def begin_run(
     *,
     finite_only: bool = False,
     cold_calls: int | None = None,
+    situation: Hashable = None,
 ) -> tuple[Run, _Source] | str:
     """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
 
     Args:
         read: makes the source.
-        finite_only, cold_calls: see `AcceleratedModule.run`.
+        finite_only, cold_calls, situation: see `AcceleratedModule.run`.
     """
     settings = module.settings
     if settings.backend is BackendChoice.OFF:
@@ -64,5 +65,12 @@ def begin_run(
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
         return str(error)
-    run = module.run(source, waiting_hooks(), finite_only=finite_only, settings=settings, cold_calls=cold_calls)
+    run = module.run(
+        source,
+        waiting_hooks(),
+        finite_only=finite_only,
+        settings=settings,
+        cold_calls=cold_calls,
+        situation=situation,
+    )
     return ending.enter_context(run), source

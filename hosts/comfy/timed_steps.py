@@ -46,15 +46,22 @@ def time_steps(
 
     if (times := module.provider.step_times) is None:
         return
-    try:
-        run = inspect.signature(executor.original).bind(*args, **kwargs).arguments
-        sampler, steps = run["sampler"], len(run["sigmas"]) - 1
-    except (TypeError, KeyError) as error:  # a guider of another form
-        log.debug("Slipstream: steps are not timed: %s", error)
+    run = arguments_of(executor, args, kwargs)
+    if not {"sampler", "sigmas"} <= run.keys():
         return
+    sampler, steps = run["sampler"], len(run["sigmas"]) - 1
     wrappers = wrappers_of(executor.class_obj.model_options, WrappersMP.PREDICT_NOISE)
     is_rehearsal = recording.KEY in wrappers
     put_outermost(wrappers, KEY, TimedSteps(calls, times, sampler, 0 if is_rehearsal else steps))
+
+
+def arguments_of(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of OUTER_SAMPLE, by their names; none of a guider of another form."""
+    try:
+        return dict(inspect.signature(executor.original).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        log.debug("Slipstream: a guider of another form: %s", error)
+        return {}
 
 
 class TimedSteps:
@@ -168,7 +175,7 @@ def situation_of(guider: Any, x: torch.Tensor, sampler: Any, calls: ModelCalls) 
         return None
     stored = frozenset(parameter.dtype for parameter in source.unet.parameters())
     model = source.architecture.fingerprint, source.precision, stored, source.device
-    return model, _name_of(sampler), tuple(x.shape), controls, tuple(_others_in(guider.model_options))
+    return model, _name_of(sampler), tuple(x.shape), controls, tuple(others_in(guider.model_options))
 
 
 def _network_of(control: Any) -> Any:
@@ -184,7 +191,7 @@ def _name_of(sampler: Any) -> str:
     return str(getattr(function, "__name__", type(sampler).__name__))
 
 
-def _others_in(model_options: dict[str, Any]) -> Iterator[str]:
+def others_in(model_options: dict[str, Any]) -> Iterator[str]:
     """What other nodes put into the options of a run, by its names."""
     yield from sorted(name for name, value in model_options.items() if value is not None)
     for kind, wrappers in sorted(model_options.get("transformer_options", {}).get("wrappers", {}).items()):

@@ -17,12 +17,13 @@ from ...core.spec import ModelFingerprint, Precision, Role
 from ...runtime.plan import CallShape
 from ...runtime.settings import Resolution
 from ..architecture import Draw, NetworkArchitecture, Remembered, architecture_digest, cast_inputs, fingerprint_of
+from ..live_model import why_changed
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .checkpoint import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
 from .dynamic_vram import bind_staged
 from .staged_pages import is_dynamic
-from .vae_vetoes import why_not_these_layers, why_not_this_vae
+from .vae_vetoes import why_not_this_vae
 from .weights import current_weights, weights_token
 
 PREFIX = "model."
@@ -146,8 +147,12 @@ class ComfyVaeSource:
         if reason := why_not_this_vae(vae.patcher, self._model):
             raise UnsupportedModel(f"An engine would not be used: {reason}")
         self.architecture = ComfyVaeHalf.of(self._model, half)
-        if reason := why_not_these_layers(self._model):
+        if reason := self.why_changed():
             raise UnsupportedModel(f"An engine would not be used: {reason}")
+
+    def why_changed(self) -> str | None:
+        """What others did to the layers, in words; None where nothing."""
+        return why_changed(self._model, self.architecture, is_part=True)
 
     @property
     def device(self) -> torch.device:

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 
-from ..source_code import why_replaced
-from ..walk import layers_of
-from .vetoes import replaced_in, why_not_these_tensors
-
-_LAYERS = "comfy.ldm.modules.diffusionmodules.model"
+from .vetoes import why_not_these_tensors
 
 
 def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:
@@ -29,22 +25,6 @@ def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:
     if patcher.object_patches:
         return f"another node replaces {next(iter(patcher.object_patches))} of the VAE"
     return None
-
-
-def why_not_these_layers(model: torch.nn.Module) -> str | None:
-    """Reasons that lie in the layers of a loaded VAE: what other nodes and extensions did to them."""
-    layers = layers_of(model)
-    for name, layer in layers.items():
-        what = name or "the VAE"
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            return f"another extension watches or changes what {what} computes"
-        # The methods that call engines, decode and encode, may be wrapped: the wrapper is what ComfyUI calls.
-        if name and (replaced := replaced_in(layer)):
-            return f"another extension changed how {what} computes ({replaced})"
-        attention = layer.__dict__.get("optimized_attention")
-        if attention is not None and getattr(attention, "__module__", None) != _LAYERS:
-            return f"another extension replaced the attention of {what}"
-    return why_replaced(model, layers)
 
 
 def why_not_this_call(

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from ..source_code import why_replaced
-from ..walk import layers_of
-
 _COMPILE_KEY = "torch.compile"
-
-
-def why_not_this_model(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
-    """Why engines would not be used for a model that is loaded."""
-    return why_not_this_run(patcher, model_options) or why_not_these_layers(patcher.model.diffusion_model)
 
 
 def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
@@ -37,43 +29,6 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
     if extension.get_wrappers_with_key(extension.WrappersMP.APPLY_MODEL, _COMPILE_KEY, options):
         return "TorchCompileModel compiles the same model; remove one of the two nodes"
     return None
-
-
-def why_not_these_layers(unet: torch.nn.Module) -> str | None:
-    """Reasons that lie in the layers of a loaded model: what others did to them, perhaps while it was loaded."""
-    layers = layers_of(unet)
-    for name, layer in layers.items():
-        own = layer.__dict__
-        if "forward" in own or own.get(_COMPILED) is not None:
-            return f"another extension changed how {name or 'the model'} computes"
-    return why_replaced(unet, layers)
-
-
-def replaced_in(layer: torch.nn.Module) -> str | None:
-    """A method of its class that the layer itself has another one of; None where there is none."""
-    own = layer.__dict__
-    if own.get(_COMPILED) is not None:
-        return _COMPILED
-    methods = _methods_of(type(layer))
-    return None if methods.isdisjoint(own) else next(name for name in own if name in methods)
-
-
-def _methods_of(kind: type) -> frozenset[str]:
-    """Of a class of layers, but for what every layer has itself. What others do to the class, `why_replaced` sees."""
-    found = _methods.get(kind)
-    if found is None:
-        named = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
-        found = _methods[kind] = named - _OF_EVERY_LAYER
-    return found
-
-
-_methods: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-"""Weak, since a class may know a whole model."""
-
-
-_COMPILED = "_compiled_call_impl"
-"""What torch calls instead of everything else, once it is there."""
-_OF_EVERY_LAYER = frozenset(vars(torch.nn.Module()))
 
 
 def why_not_this_call(given: Mapping[str, Any]) -> str | None:
@@ -99,8 +54,9 @@ def why_not_these_tensors(tensors: Iterable[torch.Tensor]) -> str | None:
 
 def why_not_these_options(options: Mapping[str, Any]) -> str | None:
     """Reasons in a call's `transformer_options`."""
-    if any(options.get("patches", {}).values()):
-        names = sorted(name for name, patches in options["patches"].items() if patches)
+    patches = options.get("patches", {})
+    if any(patches.values()) and not _are_idle(patches, options):
+        names = sorted(name for name, those in patches.items() if those)
         return f"another node patches the model ({', '.join(names)})"
     if any(options.get("patches_replace", {}).values()):
         names = sorted(name for name, patches in options["patches_replace"].items() if patches)
@@ -110,3 +66,20 @@ def why_not_these_options(options: Mapping[str, Any]) -> str | None:
     if options.get("rope_options"):
         return "another node scales or shifts the model's positions (rope_options)"
     return None
+
+
+_DEEP_SHRINK = "comfy_extras.nodes_model_downscale"
+
+
+def _are_idle(patches: Mapping[str, Iterable[Any]], options: Mapping[str, Any]) -> bool:
+    """Whether all patches are those of Kohya Deep Shrink, at a noise level at which it leaves everything as it is."""
+    functions = [each for those in patches.values() for each in those]
+    if any(getattr(each, "__globals__", {}).get("__name__") != _DEEP_SHRINK for each in functions):
+        return False
+    sigmas = options.get("sigmas")
+    if sigmas is None:
+        return False
+    sigma = float(sigmas[0])
+    windows = [inspect.getclosurevars(each).nonlocals for each in functions]
+    begins = [(each["sigma_end"], each["sigma_start"]) for each in windows if "sigma_start" in each]
+    return bool(begins) and not any(end <= sigma <= start for end, start in begins)

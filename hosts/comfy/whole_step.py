@@ -71,21 +71,28 @@ class WholeStep:
             result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
-        if is_on_purpose() or why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
+        if is_on_purpose() or self._calls.veto_of_run is not None:
+            return execute()
+        if why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
             return execute()
         chain = chain_of(guider)
         active = tuple(control.is_active(timestep) for control in chain)
-        step = Step(guider, options, chain, active, self._calls, x.shape)
+        step, is_compared = Step(guider, options, chain, active, self._calls, x.shape), self._is_to_be_compared
         if step.kind not in self._patterns:
-            found = self._as_before(step, x, timestep)
+            found = None if is_compared else self._as_before(step, x, timestep)
             return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
-        if pattern is not None and step.fits(pattern, x):
+        if pattern is not None and not is_compared and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
                 return found
             self._patterns[step.kind] = None
         with self._calls.whole_steps():
             return execute()
+
+    @property
+    def _is_to_be_compared(self) -> bool:
+        """Whether the next call is to be computed both ways; halves are compared with the whole by themselves."""
+        return self._calls.halves is None and self._calls.whole.is_to_be_compared
 
     def _other_code(self, guider: Any) -> str | None:
         if self._told is None:

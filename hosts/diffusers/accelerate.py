@@ -19,6 +19,7 @@ from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import EngineProvider, HostHooks
 from ...runtime.settings import Settings
 from ...runtime.status import Status
+from ..live_model import why_changed
 from .source import DiffusersUNetSource
 from .vetoes import why_not_this_call, why_not_this_run
 
@@ -111,8 +112,10 @@ class AcceleratedUNet(torch.nn.Module):
             if sampling.veto and self.status.count_eager(sampling.veto):
                 log.warning("Slipstream uses the plain model: %s", sampling.veto)
             return eager()["out"]
-        veto = sampling.veto or why_not_this_call(self.unet, arguments, sampling.source.architecture)
-        return sampling.run(_inputs(arguments) if veto is None else {}, eager, veto)["out"]
+        architecture = sampling.source.architecture
+        veto = sampling.veto or why_changed(self.unet, architecture)
+        veto = veto or why_not_this_call(self.unet, arguments, architecture)
+        return sampling.run(_inputs(arguments) if veto is None else {}, eager, veto, eager)["out"]
 
     @contextmanager
     def _open(self) -> Iterator[_Sampling]:

@@ -105,6 +105,11 @@ class DiffusersUNet:
         return self.hollow()
 
     @property
+    def fresh(self) -> UNet2DConditionModel:
+        """See `live_model.Architecture`."""
+        return self.plain
+
+    @property
     def takes_added(self) -> bool:
         """Whether the inputs of `ADDED` are needed."""
         return self.config.get("addition_embed_type") == "text_time"

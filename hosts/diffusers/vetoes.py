@@ -10,7 +10,6 @@ from diffusers import UNet2DConditionModel
 from diffusers.models import attention_processor as processors
 
 from ...core.dtypes import dtype_name
-from ..source_code import why_replaced
 from .unet import ADDED, DiffusersUNet
 
 # These compute the same thing, by different kernels.
@@ -61,12 +60,9 @@ def why_not_this_run(unet: UNet2DConditionModel) -> str | None:
     """Reasons in the state of the UNet, which hold for a whole sampling run."""
     if unet.training:
         return "the model is in training mode; call unet.eval()"
-    for name, layer in unet.named_modules():
-        if "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks:
-            return f"another tool hooks into how {name or 'the model'} computes, as offloading does"
-        if any(getattr(layer, factor, None) is not None for factor in _FREEU):
-            return "FreeU is on, which engines do not have"
-    return _why_not_this_attention(unet) or why_replaced(unet)
+    if any(getattr(layer, factor, None) is not None for layer in unet.modules() for factor in _FREEU):
+        return "FreeU is on, which engines do not have"
+    return _why_not_this_attention(unet)
 
 
 def _why_not_this_attention(unet: UNet2DConditionModel) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +12,9 @@ import torch
 from ...core.protocols import Tensors
 from ...runtime.module import Run
 from ..comfy.residuals import residuals_of
-from ..comfy.vetoes import why_not_these_layers, why_not_these_tensors
-from ..stand_in import Compute, Plain, stand_in
+from ..comfy.vetoes import why_not_these_tensors
+from ..live_model import why_changed
+from ..stand_in import Compute, Plain, stand_in, undisturbed
 from .source import ForgeUNetSource
 from .vetoes import why_not_this_call
 
@@ -47,7 +47,8 @@ class UNetCalls:
             residuals = residuals_of(given.get("control"), inputs["x"])
         if isinstance(residuals, str):
             veto, residuals = residuals, {}
-        return self._run({**inputs, **residuals} if veto is None else {}, eager, veto)["out"]
+        inputs = {**inputs, **residuals} if veto is None else {}
+        return self._run(inputs, eager, veto, lambda: {"out": undisturbed(plain, args, kwargs)})["out"]
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self._veto_of_run:
@@ -62,10 +63,10 @@ class UNetCalls:
             return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
-    @functools.cached_property
+    @property
     def _veto_of_run(self) -> str | None:
-        # Not before the first call: other extensions change the model until then.
-        return self._run_veto or why_not_these_layers(self._source.unet)
+        """Asked at each call, as other extensions may change the model at any time."""
+        return self._run_veto or why_changed(self._source.unet, self._source.architecture)
 
 
 def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

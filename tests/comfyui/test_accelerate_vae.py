@@ -316,7 +316,7 @@ def hooked(vae: Vae) -> None:
         (without_engines, "OtherDecoder"),
         (circular, "is not as ComfyUI makes it"),
         (object_patched, "another node replaces"),
-        (hooked, "watches or changes what decoder computes"),
+        (hooked, "hooks into decoder"),
     ],
 )
 def test_a_changed_vae_decodes_as_it_is(
@@ -346,7 +346,7 @@ def test_what_is_changed_while_comfyui_loads_the_vae_is_seen(provider: EnginePro
     vae.patcher.add_callback(CallbacksMP.ON_LOAD, lambda *_: hooked(vae))
     changed = fast.decode(latents())
     assert_calls(module, 1, 1)
-    assert "watches or changes what decoder computes" in reason_of(module)
+    assert "hooks into decoder" in reason_of(module)
     assert torch.equal(changed, vae.decode(latents()))
 
 

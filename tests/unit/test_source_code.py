@@ -86,7 +86,7 @@ class Host:
 
 def forget() -> None:
     """As in the next process."""
-    for cached in (source_code._written, source_code._modules_of, source_code._is_installed):
+    for cached in (source_code._written, source_code._modules_behind, source_code._is_installed):
         cached.cache_clear()
 
 

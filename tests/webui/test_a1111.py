@@ -161,6 +161,24 @@ def test_another_extensions_forward_runs_plain(model: Any) -> None:
     assert "another extension changed how out.2 computes" in module.status.standing.reason
 
 
+def test_the_tiling_checkbox_runs_plain(model: Any) -> None:
+    """It sets what the WebUI's hijack sets for a picture, and sets it back for the next one."""
+    convolutions = [layer for layer in model.modules() if type(layer) is torch.nn.Conv2d]
+    before = model(*inputs())
+    sd_unet.apply_unet(FIRST_USE)
+    module = module_in_use()
+    assert module is not None
+    assert distance(model(*inputs()), before) < TOLERANCE
+    calls = module.status.engine_calls
+    for mode, served in (("circular", calls), ("zeros", calls + 1)):
+        for layer in convolutions:
+            layer.padding_mode = mode
+        found = model(*inputs())
+        assert module.status.engine_calls == served
+        assert (distance(found, before) > 0.01) == (mode == "circular")
+    assert "changed padding_mode of input_blocks.0.0 (circular instead of zeros)" in str(module.status.to_json())
+
+
 def test_weights_elsewhere_run_plain(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from modules import devices
 

@@ -165,3 +165,19 @@ def test_steps_that_leave_the_negative_prompt_out_are_not_skipped(
     made, said = picture(patcher, ("off", "first use", "balanced"), steps=20)
     assert said[STEPS] == "every step computed: the WebUI's settings leave the negative prompt out of some steps"
     assert torch.equal(made, full)
+
+
+def test_the_tiling_checkbox_runs_plain(patcher: Any) -> None:
+    """It sets the padding of every convolution for a picture, and sets it back for the next one."""
+    convolutions = [layer for layer in patcher.model.diffusion_model.modules() if isinstance(layer, torch.nn.Conv2d)]
+    before, _ = picture(patcher, ENGINE)
+    served = engine_calls()
+    for layer in convolutions:
+        layer.padding_mode = "circular"
+    plain, _ = picture(patcher, OFF)
+    tiled, said = picture(patcher, ENGINE)
+    assert torch.equal(tiled, plain) and distance(tiled, before) > 0.01
+    assert engine_calls() == served and "changed padding_mode of input_blocks.0.0" in said[ENGINES]
+    for layer in convolutions:
+        layer.padding_mode = "zeros"
+    assert torch.equal(picture(patcher, ENGINE)[0], before) and engine_calls() == served + 4

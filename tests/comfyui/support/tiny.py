@@ -45,7 +45,7 @@ def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> An
     config = CONFIGS[family]({**shape.config(), "dtype": torch.float32})
     config.unet_config.update(shape.heads)
     kind = comfy.model_base.ModelType.V_PREDICTION if v_prediction else comfy.model_base.ModelType.EPS
-    base = comfy.model_base.SDXL if family == "sdxl" else comfy.model_base.BaseModel
+    base = comfy.model_base.SDXL if family.startswith("sdxl") else comfy.model_base.BaseModel
     made = base(config, model_type=kind, device=torch.device("cpu"))
     randomise_unet(made.diffusion_model, seed)
     return comfy.model_patcher.ModelPatcher(

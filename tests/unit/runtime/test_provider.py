@@ -135,6 +135,30 @@ def test_manual_builds_nothing(provider: EngineProvider, source: FakeSource, wor
     assert provider.queue.pending() == [] and worker.builds == 0
 
 
+def test_a_damaged_engine_is_told_from_one_that_was_never_built(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    ask(provider, source, FIRST_USE)
+    (entry,) = provider.store.list()
+    (entry.directory / "manifest.json").write_text("{", encoding="utf-8")
+    offer = ask(EngineProvider(provider.store, provider.backends), source, MANUAL)
+    assert offer.engine is None and "is damaged and was set aside" in offer.reason and "build it" in offer.reason
+
+
+def test_a_build_of_another_process_is_told_from_our_own(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    (plan,) = provider.plans(source, CALL, BACKGROUND)
+    with provider.store.reserve(plan.key.digest):
+        ask(provider, source, BACKGROUND)
+        wait_until(lambda: (ticket := provider.queue.find(plan.key.digest)) is not None and ticket.waits_for_another)
+        ticket = provider.queue.find(plan.key.digest)
+        assert ticket is not None and ticket.describe() == "queued: another process is building this engine"
+        assert "another process is building the engine for" in ask(provider, source, BACKGROUND).reason
+    wait_until(lambda: not provider.queue.pending())
+    assert worker.builds == 1
+
+
 def test_first_use_behind_a_background_build_that_holds_still(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker
 ) -> None:

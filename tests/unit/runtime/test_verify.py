@@ -161,8 +161,29 @@ def test_an_engine_that_is_not_finite_is_refused(case: Case, bad: float) -> None
 def test_a_model_that_is_not_finite_verifies_nothing(case: Case) -> None:
     case.source.model.scale.fill_(NAN)
     case.engine.update_weights(case.source.bind(Precision.FP32).tensors)
-    with pytest.raises(IncompatibleEngine):
+    with pytest.raises(IncompatibleEngine, match="The model itself computes NaN or Inf, in fp32 too"):
         case.verify()
+
+
+@pytest.mark.parametrize(("precision", "change"), [(Precision.FP32, 1e-3), (Precision.FP16, 1.2e-2)])
+def test_a_loaded_model_that_others_changed_verifies_nothing(
+    tmp_path: Path, precision: Precision, change: float
+) -> None:
+    """By less than an engine may be off."""
+    case = Case(tmp_path, precision)
+    eager = case.source.eager
+    case.source.eager = lambda inputs: {"out": (1 + change) * eager(inputs)["out"]}  # type: ignore[method-assign]
+    with pytest.raises(IncompatibleEngine, match="the loaded model computes something else than the code"):
+        case.verify()
+
+
+def test_a_known_engine_that_is_further_off_than_it_was_is_verified_again(tmp_path: Path) -> None:
+    case = Case(tmp_path, Precision.FP16)
+    known = case.verify()
+    assert check(case.engine, case.source, case.spec, known)
+    eager = case.source.eager
+    case.source.eager = lambda inputs: {"out": 1.012 * eager(inputs)["out"]}  # type: ignore[method-assign]
+    assert not check(case.engine, case.source, case.spec, known)
 
 
 def test_eager_that_overflows_is_no_fault_of_the_engine(case: Case) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from aiohttp import web
-from server import PromptServer
 
 _PHASES = {"export": 0.3, "compile": 0.7}
 _PACE = "/slipstream_test/build_seconds"
@@ -23,6 +22,8 @@ _ENGINE_SECONDS = float(os.environ.get("SLIPSTREAM_TEST_ENGINE_SECONDS", "0"))
 
 def use_quick_builds(seconds: float) -> None:
     """From the next prompt on, builds of the pack in this process take so long and compile nothing."""
+    from server import PromptServer
+
     pace, done = _Pace(seconds), []
 
     def before_the_prompt(data: Any) -> Any:
@@ -55,14 +56,21 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     def part(name: str) -> Any:
         return importlib.import_module(f"{pack}.{name}")
 
-    part("hosts.comfy.host").provider().backends = [_Backend(part)]
-    part("runtime.build").run_build = _Worker(part, pace)
+    part("hosts.comfy.host").provider().backends = [QuickBackend(part)]
+    part("runtime.build").run_build = QuickWorker(part, pace)
     return pack
 
 
-class _Worker:
-    def __init__(self, part: Callable[[str], Any], pace: _Pace) -> None:
-        self._part, self._pace = part, pace
+class QuickWorker:
+    """Takes the place of the build process.
+
+    Args:
+        part: imports a module of the pack by its name there.
+        pace: None where builds take no time.
+    """
+
+    def __init__(self, part: Callable[[str], Any], pace: _Pace | None = None) -> None:
+        self._part, self._pace = part, pace or _Pace(0)
 
     def __call__(
         self, job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: Callable[[], bool] = lambda: True
@@ -80,7 +88,9 @@ class _Worker:
         return self._part("runtime.builder").Built(artifact, phases)
 
 
-class _Backend:
+class QuickBackend:
+    """See `QuickWorker`."""
+
     name = "quick"
     can_bake = False
 

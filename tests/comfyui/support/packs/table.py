@@ -1,0 +1,141 @@
+"""Writes the tables of `docs/other-packs.md` from rows that `test_packs.py` kept: `python table.py ROWS…`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "other-packs.md"
+TOGETHER = "all packs together"
+TOLERANCE = 2e-4
+BEGIN, END = "<!-- made by tests/comfyui/support/packs/table.py -->", "<!-- end -->"
+AUTHORS = {
+    "Comfy-WaveSpeed": "chengzeyi",
+    "ComfyUI-Advanced-ControlNet": "Kosinkadink",
+    "ComfyUI-AnimateDiff-Evolved": "Kosinkadink",
+    "ComfyUI-GGUF": "city96",
+    "ComfyUI-Impact-Pack": "ltdrdata",
+    "ComfyUI-Impact-Subpack": "ltdrdata",
+    "ComfyUI-Inspire-Pack": "ltdrdata",
+    "ComfyUI-KJNodes": "kijai",
+    "ComfyUI-MagCache": "Zehong-Ma",
+    "ComfyUI-NAG": "ChenDarYen",
+    "ComfyUI-PuLID-Flux": "balazik",
+    "ComfyUI-TeaCache": "welltop-cn",
+    "ComfyUI-TiledDiffusion": "shiimizu",
+    "ComfyUI-bleh": "blepping",
+    "ComfyUI-deepcache": "styler00dollar",
+    "ComfyUI-layerdiffuse": "huchenlei",
+    "ComfyUI-ppm": "pamparamm",
+    "ComfyUI-seamless-tiling": "spinagon",
+    "ComfyUI_IPAdapter_plus": "cubiq",
+    "ComfyUI_InstantID": "cubiq",
+    "ComfyUI_Patches_ll": "lldacing",
+    "ComfyUI_PuLID_Flux_ll": "lldacing",
+    "ComfyUI_TGate": "JettHu",
+    "ComfyUI_TiledKSampler": "BlenderNeko",
+    "ControlNet-LLLite-ComfyUI": "kohya-ss",
+    "FreeU_Advanced": "WASasquatch",
+    "attention-couple-ComfyUI": "laksjdjf",
+    "efficiency-nodes-comfyui": "jags111",
+    "sd-perturbed-attention": "pamparamm",
+}
+
+Row = dict[str, Any]
+
+
+def main(*files: str) -> None:
+    """Put the tables into the page."""
+    rows = [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{after}", encoding="utf-8")
+
+
+def tables(rows: list[Row]) -> str:
+    """What was measured, then what the packs could not do."""
+    features: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        features.setdefault((row["pack"], row["feature"], row["comfyui"]), []).append(row)
+    works = [found for found in features.values() if not found[0]["broken"]]
+    unused = [found for found in works if not found[0]["used"]]
+    shown = sorted((found for found in works if any(row["used"] or row["eager_calls"] for row in found)), key=_place)
+    used = [found for found in shown if found[0]["used"]]
+    ran = {(found[0]["pack"], found[0]["feature"]) for found in works}
+    broken = [
+        found[0]
+        for (pack, feature, _), found in sorted(features.items())
+        if found[0]["broken"] and (pack, feature) not in ran
+    ]
+    runs = [row for found in works for row in found]
+    wrong = [row for row in runs if max(row["error"], row["error_afterwards"]) > TOLERANCE]
+    served = [found for found in unused if all(row["engine_calls"] and not row["eager_calls"] for row in found)]
+    packs = {found[0]["pack"] for found in used} - {TOGETHER}
+    lines = [
+        f"{len(used)} features of {len(packs)} packs in {sum(map(len, used))} runs: {len(wrong)} wrong pictures. "
+        f"Of the pictures afterwards, without the pack's node, the furthest is off by "
+        f"{percent(max(row['error_afterwards'] for row in runs))}. With a pack installed and none of its nodes in the "
+        f"workflow, {len(served)} of {len(unused)} leave the whole picture to the engine.",
+        "",
+        "| pack | feature | model | ComfyUI | changes the picture by | computed by | off from ComfyUI alone |",
+        "|---|---|---|---|---|---|---|",
+        *(_line(found) for found in shown),
+    ]
+    if broken:
+        lines += ["", "These do not run in the ComfyUI that they were tried in, with or without Slipstream:", ""]
+        lines += ["| pack | feature | ComfyUI | what it says |", "|---|---|---|---|"]
+        lines += [f"| {_name(row)} | {row['feature']} | {row['comfyui']} | {_cell(row['broken'])} |" for row in broken]
+    return "\n".join(lines)
+
+
+def _place(found: list[Row]) -> tuple[str, str]:
+    return found[0]["pack"].lower(), found[0]["comfyui"]
+
+
+def _name(row: Row) -> str:
+    pack = row["pack"]
+    author = AUTHORS.get(pack)
+    if pack == TOGETHER:
+        return pack
+    return f"{f'[{pack}](https://github.com/{author}/{pack})' if author else pack} {row['commit']}"
+
+
+def _line(found: list[Row]) -> str:
+    row = found[0]
+    changes = percent(row["effect"]) if row["changes"] else f"{percent(row['effect'])} (meant to change nothing)"
+    said = {_computed_by(one): one["order"] for one in found}
+    computed = "; ".join(said) if len(said) == 1 else "; ".join(f"{order}: {by}" for by, order in said.items())
+    cells = (_name(row), row["feature"], row["family"], row["comfyui"], changes, _cell(computed))
+    return f"| {' | '.join(cells)} | {percent(max(row['error'] for row in found))} |"
+
+
+def _computed_by(row: Row) -> str:
+    calls = row["engine_calls"] + row["eager_calls"]
+    if not calls:
+        return f"neither: {_reasons(row['reasons'])}" if row["reasons"] else "the pack itself"
+    if not row["eager_calls"]:
+        return "engine"
+    plain = f"your model: {_reasons(row['reasons'])}"
+    return plain if not row["engine_calls"] else f"engine {row['engine_calls'] / calls:.0%}, else {plain}"
+
+
+def _reasons(reasons: Iterable[str]) -> str:
+    return "; ".join(reasons)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def percent(share: float) -> str:
+    """For people: one or two digits that matter, nothing below a thousandth of a per cent."""
+    if share == 0:
+        return "0"
+    return "under 0.001 %" if share < 1e-5 else f"{100 * share:.2g} %" if share < 1 else f"{100 * share:.0f} %"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
