@@ -14,7 +14,7 @@ class Progress:
     """One report of a running build.
 
     Attributes:
-        phase: "queued", "start", "export", "compile", "store", "load" or "verify".
+        phase: "queued", "waiting" (for another process), "start", "export", "compile", "store", "load" or "verify".
         fraction: of the whole build, 0 to 1; None where nothing can be said.
         message: one line for people.
         operations: of the model that is compiled, once they are counted; the build's time goes with them.

@@ -43,7 +43,7 @@ def build_engine(
 
     def waiting(seconds: float) -> None:
         cancel.raise_if_cancelled(f"The build of {plan}")
-        progress(Progress("queued", None, "another process is building this engine"))
+        progress(Progress("waiting", None, "another process is building this engine"))
 
     with store.reserve(plan.key.digest, wait=waiting):
         if (entry := store.lookup(plan.key.digest)) is not None:

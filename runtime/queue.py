@@ -61,7 +61,7 @@ class Ticket:
     @property
     def waits_for_another(self) -> bool:
         """Whether another process builds the same engine, which this one waits for."""
-        return self.state is TicketState.RUNNING and self.progress.phase == "queued"
+        return self.state is TicketState.RUNNING and self.progress.phase == "waiting"
 
     def tick(self, running: bool) -> None:
         """Called again and again while it is built; `seconds` counts the time between two calls that say running."""

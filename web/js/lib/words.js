@@ -164,6 +164,7 @@ const ZH = {
   dry_run_tip: "工作流中的每个采样器只走一步，并等待其引擎。",
   building: "构建中",
   phase_queued: "等待中",
+  phase_waiting: "另一个进程正在构建此引擎",
   phase_start: "正在启动编译器",
   phase_weights: "正在写入模型权重",
   phase_export: "正在追踪模型",
