@@ -70,7 +70,7 @@ def listen(
     return event(_told(act), list(inputs), list(outputs), queue=queue, show_progress=progress, **_private())
 
 
-def listen_to_rows(table: Any, act: Callable[[Any, str], Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def listen_to_rows(table: Any, act: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """Have `act` answer a click on a row of a `Dataframe`: it is given the inputs and the text of the row's first cell.
 
     A Gradio that does not say which row was clicked answers clicks on first cells alone: the table may be sorted.

@@ -29,6 +29,7 @@ from slipstream.hosts.comfy.step_skip import skip_steps
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.module import Run as ModuleRun
 from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.sentinel import Sentinel
 from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.runtime.step_times import StepTimes
 from slipstream.runtime.timers import is_on_purpose
@@ -91,6 +92,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Stopwatch:
         made.by("model", made.eager_ms)
         return by_model(calls, *args)
 
+    monkeypatch.setattr(Sentinel, "is_due", lambda *args: False)  # its comparisons are calls of the model, too
     monkeypatch.setattr(ModuleRun, "_compute", compute)
     monkeypatch.setattr(ModelCalls, "_plain", plain)
     return made

@@ -12,6 +12,7 @@ from slipstream.engine_cache import WeightsMemo
 from slipstream.hosts.comfy import standalone
 from slipstream.hosts.models import load_model
 from slipstream.runtime.provider import Offer
+from slipstream.runtime.sentinel import Sentinel
 from slipstream.runtime.settings import Resolution
 
 pytestmark = pytest.mark.diffusers
@@ -30,8 +31,9 @@ def test_its_engine_is_the_one_that_a_pipeline_asks_for(tmp_path: Path, monkeypa
         return Offer(reason="only asked")
 
     provider = SimpleNamespace(
-        offer=offer, run_began=lambda: None, run_ended=lambda: None, with_preferences=lambda settings: settings
-    )
+        offer=offer, run_began=lambda: None, run_ended=lambda: None, with_preferences=lambda settings: settings,
+        sentinel=Sentinel(),
+    )  # fmt: skip
     unet = model.source.unet
     context = torch.zeros(2, 77, unet.config.cross_attention_dim, dtype=unet.dtype, device=unet.device)
     latent = torch.zeros(2, 4, 8, 16, dtype=unet.dtype, device=unet.device)
