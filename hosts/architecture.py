@@ -71,7 +71,7 @@ class NetworkArchitecture(ABC):
 
     @property
     def fresh(self) -> torch.nn.Module:
-        """A whole network without numbers, of the host's code alone. To be looked at, not changed."""
+        """The whole network as a meta module, of the host's code alone. To be looked at, not changed."""
         return self.without_numbers
 
     @functools.cached_property

@@ -26,7 +26,7 @@ _COMPILED = "_compiled_call_impl"
 """What torch calls instead of everything else, once it is there."""
 _CONTAINERS = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
 _PLACES = torch.dtype, torch.device, torch.Tensor
-"""Kinds of values that say where numbers lie and how they are stored, which is no part of what is computed."""
+"""Kinds of values that say where weights lie and how they are stored, which is no part of what is computed."""
 _BOOKKEEPING = frozenset(
     {"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"}  # ComfyUI's
     | {"parameters_manual_cast", "forge_online_loras"}  # Forge's
@@ -75,7 +75,6 @@ def live_model(
     live: torch.nn.Module, architecture: Architecture, is_part: bool = False, code: CodeOf = HostCode
 ) -> LiveModel:
     """The account of a live model, the same one each time."""
-
     accounts = vars(live).get(_ACCOUNTS)
     if accounts is None:
         accounts = vars(live)[_ACCOUNTS] = _Accounts()
@@ -104,7 +103,7 @@ class LiveModel:
 
     Args:
         live: the host's model.
-        fresh: returns a new one of the same architecture, whose tensors need no numbers.
+        fresh: returns a new one of the same architecture, which may be a meta module.
         is_part: engines stand for some of the layers alone: the model itself may have others beside, and other methods.
         code: knows what was replaced in the code that layers run.
     """

@@ -20,13 +20,16 @@ _NAME = "diffusion_model"
 
 def undisturbed(plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """What `plain` gives for copies of the dicts and lists in its arguments: models take a ControlNet's from them."""
-    return plain(*_copied(list(args)), **_copied(kwargs))
+    return plain(*copied(list(args)), **copied(kwargs))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any, with_tensors: bool = False) -> Any:
+    """Return copies of nested dicts and lists, and of the tensors in them if asked; everything else as it is."""
     if isinstance(value, dict):
-        return {name: _copied(entry) for name, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+        return {name: copied(entry, with_tensors) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [copied(entry, with_tensors) for entry in value]
+    return value.clone() if with_tensors and isinstance(value, torch.Tensor) else value
 
 
 @contextmanager

@@ -14,14 +14,14 @@ from ..core.errors import SlipstreamError
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
 from ..engine_cache import Verification
-from .verify import exact_fp32, is_finite, limit_of, relative_error
+from .verify import exact_fp32, is_finite, limit_of_spec, relative_error
 
 EVERY = 1000
 """Calls of engines between two comparisons of the same model with the same patches; one takes as long as a call of the
 model, which is a few of an engine."""
 
 _LEAST = {Precision.FP32: 1e-5, Precision.FP16: 1e-3, Precision.BF16: 8e-3}
-"""Differences below this are noise of the numbers that a model computes in."""
+"""Differences below this are rounding in the precision that a model computes in."""
 _REMEMBERED = 1000
 
 
@@ -89,8 +89,3 @@ def why_wrong(
         f"an engine gave another result than the model in the midst of use: {difference:.1e} apart, where "
         f"{limit:.0e} is allowed ({subject}: {cause})"
     )
-
-
-def limit_of_spec(spec: EngineSpec) -> float:
-    """See `limit_of`."""
-    return limit_of(spec.precision, spec.quantised)

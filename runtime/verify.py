@@ -23,7 +23,7 @@ LIMIT_OF_QUANTISED = 5e-2
 """The same for an engine whose large linear layers multiply in 8 bits."""
 
 _LIVE = {Precision.FP32: 1e-4, Precision.FP16: 5e-3, Precision.BF16: 2e-2}
-"""Distance of the loaded model from the code that engines are made of, in fp32, that is put down to its numbers."""
+"""Distance of the loaded model from the code that engines are made of, in fp32, that is put down to rounding."""
 
 _FINER = "set precision to auto"
 _SEEDS = (20260, 20261)
@@ -86,6 +86,11 @@ def limit_of(precision: Precision, quantised: Quantised | None) -> float:
     return LIMITS[precision] if quantised is None else max(LIMITS[precision], LIMIT_OF_QUANTISED)
 
 
+def limit_of_spec(spec: EngineSpec) -> float:
+    """See `limit_of`."""
+    return limit_of(spec.precision, spec.quantised)
+
+
 def _what_to_do(spec: EngineSpec) -> str:
     """About an engine that is further off than allowed."""
     if spec.quantised is not None:
@@ -143,7 +148,7 @@ def check(
 
 def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:
     """Both may be off from fp32, in opposite directions."""
-    return max(limit_of(spec.precision, spec.quantised), LIMITS[source.precision], 2 * _both_errors(known))
+    return max(limit_of_spec(spec), LIMITS[source.precision], 2 * _both_errors(known))
 
 
 def _limit_of_refitted(known: Verification) -> float:
@@ -204,7 +209,7 @@ def _one_case(
 
 def _limit(spec: EngineSpec, eager_error: float) -> float:
     """In fp32 the model itself is off by more where it computes in TF32: an engine may be as far off as that."""
-    allowed = limit_of(spec.precision, spec.quantised)
+    allowed = limit_of_spec(spec)
     is_fp32 = spec.precision is Precision.FP32 and math.isfinite(eager_error)
     return max(allowed, 2 * eager_error) if is_fp32 else allowed
 

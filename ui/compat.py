@@ -64,30 +64,36 @@ def listen(
     Args:
         waits: it takes a while, and the outputs show that.
     """
+    return _listen(event, _told(act), inputs, outputs, waits)
+
+
+def _listen(
+    event: Callable[..., Any],
+    handler: Callable[..., Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    waits: bool = False,
+) -> Any:
     progress = "full" if waits else "hidden"
     # Gradio 6 shows errors of queued handlers alone; 3 would have all of them wait for one another.
     queue = version() >= (5,)
-    return event(_told(act), list(inputs), list(outputs), queue=queue, show_progress=progress, **_private())
+    return event(handler, list(inputs), list(outputs), queue=queue, show_progress=progress, **_private())
 
 
-def listen_to_rows(table: Any, act: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """Have `act` answer a click on a row of a `Dataframe`: it is given the inputs and the text of the row's first cell.
+def listen_to_rows(table: Any, act: Callable[[Any, str], Any], given: Any, outputs: Sequence[Any]) -> None:
+    """Have `act` answer a click on a row of a `Dataframe`: it gets the value of `given` and the row's first cell.
 
     A Gradio that does not say which row was clicked answers clicks on first cells alone: the table may be sorted.
     """
 
-    def handler(*values: Any) -> Any:
-        *given, event = values
+    told = _told(act)
+
+    def on_select(value: Any, event: Any) -> Any:
         row = getattr(event, "row_value", None) or ([event.value] if event.index[1] == 0 else [])
-        return act(*given, str(row[0]) if row else "")
-
-    told = _told(handler)
-
-    def on_select(given: Any, event: Any) -> Any:
-        return told(given, event)
+        return told(value, str(row[0]) if row else "")
 
     on_select.__annotations__ = {"event": gradio().SelectData}  # by which Gradio knows what to hand over
-    table.select(on_select, list(inputs), list(outputs), show_progress="hidden", **_private())
+    _listen(table.select, on_select, [given], outputs)
 
 
 def follow(tick: Tick, is_idle: Callable[[], bool], state: Any, outputs: Sequence[Any], starts: Sequence[Any]) -> None:

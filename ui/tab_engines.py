@@ -49,7 +49,7 @@ class EnginesTab:
         self.message = gr.Markdown(elem_id="slipstream_message")
         self._prune()
         changed = [self.table, self.chosen, self.message]
-        listen_to_rows(self.table, self._clicked, [self.chosen], [self.chosen])
+        listen_to_rows(self.table, self._clicked, self.chosen, [self.chosen])
         listen(details.click, self._details, [self.chosen], [self.message])
         listen(verify.click, self._verify, [self.chosen], changed, waits=True)
         listen(verify_all.click, self._verify_all, [], changed, waits=True)

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..stand_in import copied
+
 
 class Beginning:
     """What a guider samples from, as it is before it does.
@@ -16,8 +18,8 @@ class Beginning:
 
     def __init__(self, guider: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         self._guider = guider
-        self._conds = _copied(guider.conds, (torch.Tensor,))  # prompts, which nobody writes into
-        self._args, self._kwargs = _copied(list(args)), _copied(kwargs)
+        self._conds = copied(guider.conds)  # prompts, which nobody writes into
+        self._args, self._kwargs = copied(list(args), with_tensors=True), copied(kwargs, with_tensors=True)
         self._device = device
         self._state = torch.get_rng_state()
         self._state_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -29,14 +31,3 @@ class Beginning:
         if self._state_of_device is not None:
             torch.cuda.set_rng_state(self._state_of_device, self._device)
         return self._args, self._kwargs
-
-
-def _copied(value: Any, as_it_is: tuple[type, ...] = ()) -> Any:
-    """Dicts, lists and tensors that samplers may change, anew; everything else as it is."""
-    if isinstance(value, as_it_is):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {name: _copied(entry, as_it_is) for name, entry in value.items()}
-    return [_copied(entry, as_it_is) for entry in value] if isinstance(value, list) else value

@@ -160,7 +160,7 @@ class ComfyControlNet:
 
     @functools.cached_property
     def fresh(self) -> torch.nn.Module:
-        """A whole network without numbers, of ComfyUI's code alone. To be looked at, not changed."""
+        """The whole network as a meta module, of ComfyUI's code alone. To be looked at, not changed."""
         return self._whole()
 
     @functools.cached_property

@@ -6,9 +6,13 @@ const EVERY = ["", "auto", "automatic"];
 
 /** What is wrong with a node's `resolutions`, in words; null where nothing is, or another node gives them. */
 export function wrongSizes(node) {
-  const widget = node.widgets?.find((each) => each.name === "resolutions");
+  const widget = widgetOf(node);
   const isLinked = node.inputs?.some((input) => input.name === "resolutions" && input.link != null);
   return widget && !isLinked ? wrongIn(String(widget.value ?? "")) : null;
+}
+
+function widgetOf(node) {
+  return node.widgets?.find((each) => each.name === "resolutions");
 }
 
 function wrongIn(text) {
@@ -25,7 +29,7 @@ function isSize(part) {
 
 /** Calls `changed` whenever the node's `resolutions` are another text. */
 export function onSizes(node, changed) {
-  const widget = node.widgets?.find((each) => each.name === "resolutions");
+  const widget = widgetOf(node);
   if (!widget) return;
   const before = widget.callback;
   widget.callback = function (...values) {
