@@ -9,8 +9,15 @@ _CATEGORY = "slipstream/benchmark"
 _SHAPES = 12
 
 
-def _whole_numbers(*names: str) -> list[io.Input]:
-    return [io.Int.Input(name, default=0, min=0, max=1 << 31) for name in names]
+def _schema(name: str, title: str, output: io.Output, *whole_numbers: str) -> io.Schema:
+    inputs = [io.Int.Input(each, default=0, min=0, max=1 << 31) for each in whole_numbers]
+    return io.Schema(
+        node_id=f"SlipstreamBenchmark{name}",
+        display_name=f"{title} (benchmark)",
+        category=_CATEGORY,
+        inputs=inputs,
+        outputs=[output],
+    )
 
 
 class RandomPrompt(io.ComfyNode):  # type: ignore[misc]
@@ -19,12 +26,8 @@ class RandomPrompt(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node; another `nonce` makes ComfyUI sample again with the same prompt."""
-        return io.Schema(
-            node_id="SlipstreamBenchmarkPrompt",
-            display_name="Random Prompt (benchmark)",
-            category=_CATEGORY,
-            inputs=_whole_numbers("seed", "nonce", "tokens", "width", "pooled"),
-            outputs=[io.Conditioning.Output()],
+        return _schema(
+            "Prompt", "Random Prompt", io.Conditioning.Output(), "seed", "nonce", "tokens", "width", "pooled"
         )
 
     @classmethod
@@ -42,13 +45,7 @@ class RandomLatent(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node; another `nonce` makes ComfyUI decode the same latent again."""
-        return io.Schema(
-            node_id="SlipstreamBenchmarkLatent",
-            display_name="Random Latent (benchmark)",
-            category=_CATEGORY,
-            inputs=_whole_numbers("seed", "nonce", "size", "batch", "channels"),
-            outputs=[io.Latent.Output()],
-        )
+        return _schema("Latent", "Random Latent", io.Latent.Output(), "seed", "nonce", "size", "batch", "channels")
 
     @classmethod
     def execute(cls, seed: int, nonce: int, size: int, batch: int, channels: int) -> io.NodeOutput:
@@ -63,13 +60,7 @@ class Edges(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node."""
-        return io.Schema(
-            node_id="SlipstreamBenchmarkEdges",
-            display_name="Edges (benchmark)",
-            category=_CATEGORY,
-            inputs=_whole_numbers("size"),
-            outputs=[io.Image.Output()],
-        )
+        return _schema("Edges", "Edges", io.Image.Output(), "size")
 
     @classmethod
     def execute(cls, size: int) -> io.NodeOutput:
