@@ -6,7 +6,9 @@ method of its own, a hook, or another setting. Engines know nothing of that, so 
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
@@ -36,6 +38,8 @@ _BOOKKEEPING = frozenset(
 """What hosts give layers; what such a thing does to weights counts as weights."""
 _HOSTS_OWN = "comfy", "ldm_patched"
 """In names of more of the same."""
+_LOADERS = {"model_patcher", "model_management", "memory_management", "model_prefetch", "pinned_memory", "ops"}
+"""Last parts of the names of modules by which hosts load weights, and keep notes on layers as they do."""
 
 
 class Code(Protocol):
@@ -167,7 +171,7 @@ class LiveModel:
         """Layers, and names of what they hold that a fresh one does not."""
         for name, (_, wanted) in self._wanted.items():
             keys = vars(layers[name]).keys() - wanted.keys() - _OF_MODULES if name in layers else ()
-            yield from ((name, key) for key in keys if not _is_bookkeeping(key))
+            yield from ((name, key) for key in keys if not self._is_note(key))
 
     def _changes(self, layers: Layers) -> Iterator[tuple[str, str]]:
         """Names of layers, and what is not as a fresh model has it."""
@@ -202,9 +206,20 @@ class LiveModel:
             if own[key] is None:
                 continue
             is_method = callable(getattr(kind, key, None))
-            if is_method or (not isinstance(own[key], _PLACES) and _counts(key, kind)):
+            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in _names_read(kind)
+            if is_method or is_read:
                 return f"another extension changed how {what} computes ({key})"
         return None
+
+    def _is_note(self, name: str) -> bool:
+        """Whether an attribute that fresh layers have not is the host's own, set when weights are loaded."""
+        return _is_bookkeeping(name) or name in self._notes
+
+    @functools.cached_property
+    def _notes(self) -> frozenset[str]:
+        home = type(self._live()).__module__.partition(".")[0]
+        loaders = (name for name in [*sys.modules] if name.startswith(f"{home}.") and name.split(".")[-1] in _LOADERS)
+        return frozenset().union(*map(_set_on_others, loaders))
 
     def _is_read(self, name: str, layers: Layers) -> bool:
         """Whether a layer that a fresh model has not takes part in what its parent computes."""
@@ -276,13 +291,19 @@ def _is_ours(layer: torch.nn.Module) -> bool:
     return type(layer).__module__.startswith(__name__.partition(".")[0])
 
 
-def _counts(name: str, kind: Any) -> bool:
-    """Whether an attribute that fresh layers have not changes what a layer of this class computes."""
-    return not _is_bookkeeping(name) and name in _names_read(kind)
-
-
 def _is_bookkeeping(name: str) -> bool:
     return name in _BOOKKEEPING or name.startswith("_v") or any(host in name for host in _HOSTS_OWN)
+
+
+@functools.cache
+def _set_on_others(module: str) -> frozenset[str]:
+    """Names of attributes that a module's code sets on anything but `self`; none where its source cannot be read."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, SyntaxError, UnicodeError):
+        return frozenset()
+    stored = (each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    return frozenset(each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id != "self")
 
 
 def _names_read(kind: Any) -> frozenset[str]:

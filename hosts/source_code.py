@@ -222,7 +222,7 @@ def _called_elsewhere(modules: frozenset[str]) -> frozenset[tuple[str, str]]:
     )
 
 
-_MANAGEMENT = "_management"
+_MANAGEMENT = "_management", "pinned_memory", "_prefetch"
 
 
 def _attribute(module: str, name: str) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import comfy.lora
@@ -15,14 +16,20 @@ import torch
 
 from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import Precision
+from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import dynamic_vram, staged_pages
+from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
 from slipstream.hosts.comfy.dynamic_vram import loading_once
 from slipstream.hosts.comfy.source import ComfyUNetSource
 from slipstream.hosts.comfy.vae import ComfyVaeHalf
+from slipstream.hosts.live_model import live_model
+from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.pool import LoadedEngine
+from slipstream.runtime.settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import staging, tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
 
 CPU = torch.device("cpu")
 
@@ -82,6 +89,25 @@ def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
         return kind(model, staging.DEVICE, CPU)
 
     return make
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl", *tiny.TRANSFORMERS])
+def test_what_staging_leaves_on_layers_is_no_change(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = staging.switch_on(monkeypatch)
+    model = (tiny.transformer(family) if family in tiny.TRANSFORMERS else tiny.model(family)).model
+    comfy.model_management.archive_model_dtypes(model)
+    tiny.sample(kind(model, staging.DEVICE, CPU), family)
+    assert any(hasattr(layer, "seed_key") for layer in model.diffusion_model.modules())
+    assert live_model(model.diffusion_model, ComfyDiffusionModel.of(model)).why_changed() is None
+
+
+def test_engines_answer_from_the_first_picture_on(staged: Any, tmp_path: Path) -> None:
+    patcher = staged()
+    with quick_provider(EngineStore(tmp_path)) as provider:
+        module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE))
+        found = tiny.sample(accelerate_model(patcher, module))
+    assert (module.status.engine_calls, module.status.to_json()["reasons"]) == (3, {})
+    torch.testing.assert_close(found, tiny.sample(patcher), rtol=1e-4, atol=1e-4)
 
 
 def load(patcher: Any) -> None:
