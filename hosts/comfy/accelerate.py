@@ -83,7 +83,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
             with suppress(StartAgain):
                 result = executor(*args, **kwargs)
             if not run.has_to_start_again:
-                if not calls.is_called and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
+                if not calls.are_answered and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
                     module.status.count_eager(_BY_ITSELF)
                 return result
             log.warning("Slipstream: sampling begins anew with the plain model, since %s", run.wrong)

@@ -97,7 +97,6 @@ class ModelCalls:
         options: `transformer_options` of the last call.
         texts: projected ones to be used instead of projecting, by the modules that read them.
         kinds: of the calls that were made, see `_kind_of`.
-        is_called: whether there was a call.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.texts: dict[Within, torch.Tensor] = {}
         self.kinds: list[Hashable] = []
-        self.is_called = False
         self._in_whole_step = False
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
@@ -121,7 +119,6 @@ class ModelCalls:
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `hook.Compute`."""
-        self.is_called = True
         try:
             given = self._kind.arguments(args, kwargs)
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
@@ -157,6 +154,11 @@ class ModelCalls:
     def runs(self) -> list[Run]:
         """Of the model as a whole and of its halves."""
         return [self.whole, *(self.halves.runs if self.halves is not None else [])]
+
+    @property
+    def are_answered(self) -> bool:
+        """Whether there was a call, or a step that was replayed in its place."""
+        return any(run.answers for run in self.runs)
 
     def _has_whole(self, inputs: Tensors) -> bool:
         """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -110,7 +111,13 @@ class Server:
         return bool(self.client.get("/system_stats"))
 
     def memory_used(self) -> int:
-        """Device memory of this machine in use, once ComfyUI has given back what it only keeps."""
+        """Device memory in bytes that the server holds; where the driver does not tell, all that is in use."""
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        if on_gpu():
+            told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+            used = {row[0]: row[1] for line in told.splitlines() if len(row := line.replace(" ", "").split(",")) == 2}
+            if (found := used.get(str(self.process.pid), "")).isdecimal():
+                return int(found) * MB
         (device,) = self.client.get("/system_stats")["devices"]
         return int(device["vram_total"] - device["vram_free"])
 
