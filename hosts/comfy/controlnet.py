@@ -19,6 +19,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ..held_weights import Hold
 from ..live_model import why_changed
 from .checkpoint import original_digest
 from .diffusion_model import (
@@ -276,6 +277,7 @@ class ComfyControlNetSource:
         self._control = control
         self.network: Any = control.control_model
         self.architecture = ComfyControlNet.of(self.network)
+        self._hold = Hold()
 
     @property
     def device(self) -> torch.device:
@@ -293,7 +295,7 @@ class ComfyControlNetSource:
         """What others did to the network that engines cannot honour; None where nothing."""
         if self._control.control_model_wrapped.object_patches:
             return "another node replaces parts of the ControlNet"
-        return why_changed(self.network, self.architecture)
+        return why_changed(self.network, self.architecture, hold=self._hold)
 
     def weights_digest(self) -> str:
         names = frozenset(self.architecture.weight_shapes)

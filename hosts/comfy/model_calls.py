@@ -20,6 +20,7 @@ from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.timers import is_on_purpose
 from ...runtime.verify import LIMITS, limit_of, relative_error
+from ..held_weights import Hold
 from ..live_model import why_changed
 from ..stand_in import Plain, undisturbed
 from .model_classes import ModelClass
@@ -118,6 +119,7 @@ class ModelCalls:
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
+        self._hold = Hold()
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `hook.Compute`."""
@@ -195,7 +197,8 @@ class ModelCalls:
     @property
     def veto_of_run(self) -> str | None:
         """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
-        return self._run_veto or self.whole.wrong or why_changed(self.source.unet, self.source.architecture)
+        unet, architecture = self.source.unet, self.source.architecture
+        return self._run_veto or self.whole.wrong or why_changed(unet, architecture, hold=self._hold)
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:
