@@ -33,6 +33,7 @@ from .diffusion_model import (
 from .dynamic_vram import bind_staged
 from .layers import layers_with_weights, plain_layers
 from .staged_pages import is_dynamic
+from .vetoes import why_not_in_this_mode
 from .weights import current_weights
 
 HINT, TYPE = "guided_hint", "type_embedding"
@@ -295,7 +296,7 @@ class ComfyControlNetSource:
         """What others did to the network that engines cannot honour; None where nothing."""
         if self._control.control_model_wrapped.object_patches:
             return "another node replaces parts of the ControlNet"
-        return why_changed(self.network, self.architecture, hold=self._hold)
+        return why_not_in_this_mode(self.device) or why_changed(self.network, self.architecture, hold=self._hold)
 
     def weights_digest(self) -> str:
         names = frozenset(self.architecture.weight_shapes)

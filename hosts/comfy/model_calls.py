@@ -28,7 +28,7 @@ from .residuals import kinds_of, residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
-from .vetoes import why_not_these_tensors, why_not_this_call
+from .vetoes import why_not_in_this_mode, why_not_these_tensors, why_not_this_call
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
@@ -197,8 +197,8 @@ class ModelCalls:
     @property
     def veto_of_run(self) -> str | None:
         """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
-        unet, architecture = self.source.unet, self.source.architecture
-        return self._run_veto or self.whole.wrong or why_changed(unet, architecture, hold=self._hold)
+        known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
+        return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

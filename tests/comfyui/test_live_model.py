@@ -19,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER
 from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
@@ -400,6 +403,55 @@ def test_weights_that_compute_by_themselves(provider: EngineProvider) -> None:
     assert "of a kind that another extension brought" in "".join(module.status.to_json()["reasons"])
 
 
+# -------------------------------------------------------------------------------------------------- torch itself
+
+
+class Louder(TorchFunctionMode):
+    """Changes what a function of torch gives, while it is entered."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return 1.2 * result if function is F.silu else result
+
+
+class LouderKernels(TorchDispatchMode):
+    """The same where torch chooses a kernel."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return 1.2 * result if function is torch.ops.aten.silu.default else result
+
+
+MODES: dict[str, tuple[Callable[[], Any], str]] = {
+    "functions": (Louder, r"changes what torch's functions do \(Louder\)"),
+    "kernels": (LouderKernels, r"changes what torch's functions do \(LouderKernels\)"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_torch(name: str, provider: EngineProvider) -> None:
+    mode, says = MODES[name]
+
+    def inside(patcher: Any) -> torch.Tensor:
+        with mode():
+            return tiny.sample(patcher)
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    before = tiny.sample(fast)
+    assert distance(inside(model), before) > 1e-2
+    check(module, lambda: inside(fast), lambda: inside(model), says)
+    assert torch.equal(tiny.sample(fast), before) and module.status.engine_calls == 6
+
+
+def test_a_device_by_default_is_no_change(provider: EngineProvider) -> None:
+    fast, module = accelerated(provider, tiny.model())
+    with torch.device("cpu"):
+        tiny.sample(fast)
+    assert module.status.engine_calls == 3
+
+
 # ---------------------------------------------------------------------------------------------- transformers
 
 
@@ -485,6 +537,24 @@ def test_a_hook_on_a_controlnet(moment: str, provider: EngineProvider) -> None:
     assert distance(wanted, before) > 1e-3 and distance(found, wanted) < 1e-5
     assert module.status.engine_calls == served + (0 if moment == "before the run" else 1)
     assert "hooks into middle_block.0" in "".join(module.status.to_json()["reasons"])
+
+
+# ------------------------------------------------------------------------------------------------------- VAEs
+
+
+def test_a_vae_whose_model_computes_otherwise_says_so(provider: EngineProvider) -> None:
+    """The replaced method calls the model's own, so that no engine is asked."""
+    plain, other, module = tiny.vae(), tiny.vae(), AcceleratedModule(provider, FIRST_USE)
+    fast = accelerate_vae(plain, module)
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    before = fast.decode(latent)
+    for vae in (plain, other):
+        vae.first_stage_model.decode = functools.partial(
+            lambda decode, z, **more: 0.5 * decode(z, **more), vae.first_stage_model.decode
+        )
+    wanted = other.decode(latent)
+    assert distance(wanted, before) > 1e-2
+    check(module, lambda: fast.decode(latent), lambda: wanted, "replaced what the VAE computes by")
 
 
 # ------------------------------------------------------------------------------------------------- the account
