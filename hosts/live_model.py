@@ -17,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
-from .source_code import HostCode
-from .walk import Layers, layers_of
+from .held_weights import Hold
+from .source_code import HostCode, pack_of
+from .walk import layers_of
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """What every layer has, and torch's own code keeps in order."""
+_PARTS = "_parameters", "_buffers", "_modules"
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _GLOBAL_HOOKS = "_global_forward_hooks", "_global_forward_pre_hooks"
 _COMPILED = "_compiled_call_impl"
@@ -45,10 +47,6 @@ _LOADERS = {"model_patcher", "model_management", "memory_management", "model_pre
 class Code(Protocol):
     """What is known about the code that layers run."""
 
-    def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether it is that of these layers."""
-        ...
-
     def why_replaced(self) -> str | None:
         """What others replaced, in words; None where nothing."""
         ...
@@ -69,10 +67,14 @@ class Architecture(Protocol):
 
 
 def why_changed(
-    live: torch.nn.Module, architecture: Architecture, is_part: bool = False, code: CodeOf = HostCode
+    live: torch.nn.Module,
+    architecture: Architecture,
+    is_part: bool = False,
+    code: CodeOf = HostCode,
+    hold: Hold | None = None,
 ) -> str | None:
     """See `LiveModel`, one of which is kept for each live model and role."""
-    return live_model(live, architecture, is_part, code).why_changed()
+    return live_model(live, architecture, is_part, code).why_changed(hold=hold)
 
 
 def live_model(
@@ -123,35 +125,28 @@ class LiveModel:
         self._fresh = fresh
         self._is_part = is_part
         self._code_of = code
-        self._known: tuple[_Look, dict[str, str]] | None = None
-        self._added: list[tuple[str, str]] = []
-        self._codes: dict[str, Code] = {}
+        self._parts: dict[str, _Part] = {}
 
-    def why_changed(self, part: str = "") -> str | None:
+    def why_changed(self, part: str = "", hold: Hold | None = None) -> str | None:
         """What others changed, in words; None where the model computes what a fresh one would.
 
         Cheap where nothing happened since it was asked last: ask at every call.
 
         Args:
             part: the name of a layer: asked is about that one and those in it alone.
+            hold: of a run, in which weights are to stay as they are.
         """
         live = self._live()
         assert live is not None
-        layers = layers_of(live)
-        look = _Look(layers, self._wanted, self._held, self._added)
-        if self._known is None or not self._known[0].finds(look):
-            self._added = [*self._additions(layers)]
-            look = _Look(layers, self._wanted, self._held, self._added)
-            self._known = look, dict(self._changes(layers))
-        reasons = (reason for name, reason in self._known[1].items() if _is_in(name, part))
-        return next(reasons, None) or self._code(live, layers, part).why_replaced()
-
-    def _code(self, live: torch.nn.Module, layers: Layers, part: str) -> Code:
-        own = {name: layer for name, layer in layers.items() if _is_in(name, part)} if part else layers
-        code = self._codes.get(part)
-        if code is None or not code.is_of(own):
-            code = self._codes[part] = self._code_of(live, own)
-        return code
+        layers = _layers_in(live, part)
+        if part not in self._parts:
+            wanted = {name: each for name, each in self._wanted.items() if _is_in(name, part)}
+            self._parts[part] = _Part(wanted, self._notes)
+        known = self._parts[part]
+        if not known.is_as_it_was(layers):
+            known.note(layers, next(self._changes(layers, known.wanted), None), self._code_of(live, layers))
+        reason = known.reason or known.code.why_replaced()
+        return reason or (hold.why_changed(layers) if hold is not None else None)
 
     @functools.cached_property
     def _wanted(self) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -162,31 +157,27 @@ class LiveModel:
         return {name: (type(layer), _own(layer, read)) for name, layer in layers.items()}
 
     @functools.cached_property
-    def _held(self) -> list[tuple[str, str]]:
-        """Layers, and names of what they hold that is a list, a dict or an object of settings."""
-        wanted = ((name, key, value) for name, (_, own) in self._wanted.items() for key, value in own.items())
-        return [(name, key) for name, key, value in wanted if _contents(value)]
+    def _notes(self) -> frozenset[str]:
+        """Names of attributes that the host's own code gives layers when it loads weights."""
+        home = type(self._live()).__module__.partition(".")[0]
+        loaders = (name for name in [*sys.modules] if name.startswith(f"{home}.") and name.split(".")[-1] in _LOADERS)
+        return frozenset().union(*map(_set_on_others, loaders))
 
-    def _additions(self, layers: Layers) -> Iterator[tuple[str, str]]:
-        """Layers, and names of what they hold that a fresh one does not."""
-        for name, (_, wanted) in self._wanted.items():
-            keys = vars(layers[name]).keys() - wanted.keys() - _OF_MODULES if name in layers else ()
-            yield from ((name, key) for key in keys if not self._is_note(key))
-
-    def _changes(self, layers: Layers) -> Iterator[tuple[str, str]]:
-        """Names of layers, and what is not as a fresh model has it."""
+    def _changes(
+        self, layers: Mapping[str, torch.nn.Module], wanted_layers: Mapping[str, tuple[type, dict[str, Any]]]
+    ) -> Iterator[str]:
+        """What is not as a fresh model has it."""
         if any(getattr(torch.nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
-            yield from ((name, "another extension hooks into every layer") for name in layers)
-            return
-        for name, (kind, wanted) in self._wanted.items():
+            yield "another extension hooks into every layer"
+        for name, (kind, wanted) in wanted_layers.items():
             layer = layers.get(name)
             if layer is None or not _is_alike(type(layer), kind):
-                yield name, f"another extension replaced {name or 'the model'}"
+                yield _say_other(name or "the model", layer)
             elif reason := self._why_not_this_layer(name, layer, wanted):
-                yield name, reason
+                yield reason
         for name in layers:
-            if name not in self._wanted and self._is_read(name, layers):
-                yield name, f"another extension put {name} into the model"
+            if name not in wanted_layers and self._is_read(name, layers):
+                yield f"another extension put {name} into the model"
 
     def _why_not_this_layer(self, name: str, layer: torch.nn.Module, wanted: Mapping[str, Any]) -> str | None:
         own, what = vars(layer), name or "the model"
@@ -206,28 +197,59 @@ class LiveModel:
             if own[key] is None:
                 continue
             is_method = callable(getattr(kind, key, None))
-            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in _names_read(kind)
-            if is_method or is_read:
+            is_hidden = any(key in own[parts] for parts in _PARTS)  # which it is read in the place of
+            is_note = _is_bookkeeping(key) or key in self._notes
+            is_read = not isinstance(own[key], _PLACES) and not is_note and key in _names_read(kind)
+            if is_method or is_hidden or is_read:
                 return f"another extension changed how {what} computes ({key})"
         return None
 
-    def _is_note(self, name: str) -> bool:
-        """Whether an attribute that fresh layers have not is the host's own, set when weights are loaded."""
-        return _is_bookkeeping(name) or name in self._notes
-
-    @functools.cached_property
-    def _notes(self) -> frozenset[str]:
-        home = type(self._live()).__module__.partition(".")[0]
-        loaders = (name for name in [*sys.modules] if name.startswith(f"{home}.") and name.split(".")[-1] in _LOADERS)
-        return frozenset().union(*map(_set_on_others, loaders))
-
-    def _is_read(self, name: str, layers: Layers) -> bool:
+    def _is_read(self, name: str, layers: Mapping[str, torch.nn.Module]) -> bool:
         """Whether a layer that a fresh model has not takes part in what its parent computes."""
         parent, _, own = name.rpartition(".")
-        if parent not in self._wanted or (parent == "" and self._is_part):
+        if parent not in layers or parent not in self._wanted or (parent == "" and self._is_part):
             return False
         kind: Any = type(layers[parent])
         return issubclass(kind, _CONTAINERS) or own in _names_read(kind)
+
+
+class _Part:
+    """What is known about some layers of a model, or all.
+
+    Attributes:
+        wanted: see `LiveModel._wanted`.
+        reason: what others changed, in words; None where nothing.
+        code: that they run.
+    """
+
+    reason: str | None
+    code: Code
+
+    def __init__(self, wanted: Mapping[str, tuple[type, dict[str, Any]]], notes: Set[str]) -> None:
+        self.wanted = wanted
+        self._notes = notes
+        own = [(name, key, value) for name, (_, values) in wanted.items() for key, value in values.items()]
+        self._held = [(name, key) for name, key, value in own if _contents(value)]
+        self._added: list[tuple[str, str]] = []
+        self._look: _Look | None = None
+
+    def is_as_it_was(self, layers: Mapping[str, torch.nn.Module]) -> bool:
+        """Whether nothing changed since it was noted."""
+        return self._look is not None and self._look.finds(self._look_at(layers))
+
+    def note(self, layers: Mapping[str, torch.nn.Module], reason: str | None, code: Code) -> None:
+        """Remember what was found out about the layers as they are."""
+        self._added = [*self._additions(layers)]
+        self._look, self.reason, self.code = self._look_at(layers), reason, code
+
+    def _look_at(self, layers: Mapping[str, torch.nn.Module]) -> _Look:
+        return _Look(layers, self.wanted, self._held, self._added)
+
+    def _additions(self, layers: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
+        """Layers, and names of what they hold that a fresh one does not."""
+        for name, (_, wanted) in self.wanted.items():
+            keys = vars(layers[name]).keys() - wanted.keys() - _OF_MODULES if name in layers else ()
+            yield from ((name, key) for key in keys if key not in self._notes and not _is_bookkeeping(key))
 
 
 class _Look:
@@ -235,7 +257,7 @@ class _Look:
 
     def __init__(
         self,
-        layers: Layers,
+        layers: Mapping[str, torch.nn.Module],
         wanted: Mapping[str, tuple[type, dict[str, Any]]],
         held: Sequence[tuple[str, str]],
         added: Sequence[tuple[str, str]],
@@ -276,6 +298,17 @@ def _contents(value: Any) -> list[Any]:
     return [] if is_plain else [*getattr(value, "__dict__", {}).values()]
 
 
+def _layers_in(live: torch.nn.Module, part: str) -> Mapping[str, torch.nn.Module]:
+    """By their names in the whole model; none where others took the part out of it."""
+    if not part:
+        return layers_of(live)
+    try:
+        found = layers_of(live.get_submodule(part))
+    except AttributeError:
+        return {}
+    return {f"{part}.{name}" if name else part: layer for name, layer in found.items()}
+
+
 def _is_in(name: str, part: str) -> bool:
     """Whether a layer is `part` or lies in it."""
     return not part or name == part or name.startswith(f"{part}.")
@@ -285,6 +318,14 @@ def _is_alike(kind: type, wanted: type) -> bool:
     """Whether layers of a class compute what those of another do: hosts have variants that store weights otherwise."""
     is_of_torch = wanted.__module__.startswith("torch.")
     return kind.__name__ == wanted.__name__ and (is_of_torch or kind.__module__ == wanted.__module__)
+
+
+def _say_other(what: str, layer: torch.nn.Module | None) -> str:
+    kind = type(layer)
+    if layer is None or kind.__module__.startswith("torch."):
+        return f"another extension replaced {what}"
+    own = kind.__qualname__.rpartition("<locals>.")[2]
+    return f"another extension ({pack_of(kind.__module__)}) uses a layer class of its own for {what} ({own})"
 
 
 def _is_ours(layer: torch.nn.Module) -> bool:

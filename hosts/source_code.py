@@ -19,9 +19,9 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -46,11 +46,6 @@ def source_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def why_replaced(model: torch.nn.Module) -> str | None:
-    """What an extension has replaced in the code that the model runs, in words; None when it is the host's own."""
-    return HostCode(model, layers_of(model)).why_replaced()
-
-
 class HostCode:
     """The code that a model runs in this process: methods of its layers' classes, and functions that these call.
 
@@ -59,29 +54,32 @@ class HostCode:
     """
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
-        self._kinds = [*map(type, layers.values())]
         self._home = _top(type(model).__module__)
         self._classes = _layer_classes(layers)
         self._torch_classes = {torch.Tensor, *_torch_classes(layers)}
         self._known: tuple[list[int], list[Any], str | None] | None = None
         self._spaces: list[Mapping[str, Any]] = []
+        self._functions: list[FunctionType] = []
         self._places: list[tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = []
 
-    def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether it is that of these layers."""
-        return self._kinds == [*map(type, layers.values())]
-
     def why_replaced(self) -> str | None:
-        """See `why_replaced`. Cheap where nothing was replaced since it was asked last."""
+        """What an extension replaced in it, in words; None where it is the host's own. Cheap where nothing was replaced
+        since it was asked last."""
         if self._known is None or not self._is_as_known(*self._known[:2]):
             reason = self._find()
             self._spaces = [vars(kind) for kind in (*self._classes, *self._torch_classes)]
             self._places = [(itemgetter(*names, names[0]), space) for space, names in self._watched() if names]
+            self._functions = [
+                found for value in self._values() if isinstance(found := _unwrapped(value), FunctionType)
+            ]
             self._known = *self._look(), reason
         return self._known[2]
 
     def _look(self) -> tuple[list[int], list[Any]]:
-        return [*map(len, self._spaces)], [*chain.from_iterable([get(space) for get, space in self._places])]
+        return [*map(len, self._spaces)], [*self._values(), *map(attrgetter("__code__"), self._functions)]
+
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable([get(space) for get, space in self._places])
 
     def _is_as_known(self, sizes: list[int], values: list[Any]) -> bool:
         try:
@@ -103,11 +101,14 @@ class HostCode:
 
     def _replaced_in_classes(self) -> Iterator[str]:
         for kind in sorted(self._classes, key=_name):
-            constants = _written(kind.__module__).constants
+            written = _written(kind.__module__)
             for name, value in list(vars(kind).items()):
                 function, place = _unwrapped(value), f"{kind.__qualname__}.{name}"
-                is_foreign = isinstance(function, FunctionType) and not is_own(function, self._home)
-                if is_foreign or constants.get(place, value) != value:
+                if isinstance(function, FunctionType):
+                    is_foreign = not is_own(function, self._home)
+                else:  # a method is a function, but for what other things that are bound, or called, were made of it
+                    is_foreign = _is_bound(value) and place not in written.of_classes
+                if is_foreign or written.constants.get(place, value) != value:
                     yield _say_replaced(f"{_name(kind)}.{name}", value)
 
     def _replaced_in_torch(self, modules: frozenset[str]) -> Iterator[str]:
@@ -134,12 +135,14 @@ class HostCode:
     def _is_replaced(self, module: str, name: str, value: Any, written: _Written) -> bool:
         if name in written.constants:
             return type(value) is not type(written.constants[name]) or bool(value != written.constants[name])
-        if not callable(value) or isinstance(value, type):
-            return False
-        source, original = written.imports.get(name, (module, name))
-        if source != module:  # from another package it may be whatever it is
-            return _top(source) == self._home and getattr(sys.modules.get(source), original, value) is not value
-        return not _is_made_of(value, self._home)
+        if name in written.modules:
+            return sys.modules.get(written.modules[name], value) is not value
+        if name in written.single_imports:
+            source, original = written.imports[name]
+            return getattr(sys.modules.get(source), original, value) is not value
+        if name in written.imports and _top(written.imports[name][0]) != self._home:
+            return False  # one of several, which the module takes as it finds them
+        return callable(value) and not isinstance(value, type) and not _is_made_of(value, self._home)
 
     def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
         """Where all of that is found: namespaces, and names in each that are there."""
@@ -154,6 +157,12 @@ class HostCode:
             if module in sys.modules and name in vars(sys.modules[module]):
                 named.setdefault(module, []).append(name)
         yield from ((vars(sys.modules[module]), names) for module, names in named.items())
+
+
+def _is_bound(value: object) -> bool:
+    """Whether what a class holds acts where it is read from an instance."""
+    is_plain = isinstance(value, (type, GetSetDescriptorType, MemberDescriptorType))
+    return not is_plain and hasattr(type(value), "__get__")
 
 
 _COMPUTING = "__call__", "_wrapped_call_impl", "_call_impl", "__getattr__"
@@ -203,7 +212,7 @@ _FUNCTIONAL = "torch.nn.functional"
 def _called_of_torch(modules: frozenset[str]) -> frozenset[tuple[str, str]]:
     """Module and name of each function of torch that code in these modules may call, or torch's own layers."""
     found = {(_FUNCTIONAL, name) for name in vars(torch.nn.functional)}
-    for module in modules:
+    for module in (*modules, _FUNCTIONAL):
         written = _written(module)
         found |= {pair for pair in (*written.calls, *written.imports.values()) if _top(pair[0]) == "torch"}
     return frozenset(pair for pair in found if callable(_attribute(*pair)) and not isinstance(_attribute(*pair), type))
@@ -285,7 +294,10 @@ class _Written:
         functions: names of those that it defines.
         aliases: further names that it gives to them, such as that of the one to be used on this machine.
         constants: numbers, texts and the like that it or a class of it, `Class.name`, gives a name to once and for all.
+        of_classes: `Class.name` of all that classes define otherwise than by `def`.
         imports: name -> module and name there, of all that it imports by `from … import …`.
+        single_imports: names of those that it gives no other value to.
+        modules: name -> module, of all that it imports by `import …` and gives no other value to.
         calls: module and name there, of all that it reaches through a module that it imports by `import …`.
     """
 
@@ -293,13 +305,16 @@ class _Written:
     functions: frozenset[str]
     aliases: frozenset[str]
     constants: Mapping[str, Any]
+    of_classes: frozenset[str]
     imports: Mapping[str, tuple[str, str]]
+    single_imports: frozenset[str]
+    modules: Mapping[str, str]
     calls: frozenset[tuple[str, str]]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """All of the module's own namespace that counts."""
-        return self.functions | self.aliases | self.imports.keys() | self.constants.keys()
+        return self.functions | self.aliases | self.imports.keys() | self.modules.keys() | self.constants.keys()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,10 +326,12 @@ def _written(module: str) -> _Written:
     text = _read(module)
     package = module if _is_package(module) else module.rpartition(".")[0]
     tree = ast.parse(text)
+    bound = _bound(tree)
     functions: set[str] = set()
     equal: dict[str, str] = {}
     imports: dict[str, tuple[str, str]] = {}
     modules: dict[str, str] = {}
+    own: dict[str, str] = {}
     for node in _statements(tree.body):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             functions.add(node.name)
@@ -322,39 +339,57 @@ def _written(module: str) -> _Written:
             equal |= {target.id: node.value.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.Import):
             modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+            own |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            own |= {_top(alias.name): _top(alias.name) for alias in node.names if not alias.asname}
         elif isinstance(node, ast.ImportFrom):
             source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             imports |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     aliases = frozenset(name for name, other in equal.items() if other in functions)
     modules |= {name: ".".join(pair) for name, pair in imports.items() if _top(pair[0]) == "torch"}
     calls = frozenset(_reached(tree, modules))
-    return _Written(text, frozenset(functions), aliases, _constants(tree), imports, calls)
+    once = {name for name, values in bound.items() if len(values) == 1}
+    return _Written(
+        text,
+        frozenset(functions),
+        aliases,
+        constants={name: value.value for name in once if isinstance(value := bound[name][0], ast.Constant)},
+        of_classes=frozenset(name for name, values in bound.items() if "." in name and any(map(_is_no_def, values))),
+        imports=imports,
+        single_imports=frozenset(imports.keys() & once),
+        modules={name: module for name, module in own.items() if name in once},
+        calls=calls,
+    )
 
 
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Of a module and its classes; what is given a value in several places may be any of these, or an import."""
-    values: dict[str, list[Any]] = {}
+def _bound(tree: ast.Module) -> dict[str, list[ast.AST]]:
+    """What each name of a module and its classes, `Class.name`, is given: values, and statements that define or import
+    it; nothing of names that functions may give another value."""
+    found: dict[str, list[ast.AST]] = {}
 
     def read(body: Iterable[ast.stmt], prefix: str) -> None:
         for node in _statements(body):
-            if isinstance(node, ast.ClassDef):
-                read(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-                value = node.value if isinstance(node.value, ast.Constant) else None
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     for name in (each.id for each in ast.walk(target) if isinstance(each, ast.Name)):
-                        values.setdefault(prefix + name, []).append(value)
+                        found.setdefault(prefix + name, []).append(node.value or node)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 for alias in node.names:
-                    values.setdefault(prefix + (alias.asname or alias.name), []).append(None)
-            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                values.setdefault(prefix + node.name, []).append(None)
+                    name = alias.asname or (_top(alias.name) if isinstance(node, ast.Import) else alias.name)
+                    found.setdefault(prefix + name, []).append(node)
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.setdefault(prefix + node.name, []).append(node)
+                if isinstance(node, ast.ClassDef):
+                    read(node.body, f"{prefix}{node.name}.")
 
     read(tree.body, "")
     for node in ast.walk(tree):
         for name in node.names if isinstance(node, ast.Global) else ():
-            values.pop(name, None)
-    return {name: found[0].value for name, found in values.items() if len(found) == 1 and found[0] is not None}
+            found.pop(name, None)
+    return found
+
+
+def _is_no_def(node: ast.AST) -> bool:
+    return not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
 def _reached(tree: ast.Module, modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -420,9 +455,15 @@ def _is_package(module: str) -> bool:
 
 def _say_replaced(what: str, value: object) -> str:
     function = _unwrapped(value)
-    owner = _owner(function) if isinstance(function, FunctionType) else type(value).__module__
-    pack = re.split(r"[/\\]", owner)[-1]  # ComfyUI names packs by their folders' paths
-    return f"another extension ({pack}) replaced {what}"
+    owner = type(value).__module__
+    if isinstance(function, FunctionType):
+        owner = _owner(function) if _has_own_code(function) else function.__code__.co_filename
+    return f"another extension ({pack_of(owner)}) replaced {what}; start without it to use engines"
+
+
+def pack_of(module: str) -> str:
+    """A module's name for people: ComfyUI names packs by their folders' paths."""
+    return re.split(r"[/\\]", module)[-1]
 
 
 def _owner(function: FunctionType) -> str:
@@ -434,9 +475,17 @@ def is_own(function: FunctionType, package: str) -> bool:
     owners = []
     layer: object = function
     while isinstance(layer, FunctionType):
+        if not _has_own_code(layer):
+            return False
         owners.append(_top(_owner(layer)))
         layer = getattr(layer, "__wrapped__", None)
     return package in owners and all(owner == package or _is_installed(owner) for owner in owners)
+
+
+def _has_own_code(function: FunctionType) -> bool:
+    """Whether a function still has code of its module's file, or code that was made at runtime, as of data classes."""
+    file = function.__code__.co_filename
+    return file.startswith("<") or file == function.__globals__.get("__file__", file)
 
 
 @functools.lru_cache(maxsize=256)

@@ -16,15 +16,11 @@ class WebUiCode:
     """What other extensions replaced in the classes of a model's layers; see `live_model.Code`."""
 
     def __init__(self, _: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
-        self._kinds = [*map(type, layers.values())]
-
-    def is_of(self, layers: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether it is about these layers."""
-        return self._kinds == [*map(type, layers.values())]
+        self._kinds = set(map(type, layers.values()))
 
     def why_replaced(self) -> str | None:
         """What was replaced, in words; None where nothing was."""
-        for kind in {base for own in set(self._kinds) for base in own.__mro__ if base is not object}:
+        for kind in {base for own in self._kinds for base in own.__mro__ if base is not object}:
             if _top(kind.__module__) not in _OWN:
                 return f"another extension brought its own layers ({kind.__module__}.{kind.__qualname__})"
             for name, value in list(vars(kind).items()):

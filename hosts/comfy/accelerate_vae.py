@@ -27,10 +27,12 @@ from .running import RunRecorder, begin_run, recorded
 from .vae import ComfyVaeSource, plain_method
 from .vae_memory import memory_needed
 from .vae_vetoes import why_not_this_call
+from .vetoes import why_not_in_this_mode
 
 log = logging.getLogger(__name__)
 
 _MODEL = "first_stage_model"
+_BY_ITSELF = "another extension replaced what the VAE computes by, so that no engine is asked"
 
 
 def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -112,8 +114,10 @@ class AcceleratedVae:
     def _in_one_run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tiled: bool = False
     ) -> Any:
-        with self.slipstream.session(self, tiled), loading_once(getattr(self, "patcher", None)):
-            return method(*args, **kwargs)
+        with self.slipstream.session(self, tiled) as session, loading_once(getattr(self, "patcher", None)):
+            result = method(*args, **kwargs)
+            session.tell_if_not_asked()
+            return result
 
     def _memory_used(self, half: Half, estimate: Any) -> Any:
         if self.slipstream.is_tiling(self):  # asked for the whole picture, of which no engine sees more than a tile
@@ -216,8 +220,10 @@ class Session:
         self._vae = vae
         self._runs: dict[Half, tuple[Run, ComfyVaeSource] | str] = {}
         self._ending = ExitStack()
+        self._is_asked = False
 
     def compute(self, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_asked = True
         plain = plain_method(model, half)
         found = self._run(half)
         given = args[0] if args else None
@@ -227,6 +233,11 @@ class Session:
             return plain(model, *args, **kwargs)
         assert given is not None
         return _one_by_one(found[0], half, given, functools.partial(plain, model))
+
+    def tell_if_not_asked(self) -> None:
+        """Another extension computes in the model's place."""
+        if not self._is_asked:
+            self._tell(_BY_ITSELF)
 
     def close(self) -> None:
         """Give the engines back."""
@@ -247,7 +258,7 @@ class Session:
 
 def _why_not(source: ComfyVaeSource, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     extra = kwargs or args[1:]
-    if reason := source.why_changed():
+    if reason := why_not_in_this_mode(source.device) or source.why_changed():
         return reason
     return why_not_this_call(given, extra, source.architecture.channels, dtype_of(source.precision), source.device)
 

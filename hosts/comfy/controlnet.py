@@ -19,6 +19,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ..held_weights import Hold
 from ..live_model import why_changed
 from .checkpoint import original_digest
 from .diffusion_model import (
@@ -32,6 +33,7 @@ from .diffusion_model import (
 from .dynamic_vram import bind_staged
 from .layers import layers_with_weights, plain_layers
 from .staged_pages import is_dynamic
+from .vetoes import why_not_in_this_mode
 from .weights import current_weights
 
 HINT, TYPE = "guided_hint", "type_embedding"
@@ -276,6 +278,7 @@ class ComfyControlNetSource:
         self._control = control
         self.network: Any = control.control_model
         self.architecture = ComfyControlNet.of(self.network)
+        self._hold = Hold()
 
     @property
     def device(self) -> torch.device:
@@ -293,7 +296,7 @@ class ComfyControlNetSource:
         """What others did to the network that engines cannot honour; None where nothing."""
         if self._control.control_model_wrapped.object_patches:
             return "another node replaces parts of the ControlNet"
-        return why_changed(self.network, self.architecture)
+        return why_not_in_this_mode(self.device) or why_changed(self.network, self.architecture, hold=self._hold)
 
     def weights_digest(self) -> str:
         names = frozenset(self.architecture.weight_shapes)

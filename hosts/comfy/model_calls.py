@@ -20,6 +20,7 @@ from ...runtime.provider import Offer
 from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.timers import is_on_purpose
 from ...runtime.verify import LIMITS, limit_of, relative_error
+from ..held_weights import Hold
 from ..live_model import why_changed
 from ..stand_in import Plain, undisturbed
 from .model_classes import ModelClass
@@ -27,7 +28,7 @@ from .residuals import kinds_of, residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
-from .vetoes import why_not_these_tensors, why_not_this_call
+from .vetoes import why_not_in_this_mode, why_not_these_tensors, why_not_this_call
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class ModelCalls:
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
+        self._hold = Hold()
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `hook.Compute`."""
@@ -197,7 +199,8 @@ class ModelCalls:
     @property
     def veto_of_run(self) -> str | None:
         """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
-        return self._run_veto or self.whole.wrong or why_changed(self.source.unet, self.source.architecture)
+        known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
+        return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

@@ -9,7 +9,7 @@ import torch
 from ...sampling.presets import Preset
 from ...sampling.run import AfterRun
 from .step_skip import skipping
-from .task import task_of
+from .task import are_packed, has_parts, task_of
 
 
 class SkippingSampler:
@@ -41,8 +41,10 @@ class SkippingSampler:
         disable_pbar: bool = False,
     ) -> Any:
         """See `comfy.samplers.KSAMPLER.sample`; `model_wrap` is the guider."""
-        shapes = getattr(model_wrap.inner_model, "latent_shapes", None)
-        task = task_of(model_wrap, self._sampler, sigmas, denoise_mask, shapes)
+        model = model_wrap.inner_model
+        # Older ComfyUIs do not tell the model; there is no other latent of that shape.
+        parted = has_parts(model.latent_shapes) if hasattr(model, "latent_shapes") else are_packed(noise)
+        task = task_of(model_wrap, self._sampler, sigmas, denoise_mask, parted)
         with skipping(model_wrap, self._preset, task, self._after_run):
             return self._sampler.sample(
                 model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar

@@ -22,7 +22,7 @@ from ...sampling.task import Task
 from . import accelerate, recording
 from .hook import put_innermost, wrappers_of
 from .situation import Situation
-from .task import task_of
+from .task import has_parts, task_of
 from .waiting import throw_if_cancelled
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ def _sample(
 ) -> Any:
     given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
     guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
-    with skipping(guider, preset, task_of(guider, given["sampler"], given["sigmas"], mask, shapes), after_run):
+    task = task_of(guider, given["sampler"], given["sigmas"], mask, has_parts(shapes))
+    with skipping(guider, preset, task, after_run):
         return executor(*args, **kwargs)
 
 

@@ -13,11 +13,25 @@ _DISTILLED = frozenset({"ModelSamplingDiscreteDistilled", "LCM"})
 """Of ComfyUI's nodes_model_advanced.py: by name, since its nodes may not be loaded."""
 
 
-def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, latent_shapes: Any) -> Task:
+def has_parts(latent_shapes: Any) -> bool:
+    """Whether latents were packed into one.
+
+    Args:
+        latent_shapes: as ComfyUI hands them on; None where it does not.
+    """
+    return isinstance(latent_shapes, Sequence) and len(latent_shapes) > 1
+
+
+def are_packed(latents: torch.Tensor) -> bool:
+    """Whether latents have the shape of packed ones, [N, 1, length]."""
+    return latents.ndim == 3 and latents.shape[1] == 1
+
+
+def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, parted: bool) -> Task:
     """
     Args:
         denoise_mask: of the run; None where it inpaints nothing.
-        latent_shapes: of the latents that were packed into one; None or a single one where that is not so.
+        parted: whether the latents are several that were packed into one.
     """
     scale = getattr(guider, "cfg", None)
     return Task(
@@ -25,7 +39,7 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
         steps=len(sigmas) - 1,
         guided=_is_guided(guider),
         has_mask=denoise_mask is not None,
-        has_parts=isinstance(latent_shapes, Sequence) and len(latent_shapes) > 1,
+        has_parts=parted,
         is_distilled=_is_distilled(guider.model_patcher),
         sigmas=tuple(sigmas.tolist()),
         cfg=float(scale) if isinstance(scale, (int, float)) else None,

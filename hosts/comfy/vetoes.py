@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _COMPILE_KEY = "torch.compile"
 
@@ -42,6 +45,16 @@ def why_not_this_call(given: Mapping[str, Any]) -> str | None:
     for name, value in given.items():
         if name != "transformer_options" and value not in (None, [], {}):
             return f"the model is given {name!r}, which engines do not take"
+    return None
+
+
+def why_not_in_this_mode(device: torch.device) -> str | None:
+    """Reasons that lie in what torch does with each of its functions just now, compiled code's apart."""
+    if torch.is_autocast_enabled(device.type):
+        return "another node has torch compute in lower precision (autocast)"
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    if other := next((mode for mode in modes if not isinstance(mode, DeviceContext)), None):
+        return f"another node changes what torch's functions do ({type(other).__name__})"
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedModel
+from ..held_weights import PLAIN, HeldWeights
 from ..walk import Layers, layers_of, tensors_of
 from .room import room_beside_sampling
 
@@ -34,20 +35,22 @@ def current_weights(
         owner: of the copies; those of another owner stay.
 
     Raises:
-        UnsupportedModel: weights are missing, or the copies would not fit into the device's memory.
+        UnsupportedModel: weights are missing, or of a kind that computes by itself, or the copies would not fit into
+            the device's memory.
     """
     wanted = frozenset(names)
     layers = layers_of(unet)
     casting = {name: layer for name, layer in _casting(layers).items() if _parts_of(name) & wanted}
     own = tensors_of(layers)
-    kept = copies.of(device, dtype, token, owner)
-    made: Weights = {}
-    if casting or not _are_as_needed(own.values(), dtype, device):
-        made = _made(own, casting, wanted, kept, dtype, device)
+    _check_kinds(own)
+    is_own = not casting and _are_as_needed(own.values(), dtype, device)
+    held = None if is_own or token is None else HeldWeights(layers, with_values=True)
+    kept = copies.of(device, dtype, token, owner, held)
+    made = {} if is_own else _made(own, casting, wanted, kept, dtype, device)
     if missing := sorted(wanted.difference(made, own)):
         raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
     if token is not None:
-        copies.keep(device, dtype, token, _copies_among(made, own, wanted), owner)
+        copies.keep(device, dtype, token, _copies_among(made, own, wanted), owner, held)
     if not made:
         return {name: own[name] for name in wanted}
     return {name: made[name] if name in made else own[name] for name in wanted}
@@ -104,27 +107,44 @@ class WeightCopies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, str], tuple[Hashable, Weights]] = {}
+        self._kept: dict[tuple[torch.device, str], tuple[Hashable, Weights, HeldWeights | None]] = {}
 
-    def of(self, device: torch.device, dtype: torch.dtype, token: Hashable | None, owner: str = "") -> Weights:
-        """What was kept under these; the owner's others are dropped, so that there is room for new copies."""
-        known, weights = self._kept.get((device, owner), (None, {}))
-        if known == (dtype, token):
+    def of(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        token: Hashable | None,
+        owner: str = "",
+        held: HeldWeights | None = None,
+    ) -> Weights:
+        """What was kept under these; the owner's others are dropped, so that there is room for new copies.
+
+        Args:
+            held: by the model now; other extensions exchange weights without ComfyUI's knowledge.
+        """
+        known, weights, before = self._kept.get((device, owner), (None, {}, None))
+        if known == (dtype, token) and (held is None or (before is not None and held.are(before))):
             return weights
         if token is not None:
             self._kept.pop((device, owner), None)
         return {}
 
     def has(self, device: torch.device, dtype: torch.dtype, token: Hashable | None, owner: str = "") -> bool:
-        return token is not None and self._kept.get((device, owner), (None, {}))[0] == (dtype, token)
+        return token is not None and self._kept.get((device, owner), (None,))[0] == (dtype, token)
 
     def keep(
-        self, device: torch.device, dtype: torch.dtype, token: Hashable, weights: Weights, owner: str = ""
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        token: Hashable,
+        weights: Weights,
+        owner: str = "",
+        held: HeldWeights | None = None,
     ) -> None:
-        self._kept[device, owner] = ((dtype, token), weights)
+        self._kept[device, owner] = (dtype, token), weights, held
 
     def bytes(self, device: torch.device) -> int:
-        kept = [weights for (place, _), (_, weights) in self._kept.items() if place == device]
+        kept = [weights for (place, _), (_, weights, _) in self._kept.items() if place == device]
         return sum(tensor.nbytes for weights in kept for tensor in weights.values())
 
     def free(self, device: torch.device) -> int:
@@ -137,6 +157,7 @@ class WeightCopies:
 copies = WeightCopies()
 
 _CASTS = "comfy_cast_weights"
+_QUANTIZED = "QuantizedTensor"
 
 
 def _casting(layers: Layers) -> dict[str, Any]:
@@ -183,7 +204,7 @@ def _is_as_it_should_be(layer: Any, part: str, dtype: torch.dtype, device: torch
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether ComfyUI holds a weight in a quantised form."""
-    return type(tensor).__name__ == "QuantizedTensor"
+    return type(tensor).__name__ == _QUANTIZED
 
 
 def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -252,6 +273,15 @@ def _copies_among(made: Weights, own: Weights, wanted: Set[str]) -> Weights:
         return {}
     addresses = {tensor.data_ptr() for tensor in own.values()}
     return {name: tensor for name, tensor in made.items() if name in wanted and tensor.data_ptr() not in addresses}
+
+
+def _check_kinds(own: Weights) -> None:
+    for kind in set(map(type, own.values())) - PLAIN:
+        if kind.__name__ != _QUANTIZED:
+            raise UnsupportedModel(
+                f"The model's weights are of a kind that another extension brought ({kind.__module__}."
+                f"{kind.__qualname__}); the plain model is used"
+            )
 
 
 def _check_memory(

@@ -71,7 +71,7 @@ class WholeStep:
             result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
-        if is_on_purpose() or self._calls.veto_of_run is not None:
+        if is_on_purpose():
             return execute()
         if why_not_whole(guider, options, x, self._key) is not None or self._other_code(guider):
             return execute()
@@ -82,7 +82,8 @@ class WholeStep:
             found = None if is_compared else self._as_before(step, x, timestep)
             return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
-        if pattern is not None and not is_compared and step.fits(pattern, x):
+        may_replay = pattern is not None and not is_compared and self._calls.veto_of_run is None
+        if pattern is not None and may_replay and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
                 return found
             self._patterns[step.kind] = None

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import EngineProvider, HostHooks
 from ...runtime.settings import Settings
 from ...runtime.status import Status
+from ..held_weights import Hold
 from ..live_model import why_changed
 from .source import DiffusersUNetSource
 from .vetoes import why_not_this_call, why_not_this_run
@@ -51,6 +52,7 @@ class _Sampling:
     source: DiffusersUNetSource | None = None
     run: Run | None = None
     veto: str | None = None
+    hold: Hold = field(default_factory=Hold)
 
 
 class AcceleratedUNet(torch.nn.Module):
@@ -113,7 +115,7 @@ class AcceleratedUNet(torch.nn.Module):
                 log.warning("Slipstream uses the plain model: %s", sampling.veto)
             return eager()["out"]
         architecture = sampling.source.architecture
-        veto = sampling.veto or why_changed(self.unet, architecture)
+        veto = sampling.veto or why_changed(self.unet, architecture, hold=sampling.hold)
         veto = veto or why_not_this_call(self.unet, arguments, architecture)
         return sampling.run(_inputs(arguments) if veto is None else {}, eager, veto, eager)["out"]
 

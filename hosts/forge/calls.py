@@ -13,6 +13,7 @@ from ...core.protocols import Tensors
 from ...runtime.module import Run
 from ..comfy.residuals import residuals_of
 from ..comfy.vetoes import why_not_these_tensors
+from ..held_weights import Hold
 from ..live_model import why_changed
 from ..stand_in import Compute, Plain, stand_in, undisturbed
 from .source import ForgeUNetSource
@@ -29,6 +30,7 @@ class UNetCalls:
         self._run = run
         self._source = source
         self._run_veto = veto
+        self._hold = Hold()
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `stand_in.Compute`."""
@@ -66,7 +68,7 @@ class UNetCalls:
     @property
     def _veto_of_run(self) -> str | None:
         """Asked at each call, as other extensions may change the model at any time."""
-        return self._run_veto or why_changed(self._source.unet, self._source.architecture)
+        return self._run_veto or why_changed(self._source.unet, self._source.architecture, hold=self._hold)
 
 
 def _arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from slipstream.engine_cache import EngineStore, WeightsMemo
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.build import open_unet, unet_call
 from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.source_code import why_replaced
+from slipstream.hosts.source_code import HostCode
+from slipstream.hosts.walk import layers_of
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.plan import CallShape
 from slipstream.runtime.provider import EngineProvider
@@ -279,10 +280,12 @@ def test_reference_pictures_run_plain(family: str, provider: EngineProvider) -> 
 def test_a_replaced_function_of_comfyuis_is_noticed(family: str, name: str, monkeypatch: Any) -> None:
     """Wherever the transformer's code reaches it."""
     model = tiny.transformer(family).model.diffusion_model
-    assert why_replaced(model) is None
+    assert HostCode(model, layers_of(model)).why_replaced() is None
     module, _, function = name.rpartition(".")
     monkeypatch.setattr(importlib.import_module(f"comfy.{module}"), function, lambda *args, **kwargs: None)
-    assert str(why_replaced(model)).endswith(f"test_dit) replaced comfy.{name}")
+    assert str(HostCode(model, layers_of(model)).why_replaced()).endswith(
+        f"test_dit) replaced comfy.{name}; start without it to use engines"
+    )
 
 
 def test_a_transformer_that_cannot_be_traced_runs_plain(provider: EngineProvider) -> None:

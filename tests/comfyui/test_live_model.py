@@ -6,6 +6,7 @@ Engines are made and used before the change: the first picture after it must be 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ import torch
 import torch.nn.functional as F
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER
 from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
 from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
@@ -143,8 +147,6 @@ def attention_function(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def partial_function(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import functools
-
     before = openaimodel.timestep_embedding
     monkeypatch.setattr(openaimodel, "timestep_embedding", functools.partial(before, max_period=100))
 
@@ -174,6 +176,56 @@ def method_of_tensors(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "chunk", chunk, raising=False)
 
 
+def hidden_weight(unet: Any, _: pytest.MonkeyPatch) -> None:
+    """An attribute of the instance, which is read in the place of the parameter."""
+    vars(unet.out[2])["weight"] = 1.5 * unet.out[2].weight.detach()
+
+
+def partial_method(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = openaimodel.ResBlock._forward
+
+    def scaled(self: Any, *args: Any, factor: float) -> torch.Tensor:
+        return factor * before(self, *args)
+
+    monkeypatch.setattr(openaimodel.ResBlock, "_forward", functools.partialmethod(scaled, factor=1.1))
+
+
+def descriptor(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = openaimodel.ResBlock._forward
+
+    class Louder:
+        def __get__(self, layer: Any, kind: type) -> Any:
+            return lambda *args: 1.1 * before(layer, *args)
+
+    monkeypatch.setattr(openaimodel.ResBlock, "_forward", Louder())
+
+
+def code_of_a_method(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: torch.Tensor, emb: torch.Tensor) -> Any:
+        return self.skip_connection(x)
+
+    monkeypatch.setattr(openaimodel.ResBlock._forward, "__code__", forward.__code__)
+
+
+def imported_module(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name by which the model's code knows it."""
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def cat(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 0.9 * torch.cat(*args, **kwargs)
+
+    monkeypatch.setattr(openaimodel, "th", Torch())
+
+
+def torch_function_of_functions(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which those of `torch.nn.functional` call."""
+    before = torch.group_norm
+    monkeypatch.setattr(torch, "group_norm", lambda *args: 0.9 * before(*args))
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "seamless tiling": (seamless_tiling, r"changed how .* computes \(_conv_forward\)"),
     "circular padding": (circular_padding, r"padding_mode of .* \(circular instead of zeros\)"),
@@ -186,13 +238,19 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "parametrisation": (parametrised, r"replaced out\.2"),
     "appended layer": (appended_layer, r"put out\.3 into the model"),
     "exchanged layer": (other_list, r"replaced time_embed\.1"),
-    "class of a layer": (other_class, r"replaced out\.2"),
+    "class of a layer": (other_class, r"test_live_model\) uses a layer class of its own for out\.2 \(Louder\)"),
     "method of a class": (class_method, r"\(.*test_live_model\) replaced comfy\..*ResBlock\._forward"),
     "optimized_attention": (attention_function, r"test_live_model\) replaced comfy.*attention\.optimized_attention"),
     "partial function": (partial_function, r"replaced comfy.*openaimodel\.timestep_embedding"),
     "Conv2d._conv_forward": (torch_method, r"test_live_model\) replaced torch.*Conv2d\._conv_forward"),
     "scaled_dot_product_attention": (torch_function, r"test_live_model\) replaced torch.*scaled_dot_product_attention"),
     "silu": (torch_layer_function, r"test_live_model\) replaced torch\.nn\.functional\.silu"),
+    "weight in the instance": (hidden_weight, r"changed how out\.2 computes \(weight\)"),
+    "partial method": (partial_method, r"replaced comfy\..*ResBlock\._forward"),
+    "descriptor": (descriptor, r"test_live_model\) replaced comfy\..*ResBlock\._forward"),
+    "code of a method": (code_of_a_method, r"\(test_live_model\.py\) replaced comfy\..*ResBlock\._forward"),
+    "imported module": (imported_module, r"test_live_model\) replaced comfy\..*openaimodel\.th;"),
+    "torch.group_norm": (torch_function_of_functions, r"test_live_model\) replaced torch\.group_norm"),
     "Tensor.chunk": (method_of_tensors, r"test_live_model\) replaced torch.*Tensor\.chunk"),
 }
 
@@ -251,6 +309,147 @@ def test_what_is_undone_in_between_goes_to_the_engine_again(provider: EngineProv
     assert module.status.engine_calls == 3
     handle.remove()
     assert torch.equal(tiny.sample(fast), before) and module.status.engine_calls == 6
+
+
+# -------------------------------------------------------------------------------------------------- its weights
+
+
+def other_parameter(unet: Any) -> None:
+    unet.out[2].weight = torch.nn.Parameter(1.5 * unet.out[2].weight.detach(), requires_grad=False)
+
+
+def other_memory(unet: Any) -> None:
+    unet.out[2].weight.data = 1.5 * unet.out[2].weight.data
+
+
+def no_bias(unet: Any) -> None:
+    unet.out[2].bias = None
+
+
+def other_layer(unet: Any) -> None:
+    """Of the same class."""
+    layer = copy.deepcopy(unet.out[2])
+    layer.weight.data.mul_(1.5)
+    unet.out[2] = layer
+
+
+def exchanged_layers(unet: Any) -> None:
+    parts = unet.middle_block._modules
+    parts["0"], parts["2"] = parts["2"], parts["0"]
+
+
+def function_of_a_weight(unet: Any) -> None:
+    unet.out[2].weight_function = [lambda weight: 1.5 * weight]
+    unet.out[2].comfy_cast_weights = True
+
+
+WEIGHTS = [other_parameter, other_memory, no_bias, other_layer, exchanged_layers, function_of_a_weight]
+
+
+@pytest.mark.parametrize("change", WEIGHTS)
+def test_weights_that_change_from_the_third_call_on(change: Callable[[Any], None], provider: EngineProvider) -> None:
+    def changed_in_between(patcher: Any) -> torch.Tensor:
+        def callback(step: int, *_: Any) -> None:
+            if step == 1:
+                change(patcher.model.diffusion_model)
+
+        return tiny.sample(patcher, steps=4, callback=callback)
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    found, wanted = changed_in_between(fast), changed_in_between(tiny.model())
+    assert distance(wanted, tiny.sample(tiny.model(), steps=4)) > 1e-4 and distance(found, wanted) < 1e-5
+    assert (module.status.engine_calls, module.status.eager_calls) == (2, 2)
+    assert "weights were changed in the midst of the run" in "".join(module.status.to_json()["reasons"])
+    found, wanted = tiny.sample(fast), tiny.sample(model)  # the next run begins with what is there now
+    assert distance(found, wanted) < 1e-5
+    assert (module.status.engine_calls == 5) == (change is not no_bias)
+
+
+@pytest.mark.parametrize("change", [other_parameter, function_of_a_weight])
+def test_copies_of_weights_are_of_those_that_the_model_holds(
+    change: Callable[[Any], None], provider: EngineProvider
+) -> None:
+    """Kept from one picture to the next while ComfyUI casts them at each call."""
+    model = tiny.model()
+    for layer in model.model.diffusion_model.modules():
+        if hasattr(layer, "comfy_cast_weights"):
+            layer.comfy_cast_weights = True
+            layer.weight_function = [lambda weight: 1.0 * weight]
+    fast, module = accelerated(provider, model)
+    before = tiny.sample(fast)
+    change(model.model.diffusion_model)
+    found, wanted = tiny.sample(fast), tiny.sample(model)
+    assert distance(wanted, before) > 1e-2 and distance(found, wanted) < 1e-5
+    assert module.status.engine_calls == 6
+
+
+def test_weights_that_compute_by_themselves(provider: EngineProvider) -> None:
+    class Louder(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(function, types, args, kwargs or {})
+            return 1.2 * result if function is torch.conv2d else result
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    before = tiny.sample(fast)
+    layer = model.model.diffusion_model.out[2]
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Louder), requires_grad=False)
+    wanted = tiny.sample(model).as_subclass(torch.Tensor)
+    assert distance(wanted, before) > 1e-3
+    found = tiny.sample(fast).as_subclass(torch.Tensor)
+    assert torch.equal(found, wanted) and module.status.engine_calls == 3
+    assert "of a kind that another extension brought" in "".join(module.status.to_json()["reasons"])
+
+
+# -------------------------------------------------------------------------------------------------- torch itself
+
+
+class Louder(TorchFunctionMode):
+    """Changes what a function of torch gives, while it is entered."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return 1.2 * result if function is F.silu else result
+
+
+class LouderKernels(TorchDispatchMode):
+    """The same where torch chooses a kernel."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return 1.2 * result if function is torch.ops.aten.silu.default else result
+
+
+MODES: dict[str, tuple[Callable[[], Any], str]] = {
+    "functions": (Louder, r"changes what torch's functions do \(Louder\)"),
+    "kernels": (LouderKernels, r"changes what torch's functions do \(LouderKernels\)"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_torch(name: str, provider: EngineProvider) -> None:
+    mode, says = MODES[name]
+
+    def inside(patcher: Any) -> torch.Tensor:
+        with mode():
+            return tiny.sample(patcher)
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    before = tiny.sample(fast)
+    assert distance(inside(model), before) > 1e-2
+    check(module, lambda: inside(fast), lambda: inside(model), says)
+    assert torch.equal(tiny.sample(fast), before) and module.status.engine_calls == 6
+
+
+def test_a_device_by_default_is_no_change(provider: EngineProvider) -> None:
+    fast, module = accelerated(provider, tiny.model())
+    with torch.device("cpu"):
+        tiny.sample(fast)
+    assert module.status.engine_calls == 3
 
 
 # ---------------------------------------------------------------------------------------------- transformers
@@ -338,6 +537,24 @@ def test_a_hook_on_a_controlnet(moment: str, provider: EngineProvider) -> None:
     assert distance(wanted, before) > 1e-3 and distance(found, wanted) < 1e-5
     assert module.status.engine_calls == served + (0 if moment == "before the run" else 1)
     assert "hooks into middle_block.0" in "".join(module.status.to_json()["reasons"])
+
+
+# ------------------------------------------------------------------------------------------------------- VAEs
+
+
+def test_a_vae_whose_model_computes_otherwise_says_so(provider: EngineProvider) -> None:
+    """The replaced method calls the model's own, so that no engine is asked."""
+    plain, other, module = tiny.vae(), tiny.vae(), AcceleratedModule(provider, FIRST_USE)
+    fast = accelerate_vae(plain, module)
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+    before = fast.decode(latent)
+    for vae in (plain, other):
+        vae.first_stage_model.decode = functools.partial(
+            lambda decode, z, **more: 0.5 * decode(z, **more), vae.first_stage_model.decode
+        )
+    wanted = other.decode(latent)
+    assert distance(wanted, before) > 1e-2
+    check(module, lambda: fast.decode(latent), lambda: wanted, "replaced what the VAE computes by")
 
 
 # ------------------------------------------------------------------------------------------------- the account

@@ -196,6 +196,7 @@ def workers(home: Path) -> list[int]:
 def test_prompts_run_as_ever_while_a_model_is_traced_and_compiled(start_comfy, model_files) -> None:
     """Tracing hooks into every module of a process: a plain prompt that ran in the same one would fail."""
     server = start_comfy()
+    at_start = len(server.log())  # a ComfyUI tells there what nodes of its own lack a package
     with server.client() as client:
         for attempt in range(2):
             size = 64 + 8 * attempt
@@ -210,4 +211,5 @@ def test_prompts_run_as_ever_while_a_model_is_traced_and_compiled(start_comfy, m
                 time.sleep(0.15)
                 run = client.run(plain)
                 assert run.ok, run.error
-    assert "cannot trace" not in server.log() and "Traceback" not in server.log()
+    said = server.log()[at_start:]
+    assert "cannot trace" not in said and "Traceback" not in said

@@ -1,0 +1,76 @@
+"""Which weights a live model holds at a moment: engines were given those, and know of no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+from weakref import ref
+
+import torch
+
+from .architecture import version_of
+
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
+"""Classes of tensors whose values lie where they say."""
+_FUNCTIONS = "weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"
+"""Of ComfyUI's layers: what they do to their weights at each call."""
+
+
+class HeldWeights:
+    """Tensors of a model's layers, and the functions that layers apply to them. It keeps none of them in memory.
+
+    Args:
+        layers: what `layers_of(model)` gave just now.
+        with_values: notice what is written into a tensor, too, unless that is done past torch's notice.
+    """
+
+    def __init__(self, layers: Mapping[str, torch.nn.Module], with_values: bool = False) -> None:
+        owns = [layer.__dict__ for layer in layers.values()]
+        holders = [each for own in owns for each in (own["_parameters"], own["_buffers"]) if each]
+        tensors = [each for each in chain.from_iterable([held.values() for held in holders]) if each is not None]
+        self._parts = [*map(ref, tensors), *_functions(owns)]
+        are_plain = PLAIN.issuperset(map(type, tensors))
+        self._facts = [*map(torch.Tensor.data_ptr, tensors if are_plain else filter(_is_plain, tensors))]
+        self._facts += map(version_of, tensors) if with_values else ()
+
+    def are(self, others: HeldWeights) -> bool:
+        """Whether nothing was exchanged, moved or written to between the two."""
+        are_as_many = len(self._parts) == len(others._parts)
+        return are_as_many and self._facts == others._facts and all(map(is_, self._parts, others._parts))
+
+
+class Hold:
+    """The weights that a run began with; one for each run."""
+
+    def __init__(self) -> None:
+        self._first: HeldWeights | None = None
+
+    def why_changed(self, layers: Mapping[str, torch.nn.Module]) -> str | None:
+        """What is so where layers hold others than when it was asked first, with the model loaded; None where not.
+
+        Args:
+            layers: what `layers_of(model)` gave just now.
+        """
+        now = HeldWeights(layers)
+        self._first = self._first or now
+        return None if self._first.are(now) else "the model's weights were changed in the midst of the run"
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN
+
+
+def _functions(owns: list[dict[str, Any]]) -> Iterator[Any]:
+    for name in _FUNCTIONS:
+        for value in filter(None, [own[name] for own in owns if name in own]):
+            yield from map(_known, value if isinstance(value, (list, tuple)) else [value])
+
+
+def _known(function: Any) -> Any:
+    """What tells a function from others, while it lives."""
+    try:
+        return ref(function)
+    except TypeError:  # it knows no weak references
+        return function
