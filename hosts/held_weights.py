@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 from weakref import ref
 
@@ -37,25 +37,63 @@ class HeldWeights:
 
     def are(self, others: HeldWeights) -> bool:
         """Whether nothing was exchanged, moved or written to between the two."""
-        are_as_many = len(self._parts) == len(others._parts)
-        return are_as_many and self._facts == others._facts and all(map(is_, self._parts, others._parts))
+        return self._facts == others._facts and _are_same(self._parts, others._parts)
 
 
 class Hold:
     """The weights that a run began with; one for each run."""
 
     def __init__(self) -> None:
-        self._first: HeldWeights | None = None
+        self._first: _Held | None = None
 
-    def why_changed(self, layers: Mapping[str, torch.nn.Module]) -> str | None:
+    def why_changed(self, layers: Sequence[torch.nn.Module]) -> str | None:
         """What is so where layers hold others than when it was asked first, with the model loaded; None where not.
 
         Args:
-            layers: what `layers_of(model)` gave just now.
+            layers: those of the model.
         """
-        now = HeldWeights(layers)
-        self._first = self._first or now
-        return None if self._first.are(now) else "the model's weights were changed in the midst of the run"
+        if self._first is None:
+            self._first = _Held(layers)
+        return None if self._first.are(layers) else "the model's weights were changed in the midst of the run"
+
+
+class _Held:
+    """As `HeldWeights`, laid out so that another look at the same layers is quick."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._layers = layers
+        owns = [layer.__dict__ for layer in layers]
+        self._holders = [each for own in owns for each in (own["_parameters"], own["_buffers"]) if each]
+        named = ((own, [name for name in _FUNCTIONS if name in own]) for own in owns)
+        self._functions = [(itemgetter(*names, names[0]), own) for own, names in named if names]
+        tensors, self._called = self._look()
+        self._are_plain = PLAIN.issuperset(map(type, tensors))
+        self._places = self._places_of(tensors)
+        self._tensors = [*map(ref, tensors)]
+
+    def are(self, layers: Sequence[torch.nn.Module]) -> bool:
+        """Whether these are the same layers, in which nothing was exchanged or moved since."""
+        if layers is not self._layers and not _are_same(layers, self._layers):
+            return False
+        tensors, called = self._look()
+        if not _are_same(tensors, [known() for known in self._tensors]) or not _are_same(called, self._called):
+            return False
+        return self._places_of(tensors) == self._places
+
+    def _look(self) -> tuple[list[torch.Tensor], list[Any]]:
+        tensors = [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
+        called: list[Any] = []
+        for each in chain.from_iterable([get(own) for get, own in self._functions]):
+            if each:
+                called += each if isinstance(each, (list, tuple)) else [each]
+        return tensors, called
+
+    def _places_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        return [*map(torch.Tensor.data_ptr, tensors if self._are_plain else filter(_is_plain, tensors))]
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,8 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from itertools import chain
+from operator import is_, itemgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -138,15 +140,28 @@ class LiveModel:
         """
         live = self._live()
         assert live is not None
-        layers = _layers_in(live, part)
-        if part not in self._parts:
-            wanted = {name: each for name, each in self._wanted.items() if _is_in(name, part)}
-            self._parts[part] = _Part(wanted, self._notes)
-        known = self._parts[part]
-        if not known.is_as_it_was(layers):
-            known.note(layers, next(self._changes(layers, known.wanted), None), self._code_of(live, layers))
+        known = self._parts.get(part)
+        if known is None or not known.is_as_it_was(_layer_at(live, part)):
+            known = self._parts[part] = self._look_at(live, part)
         reason = known.reason or known.code.why_replaced()
-        return reason or (hold.why_changed(layers) if hold is not None else None)
+        return reason or (hold.why_changed(known.layers) if hold is not None else None)
+
+    def _look_at(self, live: torch.nn.Module, part: str) -> _Part:
+        layers = _layers_in(live, part)
+        wanted = {name: each for name, each in self._wanted.items() if _is_in(name, part)}
+        watched = {name: [*self._watched(name, layer, wanted)] for name, layer in layers.items()}
+        return _Part(layers, watched, next(self._changes(layers, wanted), None), self._code_of(live, layers))
+
+    def _watched(
+        self, name: str, layer: torch.nn.Module, wanted: Mapping[str, tuple[type, dict[str, Any]]]
+    ) -> Iterator[str]:
+        """Names of what a layer holds that may count: what a fresh one holds as well, and what others gave it."""
+        if name not in wanted:
+            return
+        own, fresh = vars(layer), wanted[name][1]
+        yield from (key for key in fresh if key in own)
+        added = own.keys() - fresh.keys() - _OF_MODULES
+        yield from (key for key in added if key not in self._notes and not _is_bookkeeping(key))
 
     @functools.cached_property
     def _wanted(self) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -213,74 +228,65 @@ class LiveModel:
         return issubclass(kind, _CONTAINERS) or own in _names_read(kind)
 
 
+_ALWAYS = (*_PARTS, *_HOOKS)
+"""Dicts that each layer has, of what counts."""
+
+
 class _Part:
-    """What is known about some layers of a model, or all.
+    """What is known about some layers of a model, or all, laid out so that another look at them is quick.
+
+    Values are kept, so that no other one can be taken for one of them.
+
+    Args:
+        watched: names of what each layer holds that may count.
 
     Attributes:
-        wanted: see `LiveModel._wanted`.
+        layers: the first is that in which the others lie.
         reason: what others changed, in words; None where nothing.
         code: that they run.
     """
 
-    reason: str | None
-    code: Code
-
-    def __init__(self, wanted: Mapping[str, tuple[type, dict[str, Any]]], notes: Set[str]) -> None:
-        self.wanted = wanted
-        self._notes = notes
-        own = [(name, key, value) for name, (_, values) in wanted.items() for key, value in values.items()]
-        self._held = [(name, key) for name, key, value in own if _contents(value)]
-        self._added: list[tuple[str, str]] = []
-        self._look: _Look | None = None
-
-    def is_as_it_was(self, layers: Mapping[str, torch.nn.Module]) -> bool:
-        """Whether nothing changed since it was noted."""
-        return self._look is not None and self._look.finds(self._look_at(layers))
-
-    def note(self, layers: Mapping[str, torch.nn.Module], reason: str | None, code: Code) -> None:
-        """Remember what was found out about the layers as they are."""
-        self._added = [*self._additions(layers)]
-        self._look, self.reason, self.code = self._look_at(layers), reason, code
-
-    def _look_at(self, layers: Mapping[str, torch.nn.Module]) -> _Look:
-        return _Look(layers, self.wanted, self._held, self._added)
-
-    def _additions(self, layers: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, str]]:
-        """Layers, and names of what they hold that a fresh one does not."""
-        for name, (_, wanted) in self.wanted.items():
-            keys = vars(layers[name]).keys() - wanted.keys() - _OF_MODULES if name in layers else ()
-            yield from ((name, key) for key in keys if key not in self._notes and not _is_bookkeeping(key))
-
-
-class _Look:
-    """What a model's layers hold at a moment; values are kept, so that no other one can be taken for one of them."""
-
     def __init__(
         self,
         layers: Mapping[str, torch.nn.Module],
-        wanted: Mapping[str, tuple[type, dict[str, Any]]],
-        held: Sequence[tuple[str, str]],
-        added: Sequence[tuple[str, str]],
+        watched: Mapping[str, Sequence[str]],
+        reason: str | None,
+        code: Code,
     ) -> None:
-        owns = [layer.__dict__ for layer in layers.values()]
-        self._kinds = [*map(type, layers.values())]
-        self._counts = [*map(len, owns)]
-        self._last = [*map(next, map(reversed, owns))]  # names: a new one comes at the end
-        self._hooks = [*map(len, [own[hooks] for own in owns for hooks in _HOOKS])]
-        self._hooks += [len(getattr(torch.nn.modules.module, name, ())) for name in _GLOBAL_HOOKS]
-        self._values: list[Any] = []
-        for name, own in zip(layers, owns, strict=True):
-            if name in wanted:
-                self._values += map(own.get, wanted[name][1])
-        for name, key in held:  # may be changed where they are
-            self._values += _contents(vars(layers[name]).get(key)) if name in layers else ()
-        self._values += [vars(layers[name]).get(key) for name, key in added if name in layers]
-        self._ids = [*map(id, self._values)]
+        self.layers = [*layers.values()]
+        self.reason, self.code = reason, code
+        self._owns = [layer.__dict__ for layer in self.layers]
+        self._gets = [
+            (itemgetter(*_ALWAYS, *names), own) for own, names in zip(self._owns, watched.values(), strict=True)
+        ]
+        self._hooks = [own[hooks] for own in self._owns for hooks in _HOOKS]
+        self._parts = [own["_modules"] for own in self._owns if own["_modules"]]
+        held = ((own, name) for own, names in zip(self._owns, watched.values(), strict=True) for name in names)
+        self._held = [(own, name) for own, name in held if _contents(own[name])]  # may be changed where they are
+        self._facts, self._values = self._look()
 
-    def finds(self, other: _Look) -> bool:
-        """Whether nothing changed between the two."""
-        mine, others = ((look._kinds, look._counts, look._last, look._hooks, look._ids) for look in (self, other))
-        return mine == others
+    def is_as_it_was(self, first: torch.nn.Module | None) -> bool:
+        """Whether nothing changed since.
+
+        Args:
+            first: the layer in which the others are to lie; None where there is none any more.
+        """
+        try:
+            facts, values = self._look()
+        except KeyError:  # something is gone
+            return False
+        is_there = bool(self.layers) and self.layers[0] is first
+        is_as_much = facts == self._facts and len(values) == len(self._values)
+        return is_there and is_as_much and all(map(is_, values, self._values))
+
+    def _look(self) -> tuple[tuple[list[Any], ...], list[Any]]:
+        last = [*map(next, map(reversed, self._owns))]  # names: a new one comes at the end
+        hooks = [*map(len, self._hooks), *[len(getattr(torch.nn.modules.module, name, ())) for name in _GLOBAL_HOOKS]]
+        values = [*chain.from_iterable([get(own) for get, own in self._gets])]
+        values += chain.from_iterable(map(dict.values, self._parts))
+        for own, name in self._held:
+            values += _contents(own[name])
+        return ([*map(type, self.layers)], [*map(len, self._owns)], last, hooks), values
 
 
 def _own(layer: torch.nn.Module, read: Set[str]) -> dict[str, Any]:
@@ -296,6 +302,14 @@ def _contents(value: Any) -> list[Any]:
         return value
     is_plain = isinstance(value, (type, FunctionType, torch.nn.Module, torch.Tensor))
     return [] if is_plain else [*getattr(value, "__dict__", {}).values()]
+
+
+def _layer_at(live: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """The layer of a name; None where there is none."""
+    layer: torch.nn.Module | None = live
+    for each in name.split(".") if name else ():
+        layer = layer._modules.get(each) if layer is not None else None
+    return layer
 
 
 def _layers_in(live: torch.nn.Module, part: str) -> Mapping[str, torch.nn.Module]:
