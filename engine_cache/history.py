@@ -24,6 +24,7 @@ class PastBuild:
         layers: weight tensors of the model; 0 where unknown.
         operations: of the traced graph; 0 where unknown.
         seconds: it ran, pauses left out.
+        role: what the engine stands for, as a `Role`'s text; empty in records that were made before it was noted.
     """
 
     machine: str
@@ -35,6 +36,10 @@ class PastBuild:
     layers: int
     operations: int
     seconds: float
+    role: str = ""
+
+
+_NAMES = [field.name for field in fields(PastBuild)]
 
 
 class BuildHistory:
@@ -56,7 +61,7 @@ class BuildHistory:
 
 def _past_build(record: Any) -> PastBuild | None:
     try:
-        values = {field.name: record[field.name] for field in fields(PastBuild)}
+        values = {"role": "", **{name: record[name] for name in _NAMES if name != "role" or name in record}}
         counts = [values.pop(name) for name in ("threads", "layers", "operations")]
         seconds = values.pop("seconds")
     except (TypeError, KeyError):
@@ -64,4 +69,4 @@ def _past_build(record: Any) -> PastBuild | None:
     sound = all(type(count) is int and count >= 0 for count in counts) and type(seconds) in (int, float)
     if not sound or not 0 < seconds < math.inf or not all(isinstance(text, str) for text in values.values()):
         return None
-    return PastBuild(**{field.name: record[field.name] for field in fields(PastBuild)})
+    return PastBuild(**{name: record[name] for name in _NAMES if name in record})

@@ -6,12 +6,20 @@ import functools
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
+from ..core.spec import Role
 from ..engine_cache import BuildHistory, PastBuild
 from .plan import Plan
 
 _NO_GPU = "cpu"
+
+ROLES_OF_KIND = {
+    "unet": (Role.UNET,),
+    "controlnet": (Role.CONTROLNET,),
+    "vae": (Role.VAE_ENCODE, Role.VAE_DECODE),
+}
+"""Kind of a model, as a node accelerates one → what its engines stand for."""
 
 
 def past_build(plan: Plan, operations: int, seconds: float) -> PastBuild:
@@ -27,6 +35,7 @@ def past_build(plan: Plan, operations: int, seconds: float) -> PastBuild:
         layers=fingerprint.layers,
         operations=operations,
         seconds=seconds,
+        role=plan.spec.role.value,
     )
 
 
@@ -39,13 +48,16 @@ def estimate(history: BuildHistory, plan: Plan, operations: int = 0) -> float | 
     return _estimate(history.builds(), plan, operations)
 
 
-def typical(history: BuildHistory, optimize: str | None = None) -> float | None:
+def typical(history: BuildHistory, optimize: str | None = None, roles: Collection[Role] = tuple(Role)) -> float | None:
     """Seconds that builds took on this machine, in the middle; None before the first.
 
     Args:
         optimize: an `Optimize`, as text, for builds with this much effort alone.
+        roles: what was built; a build of which that is not known counts only where any will do.
     """
     here = [build for build in history.builds() if build.machine == platform.node()]
+    if set(roles) != set(Role):
+        here = [build for build in here if build.role in {role.value for role in roles}]
     seconds = [build.seconds for build in here if optimize in (None, build.optimize)]
     return statistics.median(seconds) if seconds else None
 

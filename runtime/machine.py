@@ -11,16 +11,18 @@ from .. import __version__
 from ..core.errors import first_line
 from ..core.protocols import Backend
 from ..engine_cache import BuildHistory
-from .estimate import typical
+from .estimate import ROLES_OF_KIND, typical
 
 
 def describe_machine(device: torch.device, backends: Iterable[Backend], history: BuildHistory) -> dict[str, Any]:
-    """The GPU, what builds engines here or why it does not, and how long a build takes."""
+    """The GPU, what builds engines here or why it does not, and how long a build takes, of each kind of model."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    kinds = {kind: typical(history, roles=roles) for kind, roles in ROLES_OF_KIND.items()}
     return {
         "gpu": gpu,
         "backends": {backend.name: _why_not(backend, device) for backend in backends},
-        "typical_build_s": None if (seconds := typical(history)) is None else round(seconds, 1),
+        "typical_build_s": None if (any_kind := typical(history)) is None else round(any_kind, 1),
+        "build_s": {kind: None if seconds is None else round(seconds, 1) for kind, seconds in kinds.items()},
         "version": __version__,
     }
 

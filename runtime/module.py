@@ -42,6 +42,7 @@ class AcceleratedModule:
     Attributes:
         asked: the settings of the last run.
         host_precision: that the model had in it; None before that.
+        build_seconds: that a build of the engine it lacked last will take; None where nothing is known.
     """
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
@@ -51,6 +52,7 @@ class AcceleratedModule:
         self.status = Status()
         self.asked = self.settings
         self.host_precision: Precision | None = None
+        self.build_seconds: float | None = None
 
     def __deepcopy__(self, memo: object) -> AcceleratedModule:
         """A copy of a model that was accelerated goes by the same settings, and counts its calls here."""
@@ -362,11 +364,20 @@ class Run:
         offer = module.provider.offer(self._source, call, settings, self._hooks)
         if self._wanted:
             self._ordered[call] = self._wanted
+        if offer.engine is None:
+            module.build_seconds = self._expected(call, settings)
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:
             module.status.miss(offer.reason, self._wanted)
         return offer
+
+    def _expected(self, call: CallShape, settings: Settings) -> float | None:
+        try:
+            return self._module.provider.expected(self._source, call, settings)
+        except Exception as error:  # no engine would serve, for whatever reason: the offer says it
+            log.debug("Slipstream: how long a build takes is not known: %s", error)
+            return None
 
     def _want(self, digest: str) -> None:
         self._wanted = digest

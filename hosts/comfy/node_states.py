@@ -97,7 +97,9 @@ def state_of(module: AcceleratedModule) -> NodeState:
 def _to_json(place: Place, module: AcceleratedModule) -> dict[str, Any]:
     status = module.status
     calls = {"engine_calls": status.engine_calls, "eager_calls": status.eager_calls}
-    return {**place.to_json(), **vars(state_of(module)), **calls}
+    seconds = module.build_seconds
+    build = {"build_s": None if seconds is None else round(seconds, 1)}
+    return {**place.to_json(), **vars(state_of(module)), **calls, **build}
 
 
 def _state_of(module: AcceleratedModule) -> NodeState:

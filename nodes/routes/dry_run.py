@@ -72,12 +72,16 @@ def _check_not_off(node: dict[str, Any]) -> None:
 
 
 def _estimate(node: dict[str, Any]) -> float | None:
-    """Seconds that a build with a node's choices takes on this machine, by earlier ones; None where none was made."""
+    """Seconds that a build with a node's choices takes on this machine, by earlier ones of the same kind of model; None
+    where none was made."""
     from ...hosts.comfy.host import provider
-    from ...runtime.estimate import typical
+    from ...runtime.estimate import ROLES_OF_KIND, typical
 
-    seconds = typical(provider().history, str(node["inputs"].get("optimize", "")))
+    kind = _KINDS.get(node["class_type"], "unet")
+    seconds = typical(provider().history, str(node["inputs"].get("optimize", "")), ROLES_OF_KIND[kind])
     return None if seconds is None else round(seconds, 1)
 
+
+_KINDS = {"SlipstreamAccelerateControlNet": "controlnet", "SlipstreamAccelerateVAE": "vae"}
 
 ROUTES: list[Route] = [("POST", "/dry-run", dry_run)]

@@ -11,7 +11,7 @@ from slipstream.engine_cache import BuildHistory, PastBuild
 from slipstream.runtime.machine import describe_machine
 from slipstream.tests.fakes import CPU, NullBackend
 
-BUILD = PastBuild(platform.node(), "cpu", 1, "null", "balanced", "a" * 64, 10, 100, 30.0)
+BUILD = PastBuild(platform.node(), "cpu", 1, "null", "balanced", "a" * 64, 10, 100, 30.0, "unet")
 
 
 class Broken(NullBackend):
@@ -27,6 +27,9 @@ def test_backends_and_builds(tmp_path: Path) -> None:
     assert describe_machine(CPU, backends, history)["typical_build_s"] is None
     for seconds in (10.0, 40.0, 30.0):
         history.add(replace(BUILD, seconds=seconds))
+    history.add(replace(BUILD, seconds=3.0, role="vae_decode"))
+    history.add(replace(BUILD, seconds=5.0, role="vae_encode"))
+    history.add(replace(BUILD, seconds=30.0, role=""))  # of before kinds were noted
     history.add(replace(BUILD, machine="another", seconds=1000.0))
     assert describe_machine(CPU, backends, history) == {
         "gpu": None,
@@ -36,6 +39,7 @@ def test_backends_and_builds(tmp_path: Path) -> None:
             "half": "no compiler",
             "broken": "OSError: libcuda.so: wrong ELF class",
         },
-        "typical_build_s": 30.0,
+        "typical_build_s": 20.0,
+        "build_s": {"unet": 30.0, "controlnet": None, "vae": 4.0},
         "version": __version__,
     }

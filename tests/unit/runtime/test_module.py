@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import memory
+from slipstream.runtime.estimate import past_build
 from slipstream.runtime.module import AcceleratedModule, Run
+from slipstream.runtime.plan import CallShape
 from slipstream.runtime.preferences import Preferences
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
@@ -48,6 +51,19 @@ def assert_right(found: torch.Tensor, source: FakeSource, inputs: Tensors = INPU
     wanted = source.eager(inputs)["out"]
     assert found.dtype == wanted.dtype
     assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_how_long_the_build_of_a_missing_engine_takes_is_known_beforehand(provider: EngineProvider) -> None:
+    module, source = AcceleratedModule(provider, MANUAL), FakeSource()
+    with module.run(source) as run:
+        call(run, source)
+    assert module.build_seconds is None, "nothing was built here before"
+    (plan,) = provider.plans(source, CallShape.of(INPUTS), MANUAL)
+    other = replace(past_build(plan, 0, 7.0), architecture="b" * 64, layers=0)
+    assert provider.history.add(other) and provider.history.add(past_build(plan, 0, 70.0))
+    with module.run(source) as run:
+        call(run, source)
+    assert module.build_seconds == 70
 
 
 def counts(module: AcceleratedModule) -> tuple[int, int]:
