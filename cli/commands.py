@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from .. import __version__
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize
+from ..core.version import __version__
 from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, BackendChoice, ShapeChoice
 from .errors import FAILED, INTERRUPTED, OK, USAGE
 from .output import Output, set_up_logging

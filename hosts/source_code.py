@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from .. import STARTED
 from ..core.errors import UnsupportedModel
+from ..core.version import STARTED
 from .walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}

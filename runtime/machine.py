@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..core.errors import first_line
 from ..core.protocols import Backend
+from ..core.version import __version__
 from ..engine_cache import BuildHistory
 from .estimate import ROLES_OF_KIND, typical
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import __version__
 from ..core.environment import Environment
 from ..core.protocols import ModelSource
+from ..core.version import __version__
 from ..engine_cache import Entry
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ... import __version__
 from ...core.errors import SlipstreamError
+from ...core.version import __version__
 from ...runtime.measure import commit
 from ..rows import RESULTS
 from .block import Bench, Schedule

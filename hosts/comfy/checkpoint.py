@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ... import STARTED
+from ...core.version import STARTED
 from ...engine_cache import WeightsMemo, digest_tensors, file_identity
 from ..architecture import Remembered
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from . import step_skip
 from .skipping_sampler import SkippingSampler
+from .step_skip import without_skipping
 from .waiting import throw_if_cancelled
-
-KEY = "slipstream_one_step"
+from .wrapper_keys import ONE_STEP, STEP_SKIP
 
 
 def one_step(patcher: Any) -> Any:
@@ -25,11 +24,11 @@ def one_step(patcher: Any) -> Any:
         return patcher
     from comfy.patcher_extension import WrappersMP
 
-    clone = step_skip.without_skipping(patcher)
-    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _sample)
+    clone = without_skipping(patcher)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, ONE_STEP)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, ONE_STEP, _sample)
     wrappers = clone.wrappers[WrappersMP.OUTER_SAMPLE]
-    others = {key: wrappers.pop(key) for key in list(wrappers) if key != KEY}
+    others = {key: wrappers.pop(key) for key in list(wrappers) if key != ONE_STEP}
     wrappers.update(others)  # ours is the outermost
     return clone
 
@@ -69,7 +68,7 @@ def _without_skipping(executor: Any) -> Any:
     from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
     wrappers = executor.class_obj.model_options["transformer_options"]["wrappers"][WrappersMP.OUTER_SAMPLE]
-    skipping = wrappers.get(step_skip.KEY, [])
+    skipping = wrappers.get(STEP_SKIP, [])
     inside = [wrapper for wrapper in executor.wrappers[executor.idx + 1 :] if wrapper not in skipping]
     return WrapperExecutor.new_class_executor(executor.original, executor.class_obj, inside)
 

@@ -12,8 +12,7 @@ import torch
 
 from ...sampling.run import SAME_SIGMA
 from .waiting import throw_if_cancelled
-
-KEY = "slipstream_calibrate"
+from .wrapper_keys import RECORDING
 
 Predict = Callable[..., torch.Tensor]
 
@@ -62,7 +61,7 @@ def _around(patcher: Any, predict: Predict) -> None:
     """Inside of `step_skip`, which sees to that: skipped steps never come here."""
     from comfy.patcher_extension import WrappersMP
 
-    patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)  # several are called one in another
+    patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, RECORDING, predict)  # several are called one in another
 
 
 def _sigma(timestep: torch.Tensor) -> float:

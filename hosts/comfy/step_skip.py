@@ -19,16 +19,15 @@ from ...core.once import warn_once
 from ...sampling.presets import Preset
 from ...sampling.run import AfterRun, Skipped, SkippingRun
 from ...sampling.task import Task
-from . import accelerate, recording
 from .hook import put_innermost, wrappers_of
 from .situation import Situation
 from .task import task_of
 from .waiting import throw_if_cancelled
+from .wrapper_keys import ACCELERATE, RECORDING, STEP_SKIP
 
 log = logging.getLogger(__name__)
 
-KEY = "slipstream_step_skip"
-_INSIDE = (recording.KEY, accelerate.KEY)
+_INSIDE = (RECORDING, ACCELERATE)
 _OTHERS = ("easycache", "lazycache")
 
 
@@ -50,7 +49,7 @@ def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         return _sample(preset, after_run, executor, args, kwargs)
 
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP, outer_sample)
     return clone
 
 
@@ -59,7 +58,7 @@ def without_skipping(patcher: Any) -> Any:
     from comfy.patcher_extension import WrappersMP
 
     clone = patcher.clone()
-    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP)
     return clone
 
 
@@ -120,15 +119,15 @@ def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
     from comfy.patcher_extension import WrappersMP
 
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
-    if KEY in wrappers:
+    if STEP_SKIP in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
     inner = {key: wrappers.pop(key) for key in _INSIDE if key in wrappers}
-    put_innermost(wrappers, KEY, prediction(guider, run))
+    put_innermost(wrappers, STEP_SKIP, prediction(guider, run))
     wrappers.update(inner)
     try:
         yield
     finally:
-        wrappers.pop(KEY, None)
+        wrappers.pop(STEP_SKIP, None)
 
 
 def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:

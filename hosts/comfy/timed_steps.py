@@ -17,15 +17,14 @@ from ...runtime.memory import MemoryWatch, give_back_unused
 from ...runtime.module import AcceleratedModule, Answer, Run
 from ...runtime.step_times import EngineId, Step, StepTimes
 from ...runtime.timers import StepTimer, on_purpose
-from . import recording
 from .hook import put_outermost, wrappers_of
 from .model_calls import ModelCalls
 from .step_parts import controls_of
 from .waiting import waiting_hooks
+from .wrapper_keys import RECORDING, STEP_TIMES
 
 log = logging.getLogger(__name__)
 
-KEY = "slipstream_times"
 
 _LEAST_STEPS, _FIRST_STEP, _COMPARED = 8, 3, 2
 """Of a run in which steps are computed on purpose; the first of them; how many."""
@@ -51,8 +50,8 @@ def time_steps(
         return
     sampler, steps = run["sampler"], len(run["sigmas"]) - 1
     wrappers = wrappers_of(executor.class_obj.model_options, WrappersMP.PREDICT_NOISE)
-    is_rehearsal = recording.KEY in wrappers
-    put_outermost(wrappers, KEY, TimedSteps(calls, times, sampler, 0 if is_rehearsal else steps))
+    is_rehearsal = RECORDING in wrappers
+    put_outermost(wrappers, STEP_TIMES, TimedSteps(calls, times, sampler, 0 if is_rehearsal else steps))
 
 
 def arguments_of(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

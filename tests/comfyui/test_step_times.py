@@ -17,9 +17,8 @@ import torch
 
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import accelerate_controlnet as controlnet_module
 from slipstream.hosts.comfy import accelerate_vae as vae_module
-from slipstream.hosts.comfy import recording, timed_steps, whole_step
+from slipstream.hosts.comfy import controlnet_calls, recording, timed_steps, whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.info import describe
@@ -387,13 +386,13 @@ def test_which_of_several_controlnets_are_in_a_step_is_not_known(provider: Engin
 def test_a_controlnets_own_engine_is_timed_by_its_calls(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_name = controlnet_module._by_name
+    by_name = controlnet_calls._by_name
 
     def slow(control: Any) -> Any:
         clock.now += 5.0
         return by_name(control)
 
-    monkeypatch.setattr(controlnet_module, "_by_name", slow)
+    monkeypatch.setattr(controlnet_calls, "_by_name", slow)
     fast = Fast(provider, levers=Levers(parallel="off"))
     tiny.sample(fast.model, steps=12, **prompts(applied(fast.control)))
     assert "ms a call" not in describe(fast.control_module), "too few"
