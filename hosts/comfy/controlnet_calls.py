@@ -19,10 +19,10 @@ from comfy.patcher_extension import CallbacksMP
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ..architecture import version_of
+from ..model_patches import why_not_these_tensors
 from .controlnet import ComfyControlNetSource
 from .model_calls import NotServed
 from .running import RunRecorder, begin_run, recorded
-from .vetoes import why_not_these_tensors
 from .wrapper_keys import ACCELERATE
 
 log = logging.getLogger(__name__)

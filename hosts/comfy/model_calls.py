@@ -21,13 +21,14 @@ from ...runtime.settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...runtime.timers import is_on_purpose
 from ...runtime.verify import LIMITS, limit_of, relative_error
 from ..live_model import why_changed
+from ..model_patches import why_not_these_tensors
 from ..stand_in import Plain, undisturbed
 from .model_classes import ModelClass
 from .residuals import kinds_of, residuals_of
 from .source import ComfyUNetSource
 from .text import Within
 from .unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
-from .vetoes import why_not_these_tensors, why_not_this_call
+from .vetoes import why_not_this_call
 from .waiting import waiting_hooks
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ import torch
 from ...runtime.module import Run
 from ...runtime.plan import CallShape
 from ...runtime.settings import Levers
+from ..model_patches import why_not_these_tensors
 from .model_calls import Served
 from .step import Pattern, Step
 from .step_parts import Conditions, kind_of_conditions
-from .vetoes import why_not_these_tensors
 
 WHOLE = "whole"
 _KEPT = 16

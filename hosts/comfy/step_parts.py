@@ -12,8 +12,8 @@ import torch
 
 from ...core.protocols import Tensors
 from ..architecture import version_of
+from ..model_patches import why_not_these_options
 from ..source_code import is_own
-from .vetoes import why_not_these_options
 
 _PREFIX = "cond_"
 _NOT_EACH_STEP = ("area", "mask", "hooks", "gligen", "default", "timestep_start", "timestep_end")

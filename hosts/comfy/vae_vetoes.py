@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .vetoes import why_not_these_tensors
+from ..model_patches import why_not_these_tensors
 
 
 def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:

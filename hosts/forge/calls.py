@@ -12,8 +12,8 @@ import torch
 from ...core.protocols import Tensors
 from ...runtime.module import Run
 from ..comfy.residuals import residuals_of
-from ..comfy.vetoes import why_not_these_tensors
 from ..live_model import why_changed
+from ..model_patches import why_not_these_tensors
 from ..stand_in import Compute, Plain, stand_in, undisturbed
 from .source import ForgeUNetSource
 from .vetoes import why_not_this_call

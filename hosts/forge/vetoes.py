@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..comfy.vetoes import why_not_these_options
+from ..model_patches import why_not_these_options
 
 _COMPILED = "_torch_compile_config"
 """Neo's own extension leaves it in a model that it compiles."""

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine_cache import ChoiceMemo
-from slipstream.engine_cache import choices as choices_module
+from slipstream.engine_cache import ChoiceMemo, memos
 
 WAYS = ("one", "other")
 
@@ -27,7 +26,7 @@ def test_a_way_that_was_not_measured_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices_module, "KEPT", 2)
+    monkeypatch.setattr(memos, "KEPT", 2)
     memo = ChoiceMemo(tmp_path)
     for subject in "xyz":
         memo.add(subject, dict.fromkeys(WAYS, 1.0))

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine_cache import BuildHistory, PastBuild
-from slipstream.engine_cache import history as history_module
+from slipstream.engine_cache import BuildHistory, PastBuild, memos
 
 BUILD = PastBuild("computer", "cpu", 2, "aotinductor", "balanced", "a" * 64, 100, 300, 60.0)
 
@@ -31,7 +30,7 @@ def test_builds_are_remembered_in_order(tmp_path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "KEPT", 3)
+    monkeypatch.setattr(memos, "BUILDS_KEPT", 3)
     history = BuildHistory(tmp_path)
     for seconds in range(1, 6):
         history.add(past(seconds))

@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.engine_cache import WeightsMemo
 from slipstream.engine_cache.files import identity
-from slipstream.engine_cache.memo import KEPT
+from slipstream.engine_cache.memos import KEPT
 
 
 @pytest.fixture

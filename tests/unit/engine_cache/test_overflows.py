@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.engine_cache import OverflowMemo
-from slipstream.engine_cache import overflows as overflows_module
+from slipstream.engine_cache import OverflowMemo, memos
 
 MODEL, OTHER = ("a" * 64, "b" * 64), ("a" * 64, "c" * 64)
 
@@ -21,7 +20,7 @@ def test_what_was_added_is_known_to_the_next_process(tmp_path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overflows_module, "KEPT", 2)
+    monkeypatch.setattr(memos, "KEPT", 2)
     memo = OverflowMemo(tmp_path)
     for weights in "xyz":
         memo.add(("a", weights))
