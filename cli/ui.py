@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from ..core.errors import BackendUnavailable
 from ..engine_cache import EngineStore
-from ..hosts.workshop import StandaloneWorkshop
+from ..hosts.standalone.file_builder import StandaloneWorkshop
 from ..ui.compat import GET_GRADIO, is_there
 from ..ui.manager import Manager
 from ..ui.serve import PASSWORD_VARIABLE, Server, check_address, start

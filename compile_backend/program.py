@@ -17,9 +17,9 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
-from .derived import DerivedWeight
 from .layouts import TensorLayout, as_features, use_channels_last
 from .rewrites import Rewritten, rewrite
+from .rewrites.derived_weights import DerivedWeight
 
 PROGRAM = "program.pt2"
 SIGNATURE = "signature.json"

@@ -18,13 +18,13 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .cpp.toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 from .engine import CompiledEngine
-from .kernels import chosen_kernels
+from .inductor.kernels import chosen_kernels
+from .inductor.options import fusion_options, of_compiler
 from .layouts import TensorLayout
-from .modules import assign, module_of, tensor_of
-from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
-from .toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
+from .rewrites.traced_module import assign, module_of, tensor_of
 
 CACHE = "compiler_cache.bin"
 

@@ -3,12 +3,12 @@
 from .entry import Entry, Hold
 from .files import identity as file_identity
 from .key import EngineKey, canonical, canonical_json, digest_of, key_of
+from .key_differences import describe_differences
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Speed, Verification, is_digest
 from .memos import BuildHistory, ChoiceMemo, OverflowMemo, PastBuild, WeightsMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
-from .weights import digest_tensors
-from .wording import describe_differences
+from .weights_digest import digest_tensors
 
 __all__ = [
     "DEFAULT_LIMIT_BYTES",

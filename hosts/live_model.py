@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .layer_walk import Layers, layers_of
 from .source_code import HostCode
-from .walk import Layers, layers_of
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """What every layer has, and torch's own code keeps in order."""

@@ -28,7 +28,7 @@ import torch
 
 from ..core.errors import UnsupportedModel
 from ..core.version import STARTED
-from .walk import layers_of
+from .layer_walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
 """Packages whose code is no part of a model's own."""

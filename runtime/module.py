@@ -15,18 +15,18 @@ from ..core.dtypes import dtype_of
 from ..core.errors import NotFinite, UnsupportedModel
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
-from .clock import disturb
-from .cuda_graphs import is_inlined
-from .memory import MemoryWatch
-from .plan import CallShape, Plan
+from .checking.sentinel import StartAgain
+from .checking.step_timers import CallTimer, is_on_purpose
+from .checking.step_times import EngineId, Step, id_of
+from .checking.verify import is_finite
+from .loaded.cuda_graphs import is_inlined
+from .loaded.device_clock import disturb
+from .loaded.device_memory import MemoryWatch
+from .planning.engine_shapes import batch_of, largest_batch
+from .planning.plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
-from .sentinel import StartAgain
-from .settings import BuildPolicy, Settings
-from .shapes_wanted import batch_of, largest_batch
-from .status import EngineUse, Status
-from .step_times import EngineId, Step, id_of
-from .timers import CallTimer, is_on_purpose
-from .verify import is_finite
+from .reporting.status import EngineUse, Status
+from .settings.model_settings import BuildPolicy, Settings
 
 log = logging.getLogger(__name__)
 

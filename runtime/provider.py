@@ -27,22 +27,22 @@ from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_prog
 from ..core.protocols import Backend, ModelSource, Tensors
 from ..core.spec import Precision
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
-from . import bake
-from .backends import default_backends
-from .build import build_engine
-from .canary import LOAD, USE, Canary, FirstCall
-from .clock import disturb
-from .estimate import estimate, say_estimate
-from .memory import MemoryWatch, Shortages, give_back_unused
-from .overflow import ADVICE, Overflows
-from .plan import CallShape, Plan, plans
-from .pool import EnginePool, LoadedEngine, is_graphed
-from .preferences import Background, Preferences
-from .queue import BuildQueue, Ticket
-from .sentinel import Sentinel, why_wrong
-from .settings import BuildPolicy, Settings
-from .step_times import StepTimes
-from .trust import Trust
+from .building.build import build_engine
+from .building.build_queue import BuildQueue, Ticket
+from .checking.sentinel import Sentinel, why_wrong
+from .checking.step_times import StepTimes
+from .checking.trust import Trust
+from .loaded.canary import LOAD, USE, Canary, FirstCall
+from .loaded.device_clock import disturb
+from .loaded.device_memory import MemoryWatch, Shortages, give_back_unused
+from .loaded.engine_pool import EnginePool, LoadedEngine, is_graphed
+from .planning import embedded_weights
+from .planning.backends import default_backends
+from .planning.build_estimate import estimate, say_estimate
+from .planning.fp16_overflow import ADVICE, Overflows
+from .planning.plan import CallShape, Plan, plans
+from .settings.model_settings import BuildPolicy, Settings
+from .settings.preferences import Background, Preferences
 
 _Answer = TypeVar("_Answer")
 
@@ -184,7 +184,9 @@ class EngineProvider:
         """See `plan.plans`; in bf16 for a model that overflows in fp16, and with weights inside where asked for."""
         chosen = self._overflows.widened(source, settings)
         found = plans(source.architecture, call, source.precision, source.device, chosen, self.backends)
-        return [bake.baked(plan, source) if settings.bake and plan.backend.can_bake else plan for plan in found]
+        return [
+            embedded_weights.baked(plan, source) if settings.bake and plan.backend.can_bake else plan for plan in found
+        ]
 
     def offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
         """An engine for this call, or why not. Never raises for a reason of ours, a bug of ours included.
@@ -273,14 +275,14 @@ class EngineProvider:
         return self._find(wanted, source) or self._obtain(wanted, source, settings, hooks)
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
-        for plan in bake.fitting(wanted, source):
+        for plan in embedded_weights.fitting(wanted, source):
             if (entry := self.store.lookup(plan.key.digest)) is not None:
                 self._say_once(plan.key.digest, f"cache hit, {plan} from {plan.key.short}")
                 return plan, entry
         return None
 
     def _say_if_not_baked(self, plan: Plan, settings: Settings) -> None:
-        if settings.bake and not bake.is_baked(plan):
+        if settings.bake and not embedded_weights.is_baked(plan):
             name = plan.backend.name
             self._say_once(f"bake {name}", f"bake is ignored: engines of {name} take the model's weights as they are")
 
@@ -300,7 +302,7 @@ class EngineProvider:
         log.info("Slipstream: %s (%s)", missing, self.explain_miss(chain[0]))
         reasons = []
         for plan in chain:
-            if reason := bake.why_not_built(plan, source, settings.policy):
+            if reason := embedded_weights.why_not_built(plan, source, settings.policy):
                 return reason
             if settings.policy is BuildPolicy.MANUAL:
                 return f"{missing}; build it with the Build Engine node or `slipstream build`"

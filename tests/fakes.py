@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from slipstream.core.dtypes import dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
+from slipstream.core.placeholder import hollow
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, profile_for
-from slipstream.core.skeleton import hollow
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import digest_tensors
-from slipstream.runtime.builder import Built
-from slipstream.runtime.plan import CallShape, Plan, plans
+from slipstream.runtime.building.worker_process import Built
+from slipstream.runtime.planning.plan import CallShape, Plan, plans
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 
 CPU = torch.device("cpu")
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
@@ -294,7 +294,7 @@ class NullEngine:
 
 
 class FakeWorker:
-    """Stands in for `builder.run_build`: builds in this process, when told to.
+    """Stands in for `worker_process.run_build`: builds in this process, when told to.
 
     Attributes:
         gate: builds wait until it is set; it is, unless cleared.

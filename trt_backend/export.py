@@ -17,7 +17,7 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.protocols import BuildJob, Tensors
 from ..core.shapes import UNET_AXES, Shape
 from ..core.spec import EngineSpec
-from .weight_map import WeightMap, WeightSource
+from .surgery.weight_map import WeightMap, WeightSource
 
 if TYPE_CHECKING:
     import onnx

@@ -11,15 +11,15 @@ from typing import Any
 
 from ..core.errors import EngineInUse, StoreError
 from ..engine_cache import Entry
-from ..runtime.describe import details, overview
-from ..runtime.hits import Asked, find_hits
-from ..runtime.machine import describe_machine
-from ..runtime.needs import Needs, foresee
-from ..runtime.orders import Order, Orders, Wanted, Workshop, describe_orders
+from ..runtime.building.build_queue import Ticket, TicketState
 from ..runtime.provider import EngineProvider
-from ..runtime.pruning import prune
-from ..runtime.queue import Ticket, TicketState
-from ..runtime.recent_log import recent_log
+from ..runtime.reporting.engine_coverage import Asked, find_hits
+from ..runtime.reporting.engine_info import details, overview
+from ..runtime.reporting.machine_info import describe_machine
+from ..runtime.reporting.recent_log import recent_log
+from ..runtime.requests.build_needs import Needs, foresee
+from ..runtime.requests.build_requests import Order, Orders, Wanted, Workshop, describe_orders
+from ..runtime.requests.pruning import prune
 from ..sampling.saved import SavedPreset, presets_folder, saved_presets
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.spec import Optimize
-from ..runtime.needs import say_needs
-from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, TOKENS, BackendChoice, ShapeChoice
+from ..runtime.requests.build_needs import say_needs
+from ..runtime.settings.model_settings import (
+    AUTO,
+    MAX_BATCH,
+    MAX_TOKENS,
+    PRECISIONS,
+    TOKENS,
+    BackendChoice,
+    ShapeChoice,
+)
 from . import wording
 from .compat import gradio, listen
 from .form import PRESETS, Answers

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..runtime.hits import Asked
-from ..runtime.settings import TOKENS, parse_resolutions
+from ..runtime.reporting.engine_coverage import Asked
+from ..runtime.settings.model_settings import TOKENS, parse_resolutions
 from . import wording
 from .compat import gradio, listen
 from .manager import Manager

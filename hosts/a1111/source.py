@@ -15,7 +15,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
-from ..widened import widen_all
+from ..fp32_reference import widen_all
 from .unet import PREFIX, LdmUNet, call
 
 _digests: Remembered[str] = Remembered()

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
-from ...runtime.sentinel import StartAgain
-from ...runtime.settings import SWITCHED_OFF
-from .beginning import Beginning
-from .dynamic_vram import loading_once
-from .hook import lead_calls
-from .model_calls import ModelCalls, Tally, halves_of
-from .running import RunRecorder, begin_run, recorded
-from .source import ComfyUNetSource
-from .timed_steps import arguments_of, others_in, time_steps
-from .vetoes import why_not_this_run
-from .whole_step import lead_steps
-from .wrapper_keys import ACCELERATE
+from ...runtime.settings.model_settings import SWITCHED_OFF
+from .models.fallback_reasons import why_not_this_run
+from .models.unet_source import ComfyUNetSource
+from .process.dynamic_vram import loading_once
+from .run.call_wrappers import lead_calls
+from .run.model_calls import ModelCalls, Tally, halves_of
+from .run.restart import Beginning
+from .run.run_start import RunRecorder, begin_run, recorded
+from .run.timed_steps import arguments_of, others_in, time_steps
+from .run.wrapper_keys import ACCELERATE
+from .step_graph.graphed_steps import lead_steps
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from comfy.controlnet import ControlNet
 
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...runtime.module import AcceleratedModule
-from .controlnet import ComfyControlNet
-from .controlnet_calls import AcceleratedControlNet, Acceleration
-from .running import RunRecorder
+from .models.controlnet import ComfyControlNet
+from .run.controlnet_calls import AcceleratedControlNet, Acceleration
+from .run.run_start import RunRecorder
 
 log = logging.getLogger(__name__)
 

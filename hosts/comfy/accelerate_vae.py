@@ -20,13 +20,13 @@ from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings import BackendChoice
-from .autoencoders import DECODER, ENCODER, HALVES, Half
-from .dynamic_vram import loading_once
-from .running import RunRecorder, begin_run, recorded
-from .vae import ComfyVaeSource, plain_method
-from .vae_memory import memory_needed
-from .vae_vetoes import why_not_this_call
+from ...runtime.settings.model_settings import BackendChoice
+from .models.autoencoders import DECODER, ENCODER, HALVES, Half
+from .models.vae import ComfyVaeSource, plain_method
+from .models.vae_fallback_reasons import why_not_this_call
+from .process.dynamic_vram import loading_once
+from .run.run_start import RunRecorder, begin_run, recorded
+from .run.vae_memory import memory_needed
 
 log = logging.getLogger(__name__)
 

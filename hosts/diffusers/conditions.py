@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..alike import is_alike
+from ..equal_by_value import is_alike
 
 _LATENTS = ("sample", "hidden_states")
 

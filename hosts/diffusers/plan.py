@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import UnsupportedModel
-from ...core.once import warn_once
+from ...core.log_once import warn_once
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun
 from ...sampling.task import Task

@@ -14,9 +14,9 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import cast_inputs
-from ..widened import widen_while_computing
+from ..fp32_reference import widen_while_computing
+from .fallback_reasons import why_not_these_layers
 from .unet import PREFIX, DiffusersUNet, call
-from .vetoes import why_not_these_layers
 
 
 class DiffusersUNetSource:

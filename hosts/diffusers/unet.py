@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
+from ...core.placeholder import hollow
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, fingerprint_of, random_inputs
 

@@ -11,12 +11,12 @@ import torch
 
 from ...core.protocols import Tensors
 from ...runtime.module import Run
-from ..comfy.residuals import residuals_of
+from ..control_residuals import residuals_of
 from ..live_model import why_changed
 from ..model_patches import why_not_these_tensors
 from ..stand_in import Compute, Plain, stand_in, undisturbed
+from .fallback_reasons import why_not_this_call
 from .source import ForgeUNetSource
-from .vetoes import why_not_this_call
 
 
 class UNetCalls:

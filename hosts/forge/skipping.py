@@ -16,8 +16,8 @@ import torch
 from ...sampling.presets import Preset
 from ...sampling.run import Skipped, SkippingRun
 from ...sampling.task import Task
-from ..alike import is_alike
-from ..comfy.situation import Situation
+from ..equal_by_value import is_alike
+from ..step_conditions import Situation
 from .families import Family
 
 _MODIFIERS = "conditioning_modifiers"

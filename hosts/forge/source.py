@@ -12,7 +12,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
-from ..widened import widen_all
+from ..fp32_reference import widen_all
 from .families import family_of
 from .unet import PREFIX, ForgeUNet, call
 from .weights import Weights, current_weights

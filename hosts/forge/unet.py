@@ -10,11 +10,11 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
+from ...core.placeholder import hollow
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of, inputs_unwritten
-from ..comfy.residuals import control_of
+from ..control_residuals import control_of
 from .families import FAMILIES, Family, enter_for_layers
 
 PREFIX = "model."

@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from ...engine_cache import EngineStore
-from ...hosts.comfy.host import provider
-from ...hosts.comfy.page import ENGINES, send
-from ...runtime.describe import details, overview
-from ...runtime.hits import Asked, find_hits
-from ...runtime.pruning import prune
+from ...hosts.comfy.process.server_events import ENGINES, send
+from ...hosts.comfy.process.shared_provider import provider
+from ...runtime.reporting.engine_coverage import Asked, find_hits
+from ...runtime.reporting.engine_info import details, overview
+from ...runtime.requests.pruning import prune
 from .guard import Answer, Route, asks, changes
 from .rules import Refused, check_digest, whole_number
 

@@ -19,18 +19,19 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import building, cases, job_variants, jobs, model_variants, models, rivals
-from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
-from slipstream.benchmarks.measure import Challenge
-from slipstream.benchmarks.profiling import TOP
-from slipstream.benchmarks.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
-from slipstream.benchmarks.variants import Variant
-from slipstream.benchmarks.workshop import Workshop
+from slipstream.benchmarks.measuring import building, job_variants, model_variants
+from slipstream.benchmarks.measuring.measure import Challenge
+from slipstream.benchmarks.measuring.profiling import TOP
+from slipstream.benchmarks.subjects import cases, jobs, models, rivals
+from slipstream.benchmarks.subjects.jobs import Job, errors_of, sd15_job, sdxl_job
+from slipstream.benchmarks.subjects.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
+from slipstream.benchmarks.subjects.setup import Workshop
+from slipstream.benchmarks.subjects.variants import Variant
 from slipstream.core.errors import BuildFailed
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import model_classes
-from slipstream.runtime.settings import BuildPolicy
-from slipstream.runtime.verify import relative_error
+from slipstream.hosts.comfy.models import model_classes
+from slipstream.runtime.checking.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy
 
 
 def workshop_in(folder: Path) -> Workshop:

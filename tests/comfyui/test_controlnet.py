@@ -20,12 +20,12 @@ import torch
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet, accelerated_controlnet_module
-from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
-from slipstream.hosts.comfy.residuals import control_of, residuals_of
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
+from slipstream.hosts.control_residuals import control_of, residuals_of
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.weights import randomise, randomise_controlnet

@@ -16,14 +16,14 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore, WeightsMemo
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.build import open_unet, unet_call
-from slipstream.hosts.comfy.source import ComfyUNetSource
+from slipstream.hosts.comfy.building.build_engines import open_unet, unet_call
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
 from slipstream.hosts.source_code import why_replaced
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Resolution, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere

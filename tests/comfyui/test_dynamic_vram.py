@@ -15,13 +15,13 @@ import torch
 
 from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import Precision
-from slipstream.hosts.comfy import dynamic_vram, staged_pages
-from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
-from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
-from slipstream.hosts.comfy.dynamic_vram import loading_once
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import ComfyVaeHalf
-from slipstream.runtime.pool import LoadedEngine
+from slipstream.hosts.comfy.models.autoencoders import HALVES, KINDS
+from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import ComfyVaeHalf
+from slipstream.hosts.comfy.process import dynamic_vram, staged_pages
+from slipstream.hosts.comfy.process.dynamic_vram import loading_once
+from slipstream.runtime.loaded.engine_pool import LoadedEngine
 from slipstream.tests.comfyui.support import staging, tiny
 
 CPU = torch.device("cpu")

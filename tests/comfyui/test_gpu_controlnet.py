@@ -19,17 +19,17 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.hosts.comfy.demo_model import (
+from slipstream.hosts.comfy.models.demo_model import (
     encode_demo_prompt,
     load_demo_controlnet,
     load_demo_model,
     load_demo_vae,
 )
-from slipstream.hosts.comfy.step import PARALLEL, SERIAL
-from slipstream.hosts.comfy.whole_step import WholeStep
+from slipstream.hosts.comfy.step_graph.graphed_steps import WholeStep
+from slipstream.hosts.comfy.step_graph.step import PARALLEL, SERIAL
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
 
 from .test_unet_engines import relative_difference, with_lora

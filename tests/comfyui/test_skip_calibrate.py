@@ -19,15 +19,15 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.hosts.comfy import saved_presets
-from slipstream.hosts.comfy.calibrate import Wish, calibrate_model
-from slipstream.hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
-from slipstream.hosts.comfy.rehearsal import Job, Picture, Rehearsal
-from slipstream.hosts.comfy.skip_chart import draw_chart
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
+from slipstream.hosts.comfy.skip import saved_presets
+from slipstream.hosts.comfy.skip.calibrate import Wish, calibrate_model
+from slipstream.hosts.comfy.skip.calibration_chart import draw_chart
+from slipstream.hosts.comfy.skip.calibration_pictures import Job, Picture, Rehearsal
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.nodes.skip_calibrate import SkipCalibrate
 from slipstream.sampling import saved
-from slipstream.sampling.calibrated import Calibration, Candidate, Choice
+from slipstream.sampling.calibration.calibrated import Calibration, Candidate, Choice
 from slipstream.sampling.metrics import latent_psnr
 from slipstream.sampling.presets import PRESETS
 from slipstream.sampling.run import Skipped
@@ -380,7 +380,7 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., st
         choice = Choice(found, Candidate("balanced (7 steps)", (0, 11), (29.0, 30.0), (29.0,)), found)
         return Calibration(steps, count, (choice,), 1, 2)
 
-    monkeypatch.setattr("slipstream.hosts.comfy.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.calibrate", calibrate)
     yield lambda work, positives, wish: calibrate_model(work, positives, 0, 1, wish).report
 
 

@@ -18,20 +18,21 @@ import torch
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy import accelerate_vae as vae_module
-from slipstream.hosts.comfy import controlnet_calls, recording, timed_steps, whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.hosts.comfy.info import describe
-from slipstream.hosts.comfy.model_calls import ModelCalls
-from slipstream.hosts.comfy.node_states import state_of
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.hosts.comfy.node_state.status_text import describe
+from slipstream.hosts.comfy.run import controlnet_calls, step_recording, timed_steps
+from slipstream.hosts.comfy.run.model_calls import ModelCalls
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
+from slipstream.hosts.comfy.step_graph import graphed_steps
+from slipstream.runtime.checking.sentinel import Sentinel
+from slipstream.runtime.checking.step_timers import is_on_purpose
+from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.module import Run as ModuleRun
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.sentinel import Sentinel
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
-from slipstream.runtime.step_times import StepTimes
-from slipstream.runtime.timers import is_on_purpose
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.sampling.presets import Selection, custom
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.client import ComfyClient, Run
@@ -104,8 +105,8 @@ def built(engine_store: EngineStore) -> Path:
     tiny.sample(accelerated(provider, tiny.model())[0])
     accelerate_vae(tiny.vae(), AcceleratedModule(provider, FAST_BUILD)).decode(torch.zeros(1, 4, 8, 8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_step, "can_replay", lambda device: True)
-        patch.setattr(whole_step.WholeStep, "_as_before", lambda *args: None)
+        patch.setattr(graphed_steps, "can_replay", lambda device: True)
+        patch.setattr(graphed_steps.WholeStep, "_as_before", lambda *args: None)
         for parallel in ("off", "on"):
             fast = Fast(provider, levers=Levers(parallel=parallel))
             tiny.sample(fast.model, steps=1, **prompts(applied(fast.control)))
@@ -237,7 +238,7 @@ def test_rehearsals_are_left_alone(provider: EngineProvider, clock: Stopwatch) -
     """They measure, and compare pictures that are otherwise the same."""
     model, _ = fast_model(provider)
     watched = model.clone()
-    recording.watch(watched)
+    step_recording.watch(watched)
     tiny.sample(watched, steps=12)
     assert clock.by_model() == []
 

@@ -12,12 +12,12 @@ import torch
 
 from slipstream.core.errors import UnsupportedModel
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER, Half
-from slipstream.hosts.comfy.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER, Half
+from slipstream.hosts.comfy.models.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Resolution, Settings
 from slipstream.tests.comfyui.support import tiny
 
 KINDS = {

@@ -12,11 +12,11 @@ from modules import scripts, sd_models, shared
 
 from slipstream.core.errors import BuildCancelled
 from slipstream.core.spec import Role
-from slipstream.hosts.forge.host import provider
-from slipstream.hosts.forge.workshop import ForgeWorkshop
-from slipstream.runtime.orders import Wanted
+from slipstream.hosts.forge.checkpoint_builder import ForgeWorkshop
+from slipstream.hosts.webui_process import provider
 from slipstream.runtime.provider import HostHooks
-from slipstream.runtime.settings import BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.webui.support import tiny
 from slipstream.tests.webui.support.pictures import ENGINE, ENGINES, OFF, Counting, distance, picture
 

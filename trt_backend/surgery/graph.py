@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..weight_map import WeightMap
+from .weight_map import WeightMap
 
 if TYPE_CHECKING:
     import onnx

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ...core.shapes import Shape
-from ..weight_map import WeightMap
 from .attention import mark_attention_decomposable, recover_attention
 from .cleanup import forget_empty_sizes, remove_idle
 from .constants import fold_constants, merge_duplicates
@@ -21,6 +20,7 @@ from .padding import pad_matmul_k
 from .sequences import split_sequences
 from .shapes import settle_shapes
 from .transposes import fold_transposes
+from .weight_map import WeightMap
 
 if TYPE_CHECKING:
     import onnx

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from slipstream.core.dtypes import dtype_name, dtype_of
+from slipstream.core.placeholder import hollow
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import Artifact, Backend, BuildJob, Engine, Tensors
 from slipstream.core.shapes import ShapeProfile
-from slipstream.core.skeleton import hollow
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 
 CPU = torch.device("cpu")

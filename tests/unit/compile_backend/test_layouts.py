@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.compile_backend import layouts
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout, use_channels_last
-from slipstream.core.skeleton import hollow
+from slipstream.core.placeholder import hollow
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,10 @@ from slipstream.compile_backend.program import (
     save_program,
 )
 from slipstream.core.errors import UnsupportedModel
+from slipstream.core.placeholder import hollow
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob
 from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
-from slipstream.core.skeleton import hollow
 from slipstream.tests.unit.compile_backend.support import (
     CPU,
     SHAPES,

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.core.dtypes import dtype_name, dtype_named, dtype_of, precision_of
 from slipstream.core.errors import UnsupportedModel
-from slipstream.core.skeleton import hollow
+from slipstream.core.placeholder import hollow
 from slipstream.core.spec import Precision
 
 

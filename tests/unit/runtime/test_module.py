@@ -15,13 +15,13 @@ from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import memory
-from slipstream.runtime.estimate import past_build
+from slipstream.runtime.loaded import device_memory
 from slipstream.runtime.module import AcceleratedModule, Run
-from slipstream.runtime.plan import CallShape
-from slipstream.runtime.preferences import Preferences
+from slipstream.runtime.planning.build_estimate import past_build
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
+from slipstream.runtime.settings.preferences import Preferences
 from slipstream.tests.fakes import (
     BACKGROUND,
     CPU,
@@ -368,7 +368,7 @@ def test_a_shared_engine_that_fails_is_not_asked_for_any_shape(
 def ooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Torch's count of failed allocations on the device; the last number is the present one."""
     numbers = [0]
-    monkeypatch.setattr(memory, "_times_out_of_memory", lambda _: numbers[-1])
+    monkeypatch.setattr(device_memory, "_times_out_of_memory", lambda _: numbers[-1])
     return numbers
 
 
@@ -422,8 +422,8 @@ def test_where_nobody_counts_little_free_memory_tells(
 ) -> None:
     with module.run(source) as run:
         call(run, source)
-        monkeypatch.setattr(memory, "_counts_nothing", lambda _: True)
-        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        monkeypatch.setattr(device_memory, "_counts_nothing", lambda _: True)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda _: free)
         backend.call_error = RuntimeError("run_func_ failed")
         call(run, source)
     (reason,) = reasons(module)
@@ -467,7 +467,7 @@ def test_more_free_memory_is_worth_another_attempt(
     module: AcceleratedModule, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [2**30]
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free[-1])
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: free[-1])
     fail_twice(module, source, backend)
     free.append(2**30 + 2**27)
     with module.run(source) as run:
@@ -589,7 +589,7 @@ def test_it_holds_no_tensors_between_runs(module: AcceleratedModule, source: Fak
 
 
 def _shape():  # noqa: ANN202
-    from slipstream.runtime.plan import CallShape
+    from slipstream.runtime.planning.plan import CallShape
 
     return CallShape.of(INPUTS)
 

@@ -27,15 +27,15 @@ from slipstream.core.errors import (
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build as build_module
 from slipstream.runtime import provider as provider_module
-from slipstream.runtime.build import build_engine
-from slipstream.runtime.canary import LOAD, USE
-from slipstream.runtime.describe import summary
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.building import build as build_module
+from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.building.build_queue import TicketState
+from slipstream.runtime.loaded.canary import LOAD, USE
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
-from slipstream.runtime.queue import TicketState
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.reporting.engine_info import summary
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.fakes import (
     BACKGROUND,
     FIRST_USE,

@@ -10,11 +10,11 @@ import torch
 
 from slipstream.core.spec import Role
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build
-from slipstream.runtime.hits import Asked
-from slipstream.runtime.orders import Wanted
+from slipstream.runtime.building import build
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import Settings
+from slipstream.runtime.reporting.engine_coverage import Asked
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import Settings
 from slipstream.sampling.saved import SavedPreset, save
 from slipstream.tests.fakes import CPU, FakeSource, FakeWorker, NullBackend, run_once
 from slipstream.ui.manager import Manager

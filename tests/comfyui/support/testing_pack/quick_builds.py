@@ -56,8 +56,8 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     def part(name: str) -> Any:
         return importlib.import_module(f"{pack}.{name}")
 
-    part("hosts.comfy.host").provider().backends = [QuickBackend(part)]
-    part("runtime.build").run_build = QuickWorker(part, pace)
+    part("hosts.comfy.process.shared_provider").provider().backends = [QuickBackend(part)]
+    part("runtime.building.build").run_build = QuickWorker(part, pace)
     return pack
 
 
@@ -85,7 +85,7 @@ class QuickWorker:
         (job.directory / "model.pickle").write_bytes(pickle.dumps((job.architecture, job.spec.precision)))
         artifact = self._part("core.protocols").Artifact(job.directory, ("model.pickle",), {"nodes": 3})
         phases = {name: share * self._pace.seconds for name, share in _PHASES.items()}
-        return self._part("runtime.builder").Built(artifact, phases)
+        return self._part("runtime.building.worker_process").Built(artifact, phases)
 
 
 class QuickBackend:
