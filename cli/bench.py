@@ -79,7 +79,7 @@ def _compare(
         raise CommandError(f"The plain model ran instead of {engine.plan}: {reasons}")
     facts = {
         "backend": engine.plan.backend.name,
-        "precision": engine.plan.spec.numbers,
+        "precision": engine.plan.spec.precision_name,
         "build_s": engine.entry.manifest.build.seconds,
         "load_s": load_s,
         "size_mb": round(engine.entry.bytes / 2**20, 2),

@@ -84,7 +84,7 @@ class TorchCompileBackend:
             raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
         compiled = _compiled(module, spec)
         signature = ProgramSignature.read(artifact.directory)
-        hollow = {name: tensor_of(module, name) for name in signature.weights}
+        placeholders = {name: tensor_of(module, name) for name in signature.weights}
 
         def supply(weights: dict[str, torch.Tensor]) -> None:
             for name, tensor in weights.items():
@@ -97,7 +97,7 @@ class TorchCompileBackend:
 
         # Constants are part of the program itself here.
         return CompiledEngine(
-            signature, spec.profile, outputs, device, run, supply, constants={}, drop=lambda: supply(hollow)
+            signature, spec.profile, outputs, device, run, supply, constants={}, drop=lambda: supply(placeholders)
         )
 
 

@@ -11,7 +11,7 @@ import torch
 _STEP_BYTES = 64
 
 
-def hollow(build: Callable[[], torch.nn.Module], dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+def placeholder_of(build: Callable[[], torch.nn.Module], dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Build a module whose parameters are contiguous views into one small buffer.
 
     A 5 GB UNet takes the memory of its largest tensor, exports and serialises like any module, and stays a real

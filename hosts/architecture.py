@@ -56,7 +56,7 @@ class NetworkArchitecture(ABC):
     """What the architectures of all hosts' networks find out from the network without numbers."""
 
     @abstractmethod
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         """A new network without numbers, of the host's own code."""
 
     @property
@@ -65,19 +65,19 @@ class NetworkArchitecture(ABC):
         return {}
 
     @functools.cached_property
-    def without_numbers(self) -> torch.nn.Module:
+    def meta_module(self) -> torch.nn.Module:
         """To be looked at, not changed."""
-        return self.hollow()
+        return self.new_meta_module()
 
     @property
     def fresh(self) -> torch.nn.Module:
         """The whole network as a meta module, of the host's code alone. To be looked at, not changed."""
-        return self.without_numbers
+        return self.meta_module
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
         """As the host names them, without the prefix of the exported program."""
-        return frozenset(self.without_numbers.state_dict())
+        return frozenset(self.meta_module.state_dict())
 
     def random_inputs(
         self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int

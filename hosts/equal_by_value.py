@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def is_alike(one: Any, other: Any, holder: str | None = None) -> bool:
+def equal_by_value(one: Any, other: Any, holder: str | None = None) -> bool:
     """Compare tensors, plain values, and lists, tuples and dicts of these; all else is alike only if it is the same.
 
     Args:
@@ -21,9 +21,9 @@ def is_alike(one: Any, other: Any, holder: str | None = None) -> bool:
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         return alike and bool((one == other).all())
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_alike(one[key], other[key], holder) for key in one)
+        return one.keys() == other.keys() and all(equal_by_value(one[key], other[key], holder) for key in one)
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(is_alike(*pair, holder) for pair in zip(one, other, strict=True))
+        return len(one) == len(other) and all(equal_by_value(*pair, holder) for pair in zip(one, other, strict=True))
     if holder is not None and hasattr(one, holder):
-        return is_alike(getattr(one, holder), getattr(other, holder), holder)
+        return equal_by_value(getattr(one, holder), getattr(other, holder), holder)
     return isinstance(one, (bool, int, float, str)) and one == other

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Situation:
+class StepConditions:
     """Tells steps apart that are not to be continued from one another.
 
     Args:
@@ -26,7 +26,7 @@ class Situation:
 
     def next(self, sigma: float) -> Hashable:
         """`at` for the step that is asked for now. Who asks a second time at the same sigma, another node say, means
-        something else by it: that is a situation of its own, so that neither is continued from the other.
+        something else by it: that is a condition of its own, so that neither is continued from the other.
         """
         self._times = self._times + 1 if sigma == self._sigma else 0
         self._sigma = sigma

@@ -92,10 +92,10 @@ def waiting_hooks(manager: Any = None) -> HostHooks:
     interruptions = (sd_samplers_common.InterruptedException, KeyboardInterrupt)
     if manager is None:
         return HostHooks(progress, check_interrupted, interruptions)
-    return HostHooks(progress, check_interrupted, interruptions, functools.partial(_make_room, manager))
+    return HostHooks(progress, check_interrupted, interruptions, functools.partial(_free_device_memory, manager))
 
 
-def _make_room(manager: Any, device: torch.device, wanted: int) -> None:
+def _free_device_memory(manager: Any, device: torch.device, wanted: int) -> None:
     """Have the host unload what is not in use at this moment."""
     if device.type == "cpu":
         return

@@ -55,10 +55,10 @@ class BuildEngine(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        from ..hosts.comfy.building.built_engines import ENGINES_FOUND
+        from ..hosts.comfy.building.built_engines import BUILT_ENGINES
         from ..hosts.comfy.process.shared_provider import provider
 
-        return ENGINES_FOUND.fingerprint(provider())
+        return BUILT_ENGINES.fingerprint(provider())
 
     @classmethod
     def execute(
@@ -94,7 +94,7 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
     """
     from ..core.errors import UnsupportedModel
     from ..hosts.comfy.building.build_engines import build_engines
-    from ..hosts.comfy.building.built_engines import ENGINES_FOUND
+    from ..hosts.comfy.building.built_engines import BUILT_ENGINES
     from ..hosts.comfy.dry_run.build_prompt import is_added
     from ..hosts.comfy.node_state.watched_nodes import watch
     from ..hosts.comfy.process.shared_provider import provider
@@ -118,5 +118,5 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
         if is_users:
             raise
         return [str(error)]
-    ENGINES_FOUND.note(digest for digest in asked if provider().store.lookup(digest) is not None)
+    BUILT_ENGINES.note(digest for digest in asked if provider().store.lookup(digest) is not None)
     return report

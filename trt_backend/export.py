@@ -56,7 +56,7 @@ def export_graph(job: BuildJob, opset: int) -> ExportedGraph:
     """
     spec, cpu = job.spec, torch.device("cpu")
     example = job.architecture.random_inputs(_example_shapes(spec), input_dtypes(spec), cpu, seed=0)
-    module = _Positional(job.architecture.skeleton(spec.precision, cpu), tuple(example))
+    module = _Positional(job.architecture.placeholder(spec.precision, cpu), tuple(example))
     try:
         with _quietly(), torch.no_grad():
             program = torch.export.export(

@@ -1,4 +1,4 @@
-"""The build form's answers, as an order."""
+"""The build form's answers, as a request."""
 
 from __future__ import annotations
 

@@ -63,10 +63,10 @@ def _page() -> Any:
 @functools.lru_cache(maxsize=1)
 def _manager(provider: EngineProvider) -> Manager:
     """One for all pages: a WebUI makes them anew when it is reloaded."""
-    from ..hosts.forge.checkpoint_builder import ForgeWorkshop
+    from ..hosts.forge.checkpoint_builder import CheckpointBuilder
     from .manager import Manager
 
-    return Manager(provider, ForgeWorkshop(provider))
+    return Manager(provider, CheckpointBuilder(provider))
 
 
 def script_class() -> type:

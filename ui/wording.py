@@ -127,7 +127,7 @@ def _say(row: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def hits(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def coverage(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Markdown: which engines would serve, and why the others would not."""
     serving = [f"- **yes**: {_named(engine)}" for engine in found["hits"]]
     others = [f"- no: {_named(engine)}: {'; '.join(engine['why'])}" for engine in found["near"]]

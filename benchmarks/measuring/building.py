@@ -13,9 +13,9 @@ import torch
 
 from ..subjects.cases import CASES, Case
 from ..subjects.jobs import MODEL, PARTS, Job
-from ..subjects.setup import Workshop
+from ..subjects.setup import SetupContext
 from ..subjects.variants import OURS, Variant
-from .turns import Place, Unwanted
+from .turns import GpuTurn, Unwanted
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Builders:
 
     def __call__(self, task: Task) -> None:
         try:
-            with Place(self._lock, lambda: self._is_unwanted(task)):
+            with GpuTurn(self._lock, lambda: self._is_unwanted(task)):
                 self._began = min(self._began, time.monotonic())
                 left = self._seconds_left
                 trouble = self._build(task, None if left == math.inf else math.ceil(left))
@@ -90,7 +90,7 @@ class Builders:
         self._is_stopped = True
 
 
-def build(case: Case, variant: Variant, part: str, workshop: Workshop) -> None:
+def build(case: Case, variant: Variant, part: str, setup_context: SetupContext) -> None:
     """Build a task's engines, for as far as the store lacks them.
 
     Raises:
@@ -102,10 +102,10 @@ def build(case: Case, variant: Variant, part: str, workshop: Workshop) -> None:
     with torch.no_grad():
         subject = case.build()
     if reason := variant.why_left_out(case, subject):
-        workshop.tell(f"{variant.name} is left out: {reason}")
+        setup_context.tell(f"{variant.name} is left out: {reason}")
         return
     with torch.inference_mode(), ExitStack() as ending:
         if isinstance(subject, Job):
-            job_variants.build(variant, subject, workshop, part, ending)
+            job_variants.build(variant, subject, setup_context, part, ending)
         else:
-            set_up(variant, subject, workshop, ending)
+            set_up(variant, subject, setup_context, ending)

@@ -25,7 +25,7 @@ from ...runtime.checking.measure import commit
 from ...runtime.settings.model_settings import NUMBERS, BuildPolicy
 from ..subjects.cases import CASES, Case, enter
 from ..subjects.rows import RESULTS, Row, append, result_file
-from ..subjects.setup import Workshop
+from ..subjects.setup import SetupContext
 from ..subjects.variants import (
     COLD_STARTED,
     EAGER,
@@ -44,7 +44,7 @@ from . import turns
 from .building import Builders, Task, build, tasks_of
 from .case_process import PROGRAM, Outcome, end_all, run_apart, task_of
 from .cold_start import STARTS, measure_cold
-from .turns import Place
+from .turns import GpuTurn
 
 _REPEATS = 30
 OK, FAILED, INTERRUPTED = 0, 1, 130
@@ -326,20 +326,20 @@ def _say(text: str) -> None:
 
 def _measure_here(options: Namespace) -> int:
     started = time.monotonic()
-    with Place(options.lock) as place, _opened(options, options.case_in_this_process) as (case, workshop):
+    with GpuTurn(options.lock) as place, _opened(options, options.case_in_this_process) as (case, setup_context):
         from .measure import Schedule, measure  # takes seconds, in which nobody must be timed
 
         common = _common(options)
         until = started + options.limit if options.side_by_side and options.limit else None
         schedule = Schedule(options.repeats or _REPEATS, options.warmup, common, place, until)
-        measure(case, wanted(options), schedule, workshop, lambda row: _write(options.part, row))
+        measure(case, wanted(options), schedule, setup_context, lambda row: _write(options.part, row))
     return OK
 
 
 def _build_here(options: Namespace) -> int:
-    with _opened(options, options.case_in_this_process) as (case, workshop):
+    with _opened(options, options.case_in_this_process) as (case, setup_context):
         (variant,) = wanted(options)
-        build(case, variant, options.engines_of, workshop)
+        build(case, variant, options.engines_of, setup_context)
     return OK
 
 
@@ -349,11 +349,11 @@ def _start_here(options: Namespace) -> int:
 
     marks = Marks(options.started)
     (variant,) = wanted(options)
-    with _opened(options, options.case_in_this_process) as (case, workshop):
+    with _opened(options, options.case_in_this_process) as (case, setup_context):
         marks(IMPORTS)
         builds = BuildPolicy.FIRST_USE if options.fill else BuildPolicy.MANUAL
-        workshop = replace(workshop, compiled=options.caches / "compiled", builds=builds)
-        row = start(case, variant, workshop, marks, options.caches / f"{case.name}.pt")
+        setup_context = replace(setup_context, compiled=options.caches / "compiled", builds=builds)
+        row = start(case, variant, setup_context, marks, options.caches / f"{case.name}.pt")
     _write(options.part, row if "left_out" in row else {**row, **_common(options)})
     return OK
 
@@ -367,14 +367,14 @@ def _profile_here(options: Namespace) -> int:
     from .profiling import profile_case
 
     for name, variants in parts(options):
-        with _opened(options, name) as (case, workshop):
-            for found in profile_case(case, wanted(_with(options, variants)), workshop):
+        with _opened(options, name) as (case, setup_context):
+            for found in profile_case(case, wanted(_with(options, variants)), setup_context):
                 print(*found.lines(), "", sep="\n", flush=True)
     return OK
 
 
 @contextmanager
-def _opened(options: Namespace, name: str) -> Iterator[tuple[Case, Workshop]]:
+def _opened(options: Namespace, name: str) -> Iterator[tuple[Case, SetupContext]]:
     """A case and where its variants are set up, with ComfyUI entered.
 
     Raises:
@@ -392,7 +392,7 @@ def _opened(options: Namespace, name: str) -> Iterator[tuple[Case, Workshop]]:
         raise ValueError(f"{case.name} needs a CUDA GPU, and there is none; tiny-sd15-64-b2 runs on any machine")
     with tempfile.TemporaryDirectory(prefix="slipstream-benchmarks-", ignore_cleanup_errors=True) as scratch:
         store = EngineStore(options.store or Path(scratch) / "engines")
-        yield case, Workshop(store, Path(scratch), lambda text: _say(f"{case.name}: {text}"))
+        yield case, SetupContext(store, Path(scratch), lambda text: _say(f"{case.name}: {text}"))
 
 
 def _write(part: Path, row: Row) -> None:

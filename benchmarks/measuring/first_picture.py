@@ -14,7 +14,7 @@ from ..subjects.cases import Case
 from ..subjects.jobs import PICTURE, Job
 from ..subjects.models import SEED
 from ..subjects.rows import Row
-from ..subjects.setup import Workshop
+from ..subjects.setup import SetupContext
 from ..subjects.subject import synchronize
 from ..subjects.variants import Variant
 from .cold_start import FIRST
@@ -47,7 +47,7 @@ class Marks:
             self.seconds[what] = time.perf_counter() - self._started
 
 
-def start(case: Case, variant: Variant, workshop: Workshop, marks: Marks, kept: Path) -> Row:
+def start(case: Case, variant: Variant, setup_context: SetupContext, marks: Marks, kept: Path) -> Row:
     """Paint a first picture and later ones, then compare with fp32.
 
     Args:
@@ -61,16 +61,18 @@ def start(case: Case, variant: Variant, workshop: Workshop, marks: Marks, kept: 
     assert isinstance(subject, Job)
     with torch.inference_mode(), ExitStack() as ending:
         try:
-            found = _painted(variant, subject, workshop, marks, kept, ending)
+            found = _painted(variant, subject, setup_context, marks, kept, ending)
         except Exception as error:
             found = failure_of(error)
     common = {**circumstances(subject), "case": case.name, "seed": SEED, "repeats": 1, "warmup": FIRST}
     return whole_row(common, variant.name, found)
 
 
-def _painted(variant: Variant, job: Job, workshop: Workshop, marks: Marks, kept: Path, ending: ExitStack) -> Row:
+def _painted(
+    variant: Variant, job: Job, setup_context: SetupContext, marks: Marks, kept: Path, ending: ExitStack
+) -> Row:
     job.tell = lambda what: marks(what, job.device)
-    ready = set_up(variant, job, workshop, ending)
+    ready = set_up(variant, job, setup_context, ending)
     taken: Any = ready.prepare(job.inputs(seed=0))
     if PICTURE not in marks.seconds:
         ready.compute(taken)

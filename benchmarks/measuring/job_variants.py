@@ -20,7 +20,7 @@ from ...sampling.presets import PRESETS
 from ...sampling.run import Skipped
 from ..subjects import fast_options
 from ..subjects.jobs import MODEL, OTHERS, PARTS, Applied, Job, Parts
-from ..subjects.setup import Ready, Workshop, apart, bytes_of, compiler_cache
+from ..subjects.setup import Ready, SetupContext, apart, bytes_of, compiler_cache
 from ..subjects.variants import CHANNELS_LAST, COMPILE, EAGER, FAST, MODES, OURS, Variant
 from .ours import provider_of, settings_of
 
@@ -28,14 +28,14 @@ _METHODS = {"AutoencoderKL": "decode"}
 """What is called of a network, where it is not the network itself."""
 
 
-def set_up(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+def set_up(variant: Variant, job: Job, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """Make a variant ready; what it holds is let go with `ending`.
 
     Raises:
         Exception: whatever stops it; no variant's failure concerns another.
     """
     makers = {EAGER: _eager, COMPILE: _compiled, OURS: _ours}
-    return makers[variant.kind](variant, job, workshop, ending)
+    return makers[variant.kind](variant, job, setup_context, ending)
 
 
 def _ready(job: Job, parts: Parts, **more: Any) -> Ready:
@@ -43,7 +43,7 @@ def _ready(job: Job, parts: Parts, **more: Any) -> Ready:
     return Ready(**{"precision": job.precision, **compute, **more})
 
 
-def _eager(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+def _eager(variant: Variant, job: Job, setup_context: SetupContext, ending: ExitStack) -> Ready:
     if variant.mode == FAST:
         return _ready(job, job.parts, compute=lambda applied: _fast(job, applied))
     if variant.steps is None:
@@ -77,9 +77,9 @@ def _computed(runs: list[Skipped]) -> int:
     return runs[-1].computed
 
 
-def _compiled(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+def _compiled(variant: Variant, job: Job, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """Each network computes by compiled code for as long as a picture takes; other variants have it as it was."""
-    ending.enter_context(compiler_cache(workshop))
+    ending.enter_context(compiler_cache(setup_context))
     networks, copied = job.parts.networks, 0
     sources = networks
     if CHANNELS_LAST in variant.levers:
@@ -129,20 +129,20 @@ def _in_place_of(network: torch.nn.Module, method: str, function: Callable[..., 
         delattr(network, method)
 
 
-def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> Ready:
+def _ours(variant: Variant, job: Job, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """Engines are built by a first picture, which is not counted as a call."""
-    parts, modules = _accelerated(variant, job, workshop, ending, dict.fromkeys(PARTS, workshop.builds))
+    parts, modules = _accelerated(variant, job, setup_context, ending, dict.fromkeys(PARTS, setup_context.builds))
     runs: list[Skipped] = []
     if variant.steps is not None:
         parts, runs = _skipping(parts, variant.steps)
-    workshop.tell(f"{variant.name}: its engines, and a first picture")
+    setup_context.tell(f"{variant.name}: its engines, and a first picture")
     job.paint(parts, job.apply(parts, job.inputs(seed=0)))
     first, computed = _engine_calls(modules), _computed(runs) if runs else None
     return _ready(
         job,
         parts,
         **_numbers(job, modules[0]),
-        facts={**_facts(modules, workshop.store), **({} if computed is None else {"computed": computed})},
+        facts={**_facts(modules, setup_context.store), **({} if computed is None else {"computed": computed})},
         skips=computed is not None,
         wanted_calls=None if computed is None else job.engine_calls_of(computed),
         engine_calls=lambda: _engine_calls(modules) - first,
@@ -150,15 +150,15 @@ def _ours(variant: Variant, job: Job, workshop: Workshop, ending: ExitStack) -> 
     )
 
 
-def build(variant: Variant, job: Job, workshop: Workshop, part: str, ending: ExitStack) -> None:
+def build(variant: Variant, job: Job, setup_context: SetupContext, part: str, ending: ExitStack) -> None:
     """Build what one of `PARTS` lacks in the store, by a picture of which the others build nothing.
 
     Raises:
         BuildFailed: the picture was made without an engine of this part.
     """
     policies = {**dict.fromkeys(PARTS, BuildPolicy.MANUAL), part: BuildPolicy.FIRST_USE}
-    parts, modules = _accelerated(variant, job, workshop, ending, policies)
-    workshop.tell(f"{variant.name}: engines of {part}")
+    parts, modules = _accelerated(variant, job, setup_context, ending, policies)
+    setup_context.tell(f"{variant.name}: engines of {part}")
     job.paint(parts, job.apply(parts, job.inputs(seed=0)))
     for module in modules[:1] if part == MODEL else modules[1 if job.parts.control is not None else 2 :]:
         if not module.status.engine_calls:
@@ -166,7 +166,7 @@ def build(variant: Variant, job: Job, workshop: Workshop, part: str, ending: Exi
 
 
 def _accelerated(
-    variant: Variant, job: Job, workshop: Workshop, ending: ExitStack, policies: Mapping[str, BuildPolicy]
+    variant: Variant, job: Job, setup_context: SetupContext, ending: ExitStack, policies: Mapping[str, BuildPolicy]
 ) -> tuple[Parts, list[AcceleratedModule]]:
     """Parts on engines, and what serves each.
 
@@ -177,7 +177,7 @@ def _accelerated(
     from ...hosts.comfy.accelerate_controlnet import accelerate_controlnet
     from ...hosts.comfy.accelerate_vae import accelerate_vae
 
-    provider = provider_of(variant, workshop.store)
+    provider = provider_of(variant, setup_context.store)
     ending.callback(provider.pool.clear)
     modules = [AcceleratedModule(provider, settings_of(variant, policies[part])) for part in (MODEL, OTHERS, OTHERS)]
     plain = job.parts

@@ -27,12 +27,12 @@ from ..subjects.cases import Case
 from ..subjects.jobs import Job
 from ..subjects.models import SEED, Model
 from ..subjects.rows import Row, complete
-from ..subjects.setup import Ready, Workshop
+from ..subjects.setup import Ready, SetupContext
 from ..subjects.subject import Example, Judge, Subject, synchronize
 from ..subjects.variants import Variant
 from . import job_variants, model_variants, trust
 from .switching import Switch, sides_of
-from .turns import Place
+from .turns import GpuTurn
 
 Write = Callable[[Row], None]
 
@@ -48,7 +48,7 @@ class Schedule:
     repeats: int
     warmup: int
     common: Row
-    place: Place = field(default_factory=lambda: Place(None))
+    place: GpuTurn = field(default_factory=lambda: GpuTurn(None))
     until: float | None = None
 
     @property
@@ -136,7 +136,9 @@ class Contender:
         return trust.why_not(self.ready, self._challenge.judge, self.errors, wanted)
 
 
-def measure(case: Case, variants: Sequence[Variant], schedule: Schedule, workshop: Workshop, write: Write) -> None:
+def measure(
+    case: Case, variants: Sequence[Variant], schedule: Schedule, setup_context: SetupContext, write: Write
+) -> None:
     """Measure one case.
 
     Args:
@@ -146,21 +148,27 @@ def measure(case: Case, variants: Sequence[Variant], schedule: Schedule, worksho
     with torch.no_grad():
         subject = case.build()
     with torch.inference_mode(), ExitStack() as ending:  # as ComfyUI runs its nodes
-        Measurement(case, subject, schedule, workshop, write, ending).run(variants)
+        Measurement(case, subject, schedule, setup_context, write, ending).run(variants)
 
 
 class Measurement:
     """The variants of one case, in one process."""
 
     def __init__(
-        self, case: Case, subject: Subject, schedule: Schedule, workshop: Workshop, write: Write, ending: ExitStack
+        self,
+        case: Case,
+        subject: Subject,
+        schedule: Schedule,
+        setup_context: SetupContext,
+        write: Write,
+        ending: ExitStack,
     ) -> None:
         self._case, self._subject, self._schedule = case, subject, schedule
-        self._workshop, self._write, self._ending = workshop, write, ending
+        self._setup_context, self._write, self._ending = setup_context, write, ending
         self._device = subject.device
         self._challenge = Challenge.of(subject)
         if doubts := self._challenge.judge.doubts(subject.precision):
-            workshop.tell(doubts)
+            setup_context.tell(doubts)
         self._common = {**schedule.common, **circumstances(subject), "case": case.name, "seed": SEED}
         self._common |= {"repeats": schedule.repeats, "warmup": schedule.warmup}
         self._model_bytes = self._held()
@@ -182,7 +190,7 @@ class Measurement:
             self._take_turns(contenders)
 
     def _enter(self, variant: Variant) -> Contender | None:
-        self._workshop.tell(f"{variant.name}: setting up")
+        self._setup_context.tell(f"{variant.name}: setting up")
         ending = ExitStack()
         try:
             with ended_after(self._schedule.seconds_left):
@@ -201,25 +209,25 @@ class Measurement:
         return contender
 
     def _tell_too_late(self, variant: Variant) -> None:
-        self._workshop.tell(f"{variant.name}: not ready within the limit, and not measured")
+        self._setup_context.tell(f"{variant.name}: not ready within the limit, and not measured")
 
     def _time_by_itself(self, contender: Contender) -> None:
         """Before its turns, so that something is kept where they are not reached."""
         spent = [self._subject.milliseconds(lambda: contender.call(0)) for _ in range(self._schedule.repeats)]
         self._put(contender.name, contender.row(spent))
         figure = f"{statistics_of(spent)['ms']:.2f} ms"
-        self._workshop.tell(f"{contender.name}: {figure} by itself, error {contender.error:.1e}")
+        self._setup_context.tell(f"{contender.name}: {figure} by itself, error {contender.error:.1e}")
 
     def _switch(self, variant: Variant) -> None:
         assert isinstance(self._subject, Model)
-        self._workshop.tell(f"{variant.name}: setting up")
+        self._setup_context.tell(f"{variant.name}: setting up")
         try:
             with ExitStack() as ending:
                 with ended_after(self._schedule.seconds_left):
                     sides = sides_of(self._subject, variant)
                     challenges = [self._challenge, *(Challenge.of(each) for each in sides[1:])]
                     others = self._held() - self._model_bytes
-                    ready = set_up(variant, self._subject, self._workshop, ending)
+                    ready = set_up(variant, self._subject, self._setup_context, ending)
                     switch = Switch(ready, sides, challenges)
                     with self._peak(switch, others + ready.copied_bytes):
                         switch.warm_up(self._schedule.warmup)
@@ -241,7 +249,9 @@ class Measurement:
     def _set_up(self, variant: Variant, ending: ExitStack) -> Contender:
         others = self._held() - self._model_bytes
         started = time.perf_counter()
-        contender = Contender(variant.name, set_up(variant, self._subject, self._workshop, ending), self._challenge)
+        contender = Contender(
+            variant.name, set_up(variant, self._subject, self._setup_context, ending), self._challenge
+        )
         contender.call(0)
         synchronize(self._device)
         if not variant.is_plain:
@@ -326,16 +336,16 @@ def ended_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def set_up(variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Ready:
+def set_up(variant: Variant, subject: Subject, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """Make a variant ready; what it holds is let go with `ending`.
 
     Raises:
         Exception: whatever stops it; no variant's failure concerns another.
     """
     if isinstance(subject, Job):
-        return job_variants.set_up(variant, subject, workshop, ending)
+        return job_variants.set_up(variant, subject, setup_context, ending)
     assert isinstance(subject, Model)
-    return model_variants.set_up(variant, subject, workshop, ending)
+    return model_variants.set_up(variant, subject, setup_context, ending)
 
 
 def whole_row(common: Row, name: str, row: Row) -> Row:

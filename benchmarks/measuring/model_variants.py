@@ -22,7 +22,7 @@ from ...runtime.settings.model_settings import BuildPolicy
 from ..subjects import fast_options, rivals, sage
 from ..subjects.models import Model
 from ..subjects.plain_source import PlainSource, called
-from ..subjects.setup import Ready, Workshop, apart, bytes_of, compiler_cache, package_versions
+from ..subjects.setup import Ready, SetupContext, apart, bytes_of, compiler_cache, package_versions
 from ..subjects.variants import (
     BF16_MATH,
     CHANNELS_LAST,
@@ -42,17 +42,17 @@ from .ours import provider_of, settings_of
 from .switching import sides_of
 
 
-def set_up(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def set_up(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """Make a variant ready; what it holds is let go with `ending`.
 
     Raises:
         Exception: whatever stops it; no variant's failure concerns another.
     """
     makers = {EAGER: _eager, EAGER_GRAPH: _eager_graph, NODE: _node, COMPILE: _compiled, RIVAL: _rival, OURS: _ours}
-    return makers[variant.kind](variant, model, workshop, ending)
+    return makers[variant.kind](variant, model, setup_context, ending)
 
 
-def _eager(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def _eager(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     if variant.mode == FAST:
         return Ready(_fast(model.source.eager), model.source.precision)
     if FP32 in variant.levers:
@@ -60,7 +60,7 @@ def _eager(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
     if BF16_MATH in variant.levers:
         return _in_other_numbers(model, Precision.BF16, optimized_attention_override=_plain_products)
     if SAGE in variant.levers:
-        return _by_sage(variant, model, workshop)
+        return _by_sage(variant, model, setup_context)
     return Ready(model.source.eager, model.source.precision)
 
 
@@ -88,7 +88,7 @@ def _in_other_numbers(model: Model, precision: Precision, **options: Any) -> Rea
     )
 
 
-def _by_sage(variant: Variant, model: Model, workshop: Workshop) -> Ready:
+def _by_sage(variant: Variant, model: Model, setup_context: SetupContext) -> Ready:
     """
     Raises:
         RuntimeError: the package computes no attention of this model.
@@ -105,7 +105,7 @@ def _by_sage(variant: Variant, model: Model, workshop: Workshop) -> Ready:
         compute(prepare(model.inputs(seed=0)))
     if not any(answers):
         raise RuntimeError(f"{sage.PACKAGE} computed none of {len(answers)} attentions")
-    workshop.tell(
+    setup_context.tell(
         f"{variant.name}: {sage.PACKAGE} computes {sum(answers)} of {len(answers)} attentions, torch the rest"
     )
     return Ready(compute, model.source.precision, prepare, facts={"versions": package_versions([sage.PACKAGE])})
@@ -119,7 +119,7 @@ def _plain_products(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return found
 
 
-def _eager_graph(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def _eager_graph(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """The inputs are copied to where the graph reads them in every call, as a user of it must."""
     fixed = {name: tensor.clone() for name, tensor in model.inputs(seed=0).items()}
     stream = torch.cuda.Stream()
@@ -142,11 +142,11 @@ def _eager_graph(variant: Variant, model: Model, workshop: Workshop, ending: Exi
     return Ready(compute, model.source.precision)
 
 
-def _node(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def _node(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     """`apply_model` takes the noisy picture and sigma and gives the clean picture; both ways are undone apart."""
     from comfy_extras.nodes_torch_compile import TorchCompileModel
 
-    ending.enter_context(compiler_cache(workshop))
+    ending.enter_context(compiler_cache(setup_context))
     patcher = TorchCompileModel.execute(model.patcher, "inductor").result[0]
     base, sampling = patcher.model, patcher.model.model_sampling
 
@@ -189,8 +189,8 @@ def _as_factor(sigma: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
     return sigma.view(-1, *[1] * (picture.ndim - 1))
 
 
-def _compiled(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
-    ending.enter_context(compiler_cache(workshop))
+def _compiled(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
+    ending.enter_context(compiler_cache(setup_context))
     module, copied = model.module, 0
     if CHANNELS_LAST in variant.levers:
         module = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -215,7 +215,7 @@ def _channels_last(inputs: Tensors) -> Tensors:
     }
 
 
-def _rival(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def _rival(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     precision = model.source.precision
     dtype, versions_of = dtype_of(precision), {"versions": rivals.versions(variant.is_quantised)}
     with torch.inference_mode(False), torch.no_grad():  # layers are joined and quantised in place
@@ -234,7 +234,7 @@ def _rival(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
             facts=versions_of,
             copied_bytes=copied,
         )
-    ending.enter_context(compiler_cache(workshop))
+    ending.enter_context(compiler_cache(setup_context))
     compiled = torch.compile(apart(network), fullgraph=True, options=rivals.compiler_options(variant.is_quantised))
 
     def compute(inputs: Tensors) -> Tensors:
@@ -251,13 +251,13 @@ def _rival(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack
     )
 
 
-def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack) -> Ready:
+def _ours(variant: Variant, model: Model, setup_context: SetupContext, ending: ExitStack) -> Ready:
     source = model.source
     if isinstance(source, PlainSource):
         raise UnsupportedModel(source.why_no_engine)
-    provider = provider_of(variant, workshop.store)
+    provider = provider_of(variant, setup_context.store)
     settings = settings_of(variant, BuildPolicy.MANUAL)
-    hooks = HostHooks(_teller(workshop, variant))
+    hooks = HostHooks(_teller(setup_context, variant))
     made = [provider.prepare(source, each.call_shape, settings, hooks) for each in sides_of(model, variant)]
     plan, entry = made[0]
     loading = load_seconds(provider, source, plan, entry)
@@ -290,12 +290,12 @@ def _ours(variant: Variant, model: Model, workshop: Workshop, ending: ExitStack)
     )
 
 
-def _teller(workshop: Workshop, variant: Variant) -> Callable[[Progress], None]:
+def _teller(setup_context: SetupContext, variant: Variant) -> Callable[[Progress], None]:
     told: list[str] = []
 
     def tell(progress: Progress) -> None:
         if told[-1:] != [progress.phase]:
             told.append(progress.phase)
-            workshop.tell(f"{variant.name}: {progress.phase}: {progress.message}")
+            setup_context.tell(f"{variant.name}: {progress.phase}: {progress.message}")
 
     return tell

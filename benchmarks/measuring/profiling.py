@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..subjects.cases import Case
 from ..subjects.jobs import Job
-from ..subjects.setup import Workshop
+from ..subjects.setup import SetupContext
 from ..subjects.subject import Subject, synchronize
 from ..subjects.variants import Variant
 from .measure import set_up
@@ -94,23 +94,23 @@ def _longest(work: Iterable[Work]) -> list[tuple[str, int, float]]:
     return [(name, len(spent), sum(spent)) for name, spent in ordered[:TOP]]
 
 
-def profile_case(case: Case, variants: Sequence[Variant], workshop: Workshop) -> Iterator[Profile]:
+def profile_case(case: Case, variants: Sequence[Variant], setup_context: SetupContext) -> Iterator[Profile]:
     """One profile of each variant; those that mean nothing here are left out."""
     with torch.no_grad():
         subject = case.build()
     for variant in variants:
         reason = "changes between pictures are timed, not profiled" if variant.switch else None
         if reason := reason or variant.why_left_out(case, subject):
-            workshop.tell(f"{variant.name} is left out: {reason}")
+            setup_context.tell(f"{variant.name} is left out: {reason}")
             continue
-        workshop.tell(f"{variant.name}: setting up")
+        setup_context.tell(f"{variant.name}: setting up")
         with torch.inference_mode(), ExitStack() as ending:
-            found = _profile(f"{case.name}, {variant.name}", variant, subject, workshop, ending)
+            found = _profile(f"{case.name}, {variant.name}", variant, subject, setup_context, ending)
         yield found
 
 
-def _profile(title: str, variant: Variant, subject: Subject, workshop: Workshop, ending: ExitStack) -> Profile:
-    ready = set_up(variant, subject, workshop, ending)
+def _profile(title: str, variant: Variant, subject: Subject, setup_context: SetupContext, ending: ExitStack) -> Profile:
+    ready = set_up(variant, subject, setup_context, ending)
     taken = ready.prepare(subject.inputs(seed=0))
 
     def compute() -> None:

@@ -16,7 +16,7 @@ class Unwanted(Exception):
     """Nobody wants the place any more that was waited for."""
 
 
-class Place:
+class GpuTurn:
     """A case's place among those that share its GPU.
 
     Whoever sets up holds the file's lock together with others; whoever times holds it alone. So nobody is timed before
@@ -40,7 +40,7 @@ class Place:
     def is_shared(self) -> bool:
         return self._file is not None
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> GpuTurn:
         """
         Raises:
             Unwanted: see `is_unwanted`.

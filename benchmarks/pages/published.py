@@ -13,7 +13,7 @@ _ENGINE = f"{OURS}:compiled"
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedRatio:
     """
     Attributes:
         on: the model and the hardware, as far as they are named.
@@ -28,17 +28,19 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("TensorRT", "not named", "+25 % over PyTorch in fp16", 1.25),
-    Claim("AITemplate", "not named", "+140 % over PyTorch in fp16", 2.4),
-    Claim("VoltaML", "not named", "+150 % over PyTorch in fp16", 2.5),
-    Claim("Diffusion, Fast", "SDXL, 30 steps, A100", "3.31 → 2.54 s, both in bf16", 3.31 / 2.54),
-    Claim("Diffusion, Fast, with int8", "SDXL, 30 steps, A100", "3.31 → 2.43 s", 3.31 / 2.43),
-    Claim("ComfyUI_stable_fast", "SD1.5, 512×512, RTX 3060 Mobile", "7.02 → 10.10 it/s", 10.10 / 7.02),
-    Claim("ComfyUI_stable_fast, TensorRT", "SD1.5, 512×512, RTX 3060 Mobile", "7.02 → 10.95 it/s", 10.95 / 7.02),
-    Claim("stable-fast", "SD1.5, RTX 4080", "29.5 → 51.6 it/s", 51.6 / 29.5),
-    Claim("stable-fast", "SDXL, RTX 4080", "4.6 → 9.1 it/s", 9.1 / 4.6),
-    Claim("stable-fast", "SD1.5, H100", "54.5 → 104.6 it/s", 104.6 / 54.5),
-    Claim("onediff", "SDXL, 1024×1024, RTX 3090", "2.99 → 7.08 it/s", 7.08 / 2.99),
+    PublishedRatio("TensorRT", "not named", "+25 % over PyTorch in fp16", 1.25),
+    PublishedRatio("AITemplate", "not named", "+140 % over PyTorch in fp16", 2.4),
+    PublishedRatio("VoltaML", "not named", "+150 % over PyTorch in fp16", 2.5),
+    PublishedRatio("Diffusion, Fast", "SDXL, 30 steps, A100", "3.31 → 2.54 s, both in bf16", 3.31 / 2.54),
+    PublishedRatio("Diffusion, Fast, with int8", "SDXL, 30 steps, A100", "3.31 → 2.43 s", 3.31 / 2.43),
+    PublishedRatio("ComfyUI_stable_fast", "SD1.5, 512×512, RTX 3060 Mobile", "7.02 → 10.10 it/s", 10.10 / 7.02),
+    PublishedRatio(
+        "ComfyUI_stable_fast, TensorRT", "SD1.5, 512×512, RTX 3060 Mobile", "7.02 → 10.95 it/s", 10.95 / 7.02
+    ),
+    PublishedRatio("stable-fast", "SD1.5, RTX 4080", "29.5 → 51.6 it/s", 51.6 / 29.5),
+    PublishedRatio("stable-fast", "SDXL, RTX 4080", "4.6 → 9.1 it/s", 9.1 / 4.6),
+    PublishedRatio("stable-fast", "SD1.5, H100", "54.5 → 104.6 it/s", 104.6 / 54.5),
+    PublishedRatio("onediff", "SDXL, 1024×1024, RTX 3090", "2.99 → 7.08 it/s", 7.08 / 2.99),
 )
 
 

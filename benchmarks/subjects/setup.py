@@ -58,7 +58,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Workshop:
+class SetupContext:
     """Where variants are set up: the engines' store, a folder of ours for scratch, and who hears of progress.
 
     Attributes:
@@ -94,11 +94,11 @@ def apart(module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiler_cache(workshop: Workshop) -> Iterator[None]:
-    """The workshop's, or an empty one: then no variant gains from what was compiled for another, and `build_s` is of a
+def compiler_cache(setup_context: SetupContext) -> Iterator[None]:
+    """The context's, or an empty one: then no variant gains from what was compiled for another, and `build_s` is of a
     first time."""
     # Only the environment: these folders are asked for at each compilation, and read again later in the process.
-    folder = str(workshop.compiled or tempfile.mkdtemp(dir=workshop.scratch))
+    folder = str(setup_context.compiled or tempfile.mkdtemp(dir=setup_context.scratch))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
     yield

@@ -86,7 +86,7 @@ def _rewritten(
     if spec.quantised is not None:
         count = quantise_linears(graph, DTYPES[spec.quantised])
         if not count:
-            raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
+            raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.precision_name))
         if gates:
             fuse_gates(graph)
     join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)

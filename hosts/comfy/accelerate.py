@@ -19,7 +19,7 @@ from .models.unet_source import ComfyUNetSource
 from .process.dynamic_vram import loading_once
 from .run.call_wrappers import lead_calls
 from .run.model_calls import ModelCalls, Tally, halves_of
-from .run.restart import Beginning
+from .run.restart import SamplingStart
 from .run.run_start import RunRecorder, begin_run, recorded
 from .run.timed_steps import arguments_of, others_in, time_steps
 from .run.wrapper_keys import ACCELERATE
@@ -64,7 +64,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
 
     with ExitStack() as ending:
         others = tuple(others_in(guider.model_options))
-        found = begin_run(module, read, ending, situation=others)
+        found = begin_run(module, read, ending, conditions=others)
         if isinstance(found, str):
             if module.status.count_eager(found) and found != SWITCHED_OFF:
                 log.warning("Slipstream uses the plain model: %s", found)
@@ -77,7 +77,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)
-        beginning, run.can_start_again = Beginning(guider, args, kwargs, source.device), True
+        beginning, run.can_start_again = SamplingStart(guider, args, kwargs, source.device), True
         with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
             with suppress(StartAgain):
                 result = executor(*args, **kwargs)

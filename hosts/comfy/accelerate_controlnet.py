@@ -10,7 +10,7 @@ from comfy.controlnet import ControlNet
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...runtime.module import AcceleratedModule
 from .models.controlnet import ComfyControlNet
-from .run.controlnet_calls import AcceleratedControlNet, Acceleration
+from .run.controlnet_calls import AcceleratedControlNet, ControlNetAcceleration
 from .run.run_start import RunRecorder
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
     """
     copy = control.copy()
     copy.previous_controlnet = control.previous_controlnet
-    copy.acceleration = Acceleration(module, after_run)
+    copy.acceleration = ControlNetAcceleration(module, after_run)
     try:
         if type(control) not in (ControlNet, AcceleratedControlNet):
             raise UnsupportedModel(
@@ -44,4 +44,4 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
 def accelerated_controlnet_module(control: Any) -> AcceleratedModule | None:
     """The module that `accelerate_controlnet` put into this ControlNet or one it was copied from."""
     found = getattr(control, "acceleration", None)
-    return found.module if isinstance(found, Acceleration) else None
+    return found.module if isinstance(found, ControlNetAcceleration) else None

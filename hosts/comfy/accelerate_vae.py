@@ -42,7 +42,7 @@ def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder |
     made = copy.copy(vae)
     kind: type = type(vae)
     made.__class__ = _accelerated(kind)
-    made.slipstream = Acceleration(module, after_run)
+    made.slipstream = VaeAcceleration(module, after_run)
     if module.settings.backend is not BackendChoice.OFF and (reason := _why_never(vae)):
         module.status.note(f"eager: {reason}")
         log.warning("Slipstream: %s", reason)
@@ -70,7 +70,7 @@ def _why_never(vae: Any) -> str | None:
 class AcceleratedVae:
     """Mixed into ComfyUI's `VAE`. Copies of it are accelerated as well, each with its own patcher and device."""
 
-    slipstream: Acceleration
+    slipstream: VaeAcceleration
 
     @property
     def first_stage_model(self) -> Any:
@@ -167,7 +167,7 @@ def _standing_in(kind: type) -> type:
 # ------------------------------------------------------------------------------------------------------ runs
 
 
-class Acceleration:
+class VaeAcceleration:
     """What copies of an accelerated VAE share."""
 
     def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
@@ -175,7 +175,7 @@ class Acceleration:
         self._after_run = after_run
         self._local = threading.local()
 
-    def __deepcopy__(self, memo: object) -> Acceleration:
+    def __deepcopy__(self, memo: object) -> VaeAcceleration:
         return self
 
     def compute(self, vae: Any, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

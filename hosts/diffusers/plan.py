@@ -129,8 +129,8 @@ class Plan:
                 raise _lost()
             return terms.denoised(latent, predicted.float())
 
-        situation = (self._changes, self._forced)
-        denoised = self._run(terms.common(latent), terms.sigma, compute, situation)
+        conditions = (self._changes, self._forced)
+        denoised = self._run(terms.common(latent), terms.sigma, compute, conditions)
         return terms.predicted(latent, denoised).to(predicted.dtype) if skips else predicted
 
 

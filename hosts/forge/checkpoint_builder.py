@@ -1,4 +1,4 @@
-"""What carries out orders of the engines' page inside of a WebUI: for the checkpoint that is loaded, and no other."""
+"""What carries out requests of the engines' page inside of a WebUI: for the checkpoint that is loaded, and no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .families import FAMILIES
 from .source import ForgeUNetSource
 
 
-class ForgeWorkshop:
+class CheckpointBuilder:
     """Builds with the WebUI's own model, which is loaded onto the device for it as for a picture."""
 
     roles: tuple[Role, ...] = (Role.UNET,)
@@ -40,7 +40,7 @@ class ForgeWorkshop:
         loaded = _loaded()
         return [] if loaded is None else [_name_of(loaded)]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         loaded = _loaded()
         if loaded is None or role is not Role.UNET:
             return None

@@ -1,4 +1,4 @@
-"""What carries out orders in a process that is no host: the command `slipstream ui` is one."""
+"""What carries out requests in a process that is no host: the command `slipstream ui` is one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...runtime.provider import EngineProvider, HostHooks
 from ...runtime.requests.build_requests import Wanted
 from ...runtime.requests.make_engines import make_engines
 from ..comfy.building.without_server import CHECKPOINT_PREFIX, LOADER_FOLDERS, VAE_PREFIX, find_checkout
-from ..weight_files import numbers_in
+from ..weight_files import parameter_count
 from .model_by_file import DEMO, load_model
 
 _SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth")
 
 
-class StandaloneWorkshop:
+class FileBuilder:
     """Loads models through the code of a ComfyUI that is not running, or the demo through diffusers.
 
     Args:
@@ -45,13 +45,13 @@ class StandaloneWorkshop:
     def models(self) -> list[str]:
         return [DEMO, *self._found()]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         if model == DEMO:
             name = "unet" if role is Role.UNET else "vae"
-            return numbers_in(WEIGHTS / f"{name}.safetensors", "")
+            return parameter_count(WEIGHTS / f"{name}.safetensors", "")
         prefix = CHECKPOINT_PREFIX if role is Role.UNET else VAE_PREFIX
         file = self._found().get(model)
-        return None if file is None else numbers_in(file, prefix)
+        return None if file is None else parameter_count(file, prefix)
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterator[str]:
         """

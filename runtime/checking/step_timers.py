@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..loaded.device_clock import disturbances
-from .step_times import Step, StepTimes
+from .step_times import StepTimes, TimedStep
 
 _COLD_STEPS = 2
 """At the beginning of a run."""
@@ -47,10 +47,10 @@ class StepTimer:
         self._clock = times.clock_of(device)
         self._mark: Any = None
         self._state: tuple[int, bool] | None = None
-        self._last: Step | None = None
+        self._last: TimedStep | None = None
         self._done = 0
 
-    def begin(self, done: Step | None) -> bool:
+    def begin(self, done: TimedStep | None) -> bool:
         """A step begins.
 
         Args:
@@ -86,7 +86,7 @@ class CallTimer:
         self._clock = times.clock_of(device)
         self._cold = cold
 
-    def __call__(self, compute: Callable[[], _Answer], done: Callable[[], Step]) -> _Answer:
+    def __call__(self, compute: Callable[[], _Answer], done: Callable[[], TimedStep]) -> _Answer:
         """What `compute` gives.
 
         Args:

@@ -47,7 +47,7 @@ def id_of(entry: Entry) -> EngineId:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """What computed a step of sampling, or a call of a VAE or ControlNet.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Turns:
     last: int = 0
 
 
-_Unread = tuple[Clock, Step, Any, Any]
+_Unread = tuple[Clock, TimedStep, Any, Any]
 
 
 class StepTimes:
@@ -102,10 +102,10 @@ class StepTimes:
         now = versions_now()
         self._versions = {"Slipstream": now["Slipstream"], **(versions or {}), **now}
         self._retires, self._compares = retires, compares
-        self._samples: OrderedDict[Step, deque[float]] = OrderedDict()
+        self._samples: OrderedDict[TimedStep, deque[float]] = OrderedDict()
         self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
         self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
-        self._suspects: set[Step] = set()
+        self._suspects: set[TimedStep] = set()
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
         """Of the model, by the work, from before an engine was suspected: for figures alone."""
         self._unwritten: dict[EngineId, Speed] = {}
@@ -113,12 +113,12 @@ class StepTimes:
 
     # Measuring
 
-    def add(self, clock: Clock, step: Step, begin: Any, end: Any) -> None:
+    def add(self, clock: Clock, step: TimedStep, begin: Any, end: Any) -> None:
         """Count a step between two marks, once they can be read."""
         with self._lock:
             self._unread.append((clock, step, begin, end))
 
-    def has_met(self, step: Step) -> bool:
+    def has_met(self, step: TimedStep) -> bool:
         """Whether this was asked before: what computes for the first time is not warm."""
         with self._lock:
             known = step in self._samples
@@ -152,14 +152,14 @@ class StepTimes:
             works.add(step.work)
         return works
 
-    def _samples_of(self, step: Step) -> deque[float]:
+    def _samples_of(self, step: TimedStep) -> deque[float]:
         found = self._samples.setdefault(step, deque(maxlen=_SAMPLES_KEPT))
         _keep(self._samples, step)
         return found
 
     # Comparing
 
-    def is_due(self, step: Step) -> bool:
+    def is_due(self, step: TimedStep) -> bool:
         """Whether a run that does this work by engines should do some of it without, to compare.
 
         Ask once a run. It is at most in three runs, until enough is known, and in one of 200 from then on.
@@ -168,7 +168,7 @@ class StepTimes:
             turns = self._turns.setdefault(step.work, _Turns())
             _keep(self._turns, step.work)
             turns.runs += 1
-            is_unknown = len(self._samples.get(Step(step.work), ())) < _LEAST_EAGER and turns.tries < _TRIES
+            is_unknown = len(self._samples.get(TimedStep(step.work), ())) < _LEAST_EAGER and turns.tries < _TRIES
             if not self._compares or not (is_unknown or turns.runs - turns.last >= _RUNS_BETWEEN):
                 return False
             turns.tries, turns.last = turns.tries + 1, turns.runs
@@ -178,9 +178,9 @@ class StepTimes:
         """Compute no more steps without engines in this process: there is no room for them."""
         self._compares = False
 
-    def _judge(self, step: Step) -> None:
+    def _judge(self, step: TimedStep) -> None:
         ours: Sequence[float] = self._samples.get(step, ())
-        plain: Sequence[float] = self._samples.get(Step(step.work), ())
+        plain: Sequence[float] = self._samples.get(TimedStep(step.work), ())
         if are_new := len(plain) >= _LEAST_EAGER:
             self._earlier.pop(step.work, None)
         else:
@@ -199,12 +199,12 @@ class StepTimes:
         elif are_new:
             self._suspects.discard(step)
 
-    def _suspect(self, step: Step) -> None:
+    def _suspect(self, step: TimedStep) -> None:
         """Have steps of both kinds timed anew, side by side where steps are computed on purpose."""
         self._suspects.add(step)
-        self._earlier[step.work] = list(self._samples_of(Step(step.work)))
+        self._earlier[step.work] = list(self._samples_of(TimedStep(step.work)))
         _keep(self._earlier, step.work)
-        for each in (step, Step(step.work)):
+        for each in (step, TimedStep(step.work)):
             self._samples_of(each).clear()
         self._turns.pop(step.work, None)
 
@@ -215,7 +215,7 @@ class StepTimes:
             if speed.retired:
                 log.warning("Slipstream: %s: %s", entry.manifest.label, say_retired(speed, entry.manifest.timed_by))
 
-    def _entries_of(self, step: Step) -> list[Entry]:
+    def _entries_of(self, step: TimedStep) -> list[Entry]:
         found = [(engine, self._store.lookup(engine[0])) for engine in step.engines]
         return [entry for engine, entry in found if entry is not None and id_of(entry) == engine]
 

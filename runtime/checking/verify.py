@@ -94,7 +94,7 @@ def limit_of_spec(spec: EngineSpec) -> float:
 def _what_to_do(spec: EngineSpec) -> str:
     """About an engine that is further off than allowed."""
     if spec.quantised is not None:
-        return f"{spec.numbers} is too coarse for this model: {_FINER}"
+        return f"{spec.precision_name} is too coarse for this model: {_FINER}"
     return (
         "delete it and build again. Where that does not help, an extension may change how the model computes; else "
         "report this with your torch version"
@@ -177,7 +177,7 @@ def is_finite(answer: Tensors) -> bool:
 def _not_finite(spec: EngineSpec) -> NotFinite:
     advice = "Delete it and build again; where that does not help, choose another backend and report this"
     if spec.quantised is not None:
-        advice = f"Where {spec.numbers} does not do for this model, {_FINER}"
+        advice = f"Where {spec.precision_name} does not do for this model, {_FINER}"
     elif spec.precision is Precision.FP16:
         advice = ADVICE
     return NotFinite(

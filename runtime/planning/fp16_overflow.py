@@ -28,7 +28,7 @@ class Overflows:
         self._memo = OverflowMemo(root)
         self._models = set(self._memo.models())
 
-    def widened(self, source: ModelSource, settings: Settings) -> Settings:
+    def with_bf16(self, source: ModelSource, settings: Settings) -> Settings:
         """`settings` with bf16 instead of the host's fp16 for a model that is known to overflow; what is to be
         quantised still is."""
         if _leaves_fp16_open(source, settings) and self._knows(source):
@@ -47,7 +47,7 @@ class Overflows:
         Of a quantised engine nobody knows whether fp16 is to blame: the model's other engines stay as they are.
         """
         model = spec.fingerprint.architecture, source.weights_digest()
-        if spec.numbers != Precision.FP16.value or model in self._models:
+        if spec.precision_name != Precision.FP16.value or model in self._models:
             return
         self._models.add(model)
         if not source.is_patched:

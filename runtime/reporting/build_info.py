@@ -23,7 +23,7 @@ def describe_build(ticket: Ticket, held: bool) -> dict[str, Any]:
         "label": str(ticket.plan),
         "role": spec.role.value,
         "backend": spec.backend.name,
-        "precision": spec.numbers,
+        "precision": spec.precision_name,
         "state": ticket.state.value,
         "held": held,
         "phase": progress.phase,

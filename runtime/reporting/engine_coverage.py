@@ -30,7 +30,7 @@ class Asked:
     tokens: int
 
 
-def find_hits(manifests: Iterable[Manifest], asked: Asked) -> dict[str, list[dict[str, Any]]]:
+def engine_coverage(manifests: Iterable[Manifest], asked: Asked) -> dict[str, list[dict[str, Any]]]:
     """Which engines for UNets take calls of this size on this machine, whatever model they are for.
 
     Returns:

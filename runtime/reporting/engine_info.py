@@ -42,7 +42,7 @@ def summary(entry: Entry) -> dict[str, Any]:
         "label": manifest.label,
         "role": manifest.role,
         "backend": manifest.backend,
-        "precision": manifest.numbers,
+        "precision": manifest.precision_name,
         "optimize": manifest.optimize,
         "bytes": entry.bytes,
         "created": manifest.created,

@@ -29,7 +29,7 @@ _LATENT_CHANNELS, _TEXT_WIDTH = 4, 768
 
 @dataclass(frozen=True)
 class Needs:
-    """Figures of one order; None where nobody knows.
+    """Figures of one request; None where nobody knows.
 
     Attributes:
         backend: that will build.
@@ -78,7 +78,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
     picks = [pick.backend for pick in candidates(settings.backend, device, provider.backends)]
     offers = [(each, *_spec(each, device, wanted, settings, precision, numbers or 0)) for each in picks]
     able = (offer for offer in offers if offer[0].why_unsupported(offer[1]) is None)
-    backend, spec, engines = next(able, offers[0])  # where none is, the order itself says why
+    backend, spec, engines = next(able, offers[0])  # where none is, the request itself says why
     weights = None if numbers is None else numbers * dtype_of(precision).itemsize
     alike = [entry for entry in provider.store.list() if _is_alike(entry, spec)]
     baked = spec.backend.contains_weights
@@ -126,7 +126,7 @@ def _spec(
     precision: Precision,
     numbers: int,
 ) -> tuple[EngineSpec, int]:
-    """An engine of the order, and how many of them there will be."""
+    """An engine of the request, and how many of them there will be."""
     calls = [_shapes(wanted, resolution) for resolution in settings.resolutions]
     profiles = [profiles_wanted(shapes, settings) for shapes in calls]
 

@@ -1,4 +1,4 @@
-"""Engines that a person orders by a model's name: it is loaded, its engines are built, compared, and told of.
+"""Engines that a person requests by a model's name: it is loaded, its engines are built, compared, and told of.
 
 All of it happens on a thread here, so that whatever page ordered them may be closed, loaded again, or opened twice.
 """
@@ -25,7 +25,7 @@ from ..settings.model_settings import Settings
 log = logging.getLogger(__name__)
 
 _KEPT = 20
-"""Orders that ended and are still told of."""
+"""Requests that ended and are still told of."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Wanted:
     """What a person asks for.
 
     Attributes:
-        model: a name that the workshop offers.
+        model: a name that the builder offers.
         role: the part of it that engines are for.
         settings: with a resolution at least.
         batch: samples in one call.
@@ -51,8 +51,8 @@ class Wanted:
         return f"{self.model}{part} {', '.join(map(str, self.settings.resolutions))} batch {self.batch}"
 
 
-class Workshop(Protocol):
-    """What a host does for orders.
+class ModelBuilder(Protocol):
+    """What a host does for requests.
 
     Attributes:
         roles: parts of models that it has engines built for.
@@ -68,7 +68,7 @@ class Workshop(Protocol):
         """Names that may be ordered."""
         ...
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         """How many numbers that part of a model has in all its weights; None where it is not known without loading."""
         ...
 
@@ -86,8 +86,8 @@ class Workshop(Protocol):
         ...
 
 
-class Order:
-    """One order and what came of it so far.
+class BuildRequest:
+    """One request and what came of it so far.
 
     Attributes:
         report: a line for each engine.
@@ -110,44 +110,48 @@ class Order:
         return self.state in ENDED
 
 
-class Orders:
-    """Carries out orders one after another; the same one twice at a time is one.
+class BuildRequests:
+    """Carries out requests one after another; the same one twice at a time is one.
 
     Args:
-        on_end: told of each order that ended, in the thread that carried it out.
+        on_end: told of each request that ended, in the thread that carried it out.
     """
 
-    def __init__(self, workshop: Workshop, on_end: Callable[[Order], None] = lambda order: None) -> None:
-        self._workshop = workshop
+    def __init__(self, builder: ModelBuilder, on_end: Callable[[BuildRequest], None] = lambda request: None) -> None:
+        self._builder = builder
         self._on_end = on_end
-        self._orders: list[Order] = []
+        self._requests: list[BuildRequest] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def submit(self, wanted: Wanted) -> Order:
-        """Have engines made, or find the order that does so already."""
+    def submit(self, wanted: Wanted) -> BuildRequest:
+        """Have engines made, or find the request that does so already."""
         with self._lock:
-            for order in self._orders:
-                if order.wanted == wanted and not order.ended and not order.token.cancelled:
-                    return order
-            self._orders = [*[each for each in self._orders if each.ended][-_KEPT:], *self._waiting(), Order(wanted)]
+            for request in self._requests:
+                if request.wanted == wanted and not request.ended and not request.token.cancelled:
+                    return request
+            self._requests = [
+                *[each for each in self._requests if each.ended][-_KEPT:],
+                *self._waiting(),
+                BuildRequest(wanted),
+            ]
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, daemon=True, name="slipstream-orders")
+                self._thread = threading.Thread(target=self._work, daemon=True, name="slipstream-requests")
                 self._thread.start()
-            return self._orders[-1]
+            return self._requests[-1]
 
-    def all(self) -> list[Order]:
+    def all(self) -> list[BuildRequest]:
         """In the order of their coming, the last of those that ended included."""
         with self._lock:
-            return list(self._orders)
+            return list(self._requests)
 
-    def pending(self) -> list[Order]:
+    def pending(self) -> list[BuildRequest]:
         with self._lock:
             return self._waiting()
 
     def cancel(self, id: str) -> bool:
-        """Stop an order; whether there was one to stop."""
-        found = next((order for order in self.pending() if order.id == id), None)
+        """Stop a request; whether there was one to stop."""
+        found = next((request for request in self.pending() if request.id == id), None)
         if found is not None:
             found.token.cancel()
         return found is not None
@@ -159,17 +163,17 @@ class Orders:
             thread.join(seconds)
         return not self.pending()
 
-    def _waiting(self) -> list[Order]:
-        return [order for order in self._orders if not order.ended]
+    def _waiting(self) -> list[BuildRequest]:
+        return [request for request in self._requests if not request.ended]
 
-    def _next(self) -> Order | None:
+    def _next(self) -> BuildRequest | None:
         with self._lock:
             return next(iter(self._waiting()), None)
 
     def _work(self) -> None:
         while True:
-            while (order := self._next()) is not None:
-                self._carry_out(order)
+            while (request := self._next()) is not None:
+                self._carry_out(request)
             self._rest()
             with self._lock:
                 if not self._waiting():
@@ -178,63 +182,65 @@ class Orders:
 
     def _rest(self) -> None:
         try:
-            self._workshop.rest()
+            self._builder.rest()
         except Exception:  # the host's own code
             log.exception("Slipstream: memory could not be given back")
 
-    def _carry_out(self, order: Order) -> None:
-        order.state, state = TicketState.RUNNING, TicketState.FAILED
+    def _carry_out(self, request: BuildRequest) -> None:
+        request.state, state = TicketState.RUNNING, TicketState.FAILED
         try:
-            self._check(order)
-            for line in self._workshop.make(order.wanted, self._hooks(order)):
-                order.report.append(line)
+            self._check(request)
+            for line in self._builder.make(request.wanted, self._hooks(request)):
+                request.report.append(line)
                 log.info("Slipstream: %s", line)
             state = TicketState.DONE
         except BuildCancelled as error:
-            order.reason, state = str(error), TicketState.CANCELLED
+            request.reason, state = str(error), TicketState.CANCELLED
         except SlipstreamError as error:
-            order.reason = str(error)
+            request.reason = str(error)
         except BaseException as error:  # a host's loader may even exit: nothing may leave everybody waiting
-            log.exception("Slipstream: making %s broke", order.wanted)
-            order.reason = f"Slipstream broke ({first_line(error)}); please report this with the log"
-        if order.reason:
-            log.warning("Slipstream: %s: %s", order.wanted, order.reason)
-        order.state = state
-        self._on_end(order)
+            log.exception("Slipstream: making %s broke", request.wanted)
+            request.reason = f"Slipstream broke ({first_line(error)}); please report this with the log"
+        if request.reason:
+            log.warning("Slipstream: %s: %s", request.wanted, request.reason)
+        request.state = state
+        self._on_end(request)
 
-    def _hooks(self, order: Order) -> HostHooks:
+    def _hooks(self, request: BuildRequest) -> HostHooks:
         def progress(update: Progress) -> None:
-            order.progress = update
+            request.progress = update
 
         def check() -> None:
-            self._check(order)
+            self._check(request)
 
-        return HostHooks(progress, check, (BuildCancelled, KeyboardInterrupt), wants=order.digests.append, by_hand=True)
+        return HostHooks(
+            progress, check, (BuildCancelled, KeyboardInterrupt), wants=request.digests.append, by_hand=True
+        )
 
-    def _check(self, order: Order) -> None:
-        order.token.raise_if_cancelled(f"Making {order.wanted}")
+    def _check(self, request: BuildRequest) -> None:
+        request.token.raise_if_cancelled(f"Making {request.wanted}")
 
 
-def describe_orders(orders: Orders, queue: BuildQueue) -> list[dict[str, Any]]:
-    """What pages show: each order, its build's figures among its own, then builds that others asked for."""
-    of_orders = {digest for order in orders.all() for digest in order.digests}
-    rows = [_describe(order, queue) for order in orders.all()]
+def describe_requests(requests: BuildRequests, queue: BuildQueue) -> list[dict[str, Any]]:
+    """What pages show: each request, its build's figures among its own, then builds that others asked for."""
+    of_orders = {digest for request in requests.all() for digest in request.digests}
+    rows = [_describe(request, queue) for request in requests.all()]
     others = (ticket for ticket in queue.pending() if ticket.plan.key.digest not in of_orders)
     return rows + [{**describe_build(ticket, queue.is_held(ticket)), "report": [], "reason": ""} for ticket in others]
 
 
-def _describe(order: Order, queue: BuildQueue) -> dict[str, Any]:
-    ticket = queue.find(order.digests[-1]) if order.digests else None
+def _describe(request: BuildRequest, queue: BuildQueue) -> dict[str, Any]:
+    ticket = queue.find(request.digests[-1]) if request.digests else None
     figures = describe_build(ticket, queue.is_held(ticket)) if ticket is not None else {}
     mine = {
-        "id": order.id,
-        "label": str(order.wanted),
-        "role": order.wanted.role.value,
-        "state": order.state.value,
-        "phase": order.progress.phase,
-        "fraction": order.progress.fraction,
-        "message": order.progress.message,
-        "report": list(order.report),
-        "reason": order.reason,
+        "id": request.id,
+        "label": str(request.wanted),
+        "role": request.wanted.role.value,
+        "state": request.state.value,
+        "phase": request.progress.phase,
+        "fraction": request.progress.fraction,
+        "message": request.progress.message,
+        "report": list(request.report),
+        "reason": request.reason,
     }
     return {"left_s": None, "estimate_s": None, "seconds": 0.0, "held": False, **figures, **mine}

@@ -49,7 +49,7 @@ class Made:
         expected = f" ({say_roughly(self.expected)} expected)" if self.expected else ""
         error = "" if self.error is None else f", error {self.error:.1e}"
         spec = self.plan.spec
-        return f"{self.plan}: {spec.backend.name} {spec.numbers}, {built}{expected}{error}, ready"
+        return f"{self.plan}: {spec.backend.name} {spec.precision_name}, {built}{expected}{error}, ready"
 
 
 def make_engines(

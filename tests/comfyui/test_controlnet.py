@@ -320,9 +320,9 @@ def test_what_is_traced_computes_what_the_network_does(make: Callable[[], Contro
     wanted = network(hint=hint(), **inputs, **({"control_type": types} if types else {}))
     flat = dict(zip(architecture.outputs, [*wanted["output"], *wanted["middle"]], strict=True))
     embedded = inputs | source.embed(hint(), types)
-    skeleton = architecture.skeleton(source.precision, source.device)
+    placeholder = architecture.placeholder(source.precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.bind(source.precision).tensors), (), embedded)
+        found = torch.func.functional_call(placeholder, dict(source.bind(source.precision).tensors), (), embedded)
         assert relative_error(dict(zip(architecture.outputs, found, strict=True)), flat) < 1e-5
         assert relative_error(source.eager(embedded), flat) < 1e-5
         assert relative_error(source.reference(embedded), flat) < 1e-5

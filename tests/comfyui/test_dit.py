@@ -93,7 +93,7 @@ def test_picture_is_the_plain_one_and_the_engine_made_it(family: str, provider: 
 @pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 def test_what_is_traced_computes_what_the_model_does_in_half_precision(family: str, precision: Precision) -> None:
-    """Without a build: the skeleton with the live weights."""
+    """Without a build: the placeholder with the live weights."""
     from slipstream.core.dtypes import dtype_of
 
     dtype = dtype_of(precision)
@@ -105,9 +105,9 @@ def test_what_is_traced_computes_what_the_model_does_in_half_precision(family: s
     inputs = source.architecture.random_inputs(
         shapes, {name: torch.float32 if name == "timesteps" else dtype for name in shapes}, source.device, seed=1
     )
-    skeleton = source.architecture.skeleton(precision, source.device)
+    placeholder = source.architecture.placeholder(precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.bind(precision).tensors), (), inputs)[0]
+        found = torch.func.functional_call(placeholder, dict(source.bind(precision).tensors), (), inputs)[0]
         reference, eager = source.reference(inputs), source.eager(inputs)
     assert found.dtype == eager["out"].dtype == dtype and reference["out"].dtype == torch.float32
     assert relative_error({"out": found}, reference) < 1.2 * relative_error(eager, reference) < 2e-2
@@ -158,11 +158,11 @@ def assert_traced_right(model: Patcher, told: bool) -> None:
     source = ComfyUNetSource(model)
     shapes = {name: shape for name, shape in SHAPES["pixart"].items() if told or not name.startswith("c_")}
     inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed=1)
-    skeleton = source.architecture.skeleton(Precision.FP32, source.device)
+    placeholder = source.architecture.placeholder(Precision.FP32, source.device)
     weights = dict(source.bind(Precision.FP32).tensors)
     with torch.no_grad():
-        graph = torch.export.export(skeleton, (), dict(inputs), strict=False).graph
-        found = torch.func.functional_call(skeleton, weights, (), inputs)[0]
+        graph = torch.export.export(placeholder, (), dict(inputs), strict=False).graph
+        found = torch.func.functional_call(placeholder, weights, (), inputs)[0]
         assert found.shape == (2, 4, 34, 38)
         assert relative_error({"out": found}, source.eager(inputs)) < 1e-5
     targets = [node.target for node in graph.nodes]
@@ -175,7 +175,7 @@ def test_reading_a_model_takes_no_random_numbers(family: str) -> None:
     """Those are the samplers'."""
     source = ComfyUNetSource(tiny.transformer(family))
     before = torch.get_rng_state()
-    assert source.architecture.hollow() and source.architecture.caster()
+    assert source.architecture.new_meta_module() and source.architecture.caster()
     assert torch.equal(torch.get_rng_state(), before)
 
 

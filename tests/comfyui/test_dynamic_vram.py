@@ -50,9 +50,9 @@ def test_a_model_is_the_same_with_and_without(family: str, aimdo_enabled: Any) -
     aimdo_enabled()
     found = ComfyDiffusionModel.of(model.model)
     assert (found.fingerprint, found.weight_names) == wanted
-    skeleton = found.skeleton(Precision.FP32, CPU)
-    assert {name.removeprefix("model.") for name, _ in skeleton.named_parameters()} <= found.weight_names
-    assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in skeleton.modules())
+    placeholder = found.placeholder(Precision.FP32, CPU)
+    assert {name.removeprefix("model.") for name, _ in placeholder.named_parameters()} <= found.weight_names
+    assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in placeholder.modules())
     assert aimdo_enabled.memory.aimdo_enabled, "ComfyUI's own models are built as before"
 
 

@@ -106,7 +106,7 @@ def built(engine_store: EngineStore) -> Path:
     accelerate_vae(tiny.vae(), AcceleratedModule(provider, FAST_BUILD)).decode(torch.zeros(1, 4, 8, 8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphed_steps, "can_replay", lambda device: True)
-        patch.setattr(graphed_steps.WholeStep, "_as_before", lambda *args: None)
+        patch.setattr(graphed_steps.GraphedSteps, "_as_before", lambda *args: None)
         for parallel in ("off", "on"):
             fast = Fast(provider, levers=Levers(parallel=parallel))
             tiny.sample(fast.model, steps=1, **prompts(applied(fast.control)))
@@ -255,11 +255,11 @@ def test_where_memory_is_short_nothing_is_computed_on_purpose(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guider, x = SimpleNamespace(inner_model=tiny.model().model), torch.zeros(1, 4, 8, 8)
-    assert timed_steps.has_room(guider, x)
+    assert timed_steps.has_memory(guider, x)
     with monkeypatch.context() as short:
         short.setattr(comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1000)
-        assert not timed_steps.has_room(guider, x)
-    monkeypatch.setattr(timed_steps, "has_room", lambda *args: False)
+        assert not timed_steps.has_memory(guider, x)
+    monkeypatch.setattr(timed_steps, "has_memory", lambda *args: False)
     model, module = fast_model(provider)
     tiny.sample(model, steps=12)
     assert clock.by_model() == [] and module.status.eager_calls == 0
@@ -324,7 +324,7 @@ def test_what_breaks_in_timing_breaks_no_picture(
         raise RuntimeError("a bug of ours")
 
     wanted = tiny.sample(tiny.model(), steps=12)
-    for name in ("situation_of", "has_room"):
+    for name in ("conditions_of_run", "has_memory"):
         with monkeypatch.context() as breaking:
             breaking.setattr(timed_steps, name, broken)
             found = tiny.sample(fast_model(provider)[0], steps=12)

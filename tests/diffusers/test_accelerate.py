@@ -593,7 +593,7 @@ def test_the_reference_is_fp32_and_leaves_the_model_alone() -> None:
 def test_weights_are_handed_out_not_copied(unet: UNet2DConditionModel) -> None:
     weights = DiffusersUNetSource(unet).bind(Precision.FP32).tensors
     assert weights["model.conv_in.weight"].data_ptr() == unet.conv_in.weight.data_ptr()
-    skeleton = DiffusersUNet.of(unet).skeleton(Precision.FP32, torch.device("cpu"))
-    assert set(weights) == set(skeleton.state_dict())
-    attention = skeleton.model.mid_block.attentions[0].transformer_blocks[0].attn1
+    placeholder = DiffusersUNet.of(unet).placeholder(Precision.FP32, torch.device("cpu"))
+    assert set(weights) == set(placeholder.state_dict())
+    attention = placeholder.model.mid_block.attentions[0].transformer_blocks[0].attn1
     assert type(attention.processor) is AttnProcessor2_0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ....runtime.provider import EngineProvider
 
 
-class EnginesFound:
+class BuiltEngines:
     """Engines that Build Engine nodes found or built, each of which stands for a result in ComfyUI's cache."""
 
     def __init__(self) -> None:
@@ -29,4 +29,4 @@ class EnginesFound:
         return f"{self._losses} {preferred.backend} {preferred.precision}"
 
 
-ENGINES_FOUND = EnginesFound()
+BUILT_ENGINES = BuiltEngines()

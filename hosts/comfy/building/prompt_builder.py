@@ -1,6 +1,6 @@
-"""What carries out orders of the engines' page inside of ComfyUI: prompts of its own queue, as the page's are.
+"""What carries out requests of the engines' page inside of ComfyUI: prompts of its own queue, as the page's are.
 
-No other thread may load models while ComfyUI does. So an order is a prompt of a loader and a Build Engine node.
+No other thread may load models while ComfyUI does. So a request is a prompt of a loader and a Build Engine node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....demo.model import WEIGHTS
 from ....runtime.provider import HostHooks
 from ....runtime.requests.build_requests import Wanted
 from ....runtime.settings.model_settings import word_of
-from ...weight_files import numbers_in
+from ...weight_files import parameter_count
 from ..process.server_events import server_of_process
 from ..process.shared_provider import device
 from .without_server import CHECKPOINT_PREFIX
@@ -39,8 +39,8 @@ _POLL_SECONDS = 0.3
 _POST_SECONDS = 30.0
 
 
-class PromptWorkshop:
-    """Orders wait in ComfyUI's queue like any prompt."""
+class PromptBuilder:
+    """Requests wait in ComfyUI's queue like any prompt."""
 
     roles: tuple[Role, ...] = (Role.UNET,)
 
@@ -52,13 +52,13 @@ class PromptWorkshop:
 
         return [_DEMO, *(f"{folder}/{name}" for folder in _LOADERS for name in folder_paths.get_filename_list(folder))]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         import folder_paths
 
         if model == _DEMO:
-            return numbers_in(WEIGHTS / "unet.safetensors", "")
+            return parameter_count(WEIGHTS / "unet.safetensors", "")
         file = folder_paths.get_full_path(*model.split("/", 1))
-        return None if file is None else numbers_in(Path(file), CHECKPOINT_PREFIX)
+        return None if file is None else parameter_count(Path(file), CHECKPOINT_PREFIX)
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterator[str]:
         """
@@ -83,7 +83,7 @@ class PromptWorkshop:
 
 
 def prompt_of(wanted: Wanted) -> dict[str, Any]:
-    """The prompt that has an order's engines built."""
+    """The prompt that has a request's engines built."""
     settings = wanted.settings
     build = {
         "model": ["1", 0],

@@ -15,7 +15,7 @@ import torch
 
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
-from ....core.placeholder import hollow
+from ....core.placeholder import placeholder_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.spec import ModelFingerprint, Precision, Role
 from ...architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
@@ -148,7 +148,7 @@ class ComfyControlNet:
         name = "ControlNet Union" if network.control_add_embedding is not None else "ControlNet"
         found = cls(_config_of(network), name)
         live = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        same_heads = _heads(network) == _heads(found.without_numbers)
+        same_heads = _heads(network) == _heads(found.meta_module)
         if not same_heads or any(live.get(name) != shape for name, shape in found.weight_shapes.items()):
             raise UnsupportedModel("The ControlNet's layers are not those of ComfyUI's; the plain ControlNet is used")
         return found
@@ -156,7 +156,7 @@ class ComfyControlNet:
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self.fresh, self.config)
-        return fingerprint_of(digest, self._name, self.without_numbers)
+        return fingerprint_of(digest, self._name, self.meta_module)
 
     @functools.cached_property
     def fresh(self) -> torch.nn.Module:
@@ -166,14 +166,14 @@ class ComfyControlNet:
     @functools.cached_property
     def weight_shapes(self) -> Mapping[str, torch.Size]:
         """By name, without `PREFIX`."""
-        return {name: tensor.shape for name, tensor in self.without_numbers.state_dict().items()}
+        return {name: tensor.shape for name, tensor in self.meta_module.state_dict().items()}
 
     @functools.cached_property
-    def without_numbers(self) -> Any:
+    def meta_module(self) -> Any:
         return self.build()
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: ControlNetGraph(self.build(plain_layers())), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: ControlNetGraph(self.build(plain_layers())), dtype_of(precision), device)
 
     random_inputs = staticmethod(random_inputs)
 

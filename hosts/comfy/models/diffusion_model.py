@@ -15,7 +15,7 @@ import torch
 
 from ....core.dtypes import dtype_of
 from ....core.errors import UnsupportedModel
-from ....core.placeholder import hollow
+from ....core.placeholder import placeholder_of
 from ....core.protocols import Tensors
 from ....core.spec import ModelFingerprint, Precision, Role
 from ...architecture import (
@@ -161,19 +161,19 @@ class ComfyDiffusionModel(NetworkArchitecture):
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self.fresh, {**self.config, **self._variant})
-        return fingerprint_of(digest, self.name, self.without_numbers)
+        return fingerprint_of(digest, self.name, self.meta_module)
 
     @functools.cached_property
     def fresh(self) -> torch.nn.Module:
-        return self._whole() if self.projected else self.without_numbers
+        return self._whole() if self.projected else self.meta_module
 
     @property
     def _variant(self) -> dict[str, Any]:
         """What else tells it from other architectures of the same config."""
         return {"text": "projected"} if self.projected else {}
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
 
     def graph(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is exported of `model`."""
@@ -189,7 +189,7 @@ class ComfyDiffusionModel(NetworkArchitecture):
     def draws(self) -> Mapping[str, Draw]:
         return {"timesteps": self.kind.timesteps, **self.kind.draws}
 
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         return self._build()
 
     def _build(self, operations: Any = None) -> torch.nn.Module:

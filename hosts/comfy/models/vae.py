@@ -10,7 +10,7 @@ import torch
 
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
-from ....core.placeholder import hollow
+from ....core.placeholder import placeholder_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.shapes import Shape
 from ....core.spec import ModelFingerprint, Precision, Role
@@ -85,15 +85,15 @@ class ComfyVaeHalf(NetworkArchitecture):
             found = _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
         except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
             raise UnsupportedModel(f"The VAE's layers cannot be read ({error}); the plain model is used") from error
-        if layer := why_other_layers(model, found.without_numbers):
+        if layer := why_other_layers(model, found.meta_module):
             raise UnsupportedModel(f"The VAE's {layer} is not as ComfyUI makes it; the plain model is used")
         return found
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         config = {**self.config, "kind": self.kind.name, "half": self.half.part}
-        digest = architecture_digest(self.without_numbers, config)
-        return fingerprint_of(digest, f"{self.kind.name} {self.half.part}", self.without_numbers)
+        digest = architecture_digest(self.meta_module, config)
+        return fingerprint_of(digest, f"{self.kind.name} {self.half.part}", self.meta_module)
 
     @property
     def pixels_per_latent(self) -> int:
@@ -105,14 +105,14 @@ class ComfyVaeHalf(NetworkArchitecture):
         """Of its input."""
         return self.kind.latent_channels(self.config) if self.half is DECODER else 3
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: VaeGraph(self.hollow(), self.half), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: VaeGraph(self.new_meta_module(), self.half), dtype_of(precision), device)
 
     @property
     def draws(self) -> Mapping[str, Draw]:
         return {"pixels": _picture}
 
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         """The half without numbers."""
         return build_half(self.kind, self.config, self.half)
 
@@ -180,7 +180,7 @@ class ComfyVaeSource:
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32, with a copy of the weights: autoencoders are small."""
-        graph = VaeGraph(self.architecture.hollow(), self.architecture.half)
+        graph = VaeGraph(self.architecture.new_meta_module(), self.architecture.half)
         with self._bound(dtype_of(self.precision), None) as held:
             weights = {name: tensor.float() for name, tensor in held.items()}
         return {"out": torch.func.functional_call(graph, weights, (), cast_inputs(inputs, torch.float32))[0]}

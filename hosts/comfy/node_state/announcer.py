@@ -15,7 +15,7 @@ from ....runtime.provider import EngineProvider
 from ....runtime.reporting.build_info import describe_build
 from ..dry_run.prompt_walks import WALKS
 from ..process.running_prompts import running_prompts
-from .node_states import REGISTRY, NodeRegistry, Place
+from .node_states import REGISTRY, NodeAddress, NodeRegistry
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class _Ended(NamedTuple):
     """
 
     ticket: Ticket
-    places: list[Place]
+    places: list[NodeAddress]
     when: float
 
 
@@ -124,19 +124,19 @@ def policy() -> str:
     return preferences().read().background.value
 
 
-def concerned(ticket: Ticket, registry: NodeRegistry = REGISTRY) -> list[Place]:
+def concerned(ticket: Ticket, registry: NodeRegistry = REGISTRY) -> list[NodeAddress]:
     """The nodes that asked for a build; where a prompt waits for it, all that have engines built in that prompt."""
     asked = registry.waiting_for(ticket.plan.key.digest)
     found = dict.fromkeys(asked)
     for prompt in running_prompts() if ticket.urgent else []:
         kinds = {node: each.get("class_type") for node, each in prompt.nodes.items() if isinstance(each, Mapping)}
-        places = [Place(prompt.workflow, node) for node, kind in kinds.items() if kind in _BUILDING]
+        places = [NodeAddress(prompt.workflow, node) for node, kind in kinds.items() if kind in _BUILDING]
         if any(place in asked for place in places):
             found |= dict.fromkeys(places)
     return list(found)
 
 
-def result(ticket: Ticket, places: list[Place], provider: EngineProvider) -> dict[str, Any]:
+def result(ticket: Ticket, places: list[NodeAddress], provider: EngineProvider) -> dict[str, Any]:
     """How a build ended, as the page gets it: one whose engine was refused when it was compared has failed."""
     digest, label = ticket.plan.key.digest, str(ticket.plan)
     entry = provider.store.lookup(digest) if ticket.state is TicketState.DONE else None

@@ -26,7 +26,7 @@ _IDLE = "waits until ComfyUI is idle"
 _CHANGED = "settings changed, the next run asks for another engine"
 
 
-class Place(NamedTuple):
+class NodeAddress(NamedTuple):
     """Where a node stands: its workflow's id, where the page sends one, and its own."""
 
     workflow: str | None
@@ -55,10 +55,10 @@ class NodeRegistry:
     """The modules that nodes of the page made last. They hold no tensors, so they may outlive what ComfyUI keeps."""
 
     def __init__(self) -> None:
-        self._modules: OrderedDict[Place, AcceleratedModule] = OrderedDict()
+        self._modules: OrderedDict[NodeAddress, AcceleratedModule] = OrderedDict()
         self._lock = threading.Lock()
 
-    def register(self, place: Place, module: AcceleratedModule) -> None:
+    def register(self, place: NodeAddress, module: AcceleratedModule) -> None:
         """`module` takes the place of an earlier one."""
         with self._lock:
             self._modules.pop(place, None)
@@ -66,11 +66,11 @@ class NodeRegistry:
             while len(self._modules) > _KEPT:
                 self._modules.popitem(last=False)
 
-    def modules(self) -> dict[Place, AcceleratedModule]:
+    def modules(self) -> dict[NodeAddress, AcceleratedModule]:
         with self._lock:
             return dict(self._modules)
 
-    def waiting_for(self, digest: str) -> list[Place]:
+    def waiting_for(self, digest: str) -> list[NodeAddress]:
         """Nodes that asked for the build of an engine."""
         return [place for place, module in self.modules().items() if digest in module.status.wanted]
 
@@ -94,7 +94,7 @@ def state_of(module: AcceleratedModule) -> NodeState:
     return replace(found, text=text, tip=found.tip or found.text)
 
 
-def _to_json(place: Place, module: AcceleratedModule) -> dict[str, Any]:
+def _to_json(place: NodeAddress, module: AcceleratedModule) -> dict[str, Any]:
     status = module.status
     calls = {"engine_calls": status.engine_calls, "eager_calls": status.eager_calls}
     seconds = module.build_seconds
@@ -199,7 +199,7 @@ def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> No
 def _ready(module: AcceleratedModule, entry: Entry, sizes: str, words: str, tip: str) -> NodeState:
     """An engine that is there, with what it gains as far as that is known."""
     manifest, speed = entry.manifest, module.provider.speed_of(entry)
-    made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.numbers}"
+    made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.precision_name}"
     times = say_times(speed.eager_ms, speed.engine_ms, manifest.timed_by) if speed else ""
     if caution := module.provider.canary.caution(entry.digest):
         words, tip = f"{words} · without CUDA graphs", f"{tip}. {caution}"

@@ -7,7 +7,7 @@ from typing import Any
 from ....core.progress import Progress
 from ....runtime.provider import HostHooks
 from .current_weights import copies
-from .free_memory import make_room
+from .free_memory import free_device_memory
 
 _STEPS = 100
 
@@ -28,7 +28,7 @@ def waiting_hooks() -> HostHooks:
         progress,
         management.throw_exception_if_processing_interrupted,
         (management.InterruptProcessingException, KeyboardInterrupt),
-        make_room,
+        free_device_memory,
         copies.free,
     )
 

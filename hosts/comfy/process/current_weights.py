@@ -10,7 +10,7 @@ import torch
 
 from ....core.errors import UnsupportedModel
 from ...layer_walk import Layers, layers_of, tensors_of
-from .free_memory import room_beside_sampling
+from .free_memory import memory_beside_sampling
 
 Weights = dict[str, torch.Tensor]
 
@@ -267,7 +267,7 @@ def _check_memory(
         and not _is_at_hand(name, tensor, casting, dtype, device)
     ]
     needed = sum(tensor.numel() for tensor in copied) * dtype.itemsize
-    if needed and needed > (free := room_beside_sampling(device, needed)):
+    if needed and needed > (free := memory_beside_sampling(device, needed)):
         raise UnsupportedModel(
             f"The model's weights are not in the engine's form (low VRAM mode, or stored in another dtype), and a copy "
             f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}; the plain model is "

@@ -99,7 +99,7 @@ def bind_staged(
     device = torch.device(patcher.load_device)
     pages = hold(patcher)
     try:
-        if pages is None or not _leaves_room(device):
+        if pages is None or not _leaves_memory(device):
             raise torch.OutOfMemoryError(
                 "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
             )
@@ -173,7 +173,7 @@ def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Ten
             torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
 
 
-def _leaves_room(device: torch.device) -> bool:
+def _leaves_memory(device: torch.device) -> bool:
     """Whether sampling has what it needs beside this model; what is staged of others gives way."""
     import comfy.model_management as management
 

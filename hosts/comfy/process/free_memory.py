@@ -7,7 +7,7 @@ import torch
 from .staged_pages import yielding
 
 
-def make_room(device: torch.device, wanted: int) -> None:
+def free_device_memory(device: torch.device, wanted: int) -> None:
     """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free."""
     import comfy.model_management as management
 
@@ -17,14 +17,14 @@ def make_room(device: torch.device, wanted: int) -> None:
     management.free_memory(wanted + management.extra_reserved_memory(), device, keep_loaded=used)
 
 
-def room_beside_sampling(device: torch.device, wanted: int) -> int:
+def memory_beside_sampling(device: torch.device, wanted: int) -> int:
     """Bytes that are free and not needed for sampling, after ComfyUI made room for `wanted` as far as it can."""
     import comfy.model_management as management
 
     reserve = int(management.minimum_inference_memory())
     short = wanted + reserve - _available(device)
     if 0 < short <= _unloadable(device):  # else all would be unloaded in vain
-        make_room(device, wanted + reserve)
+        free_device_memory(device, wanted + reserve)
     return max(0, _available(device) - reserve)
 
 

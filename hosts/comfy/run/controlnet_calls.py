@@ -40,7 +40,7 @@ _Picture = tuple[torch.Tensor, int, tuple[int, ...]]
 """A hint, its version, and a Union's types."""
 
 
-class Acceleration:
+class ControlNetAcceleration:
     """What copies of an accelerated ControlNet share: they are called in turn, and one engine serves all."""
 
     def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
@@ -49,7 +49,7 @@ class Acceleration:
         self._calls: dict[torch.nn.Module, ControlCalls] = {}
         self._users: dict[torch.nn.Module, set[int]] = {}
 
-    def __deepcopy__(self, memo: object) -> Acceleration:
+    def __deepcopy__(self, memo: object) -> ControlNetAcceleration:
         return self
 
     def calls_of(self, control: AcceleratedControlNet) -> ControlCalls:
@@ -79,7 +79,7 @@ class Acceleration:
 class AcceleratedControlNet(ControlNet):
     """A ControlNet as its user sees it; made by changing the class of one."""
 
-    acceleration: Acceleration
+    acceleration: ControlNetAcceleration
     control_model: Any
     timestep_range: Any
     _decided: bool | None = None

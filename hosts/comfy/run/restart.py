@@ -9,7 +9,7 @@ import torch
 from ...stand_in import copied
 
 
-class Beginning:
+class SamplingStart:
     """What a guider samples from, as it is before it does.
 
     Args:

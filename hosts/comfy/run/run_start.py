@@ -49,13 +49,13 @@ def begin_run(
     *,
     finite_only: bool = False,
     cold_calls: int | None = None,
-    situation: Hashable = None,
+    conditions: Hashable = None,
 ) -> tuple[Run, _Source] | str:
     """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
 
     Args:
         read: makes the source.
-        finite_only, cold_calls, situation: see `AcceleratedModule.run`.
+        finite_only, cold_calls, conditions: see `AcceleratedModule.run`.
     """
     settings = module.settings
     if settings.backend is BackendChoice.OFF:
@@ -71,6 +71,6 @@ def begin_run(
         finite_only=finite_only,
         settings=settings,
         cold_calls=cold_calls,
-        situation=situation,
+        conditions=conditions,
     )
     return ending.enter_context(run), source

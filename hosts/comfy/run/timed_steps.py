@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ....runtime.checking.step_timers import StepTimer, on_purpose
-from ....runtime.checking.step_times import EngineId, Step, StepTimes
+from ....runtime.checking.step_times import EngineId, StepTimes, TimedStep
 from ....runtime.loaded.device_memory import MemoryWatch, give_back_unused
 from ....runtime.module import AcceleratedModule, Answer, Run
 from ..process.build_waiting import waiting_hooks
@@ -50,8 +50,8 @@ def time_steps(
         return
     sampler, steps = run["sampler"], len(run["sigmas"]) - 1
     wrappers = wrappers_of(executor.class_obj.model_options, WrappersMP.PREDICT_NOISE)
-    is_rehearsal = RECORDING in wrappers
-    put_outermost(wrappers, STEP_TIMES, TimedSteps(calls, times, sampler, 0 if is_rehearsal else steps))
+    is_calibration = RECORDING in wrappers
+    put_outermost(wrappers, STEP_TIMES, TimedSteps(calls, times, sampler, 0 if is_calibration else steps))
 
 
 def arguments_of(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +74,8 @@ class TimedSteps:
         self._calls, self._times, self._sampler, self._steps = calls, times, sampler, steps
         self._timer = StepTimer(times, calls.source.device)
         self._heard: dict[Run, int] = {}
-        self._asked: set[Step] = set()
-        self._situation: Hashable = None
+        self._asked: set[TimedStep] = set()
+        self._conditions: Hashable = None
         self._begun = 0
         self._left = 0
         """Steps that the user's model is still to compute, that which is under way included."""
@@ -94,19 +94,19 @@ class TimedSteps:
         try:
             self._begun += 1
             if self._begun == 1:
-                self._situation = situation_of(guider, x, self._sampler, self._calls)
+                self._conditions = conditions_of_run(guider, x, self._sampler, self._calls)
             done = self._done(guider)
             is_warm = self._timer.begin(done)
             if self._left and done is not None:
                 self._left -= 1
-            elif is_warm and done is not None and self._is_due(done) and has_room(guider, x):
+            elif is_warm and done is not None and self._is_due(done) and has_memory(guider, x):
                 self._left, self._steps = _COMPARED, 0  # once a run
         except Exception:  # whatever a driver or other nodes' code raises: no picture may end for a figure
             log.debug("Slipstream: steps are not timed", exc_info=True)
             self._left = self._steps = 0
         return self._left > 0
 
-    def _is_due(self, done: Step) -> bool:
+    def _is_due(self, done: TimedStep) -> bool:
         """Whether two steps from here on are to be computed on purpose, the second of which is timed."""
         number = self._begun - 1
         if not done.engines or self._steps < _LEAST_STEPS or not _FIRST_STEP <= number < self._steps - _COMPARED:
@@ -133,7 +133,7 @@ class TimedSteps:
         give_back_unused(device)
         return compute()
 
-    def _done(self, guider: Any) -> Step | None:
+    def _done(self, guider: Any) -> TimedStep | None:
         """What computed the step that ends; None where it called no model."""
         kinds, self._calls.kinds = tuple(self._calls.kinds), []
         answers = self._answers_of(self._calls.runs)
@@ -143,9 +143,9 @@ class TimedSteps:
         engines = _engines_of(answers)
         is_mixed = engines and any(answer.engine is None for answer in answers)
         is_half = others and not engines
-        if self._situation is None or is_mixed or is_half or any(answer.is_vetoed for answer in answers):
-            return Step(None)
-        return Step((self._situation, kinds), engines, others)
+        if self._conditions is None or is_mixed or is_half or any(answer.is_vetoed for answer in answers):
+            return TimedStep(None)
+        return TimedStep((self._conditions, kinds), engines, others)
 
     def _answers_of(self, runs: list[Run]) -> list[Answer]:
         """Those since this was asked last."""
@@ -166,7 +166,7 @@ def _runs_of_controls(guider: Any) -> list[Run]:
     return [run for acceleration in found if acceleration is not None for run in acceleration.runs]
 
 
-def situation_of(guider: Any, x: torch.Tensor, sampler: Any, calls: ModelCalls) -> Hashable:
+def conditions_of_run(guider: Any, x: torch.Tensor, sampler: Any, calls: ModelCalls) -> Hashable:
     """What a step of this run costs depends on, the calls of the model apart; None where it changes between steps."""
     source = calls.source
     controls = tuple(map(id, map(_network_of, controls_of(guider))))
@@ -197,7 +197,7 @@ def others_in(model_options: dict[str, Any]) -> Iterator[str]:
         yield from (f"{kind} {name}" for name, each in wrappers.items() if each)
 
 
-def has_room(guider: Any, x: torch.Tensor) -> bool:
+def has_memory(guider: Any, x: torch.Tensor) -> bool:
     """Whether memory suffices for the model beside its engines, as ComfyUI reckons."""
     import comfy.model_management as management
 

@@ -19,7 +19,7 @@ from ....sampling.schedule import count_of, count_within, power_law
 from ....sampling.task import Task
 from ..process.build_waiting import throw_if_cancelled
 from . import saved_presets
-from .calibration_pictures import Job, Picture, Rehearsal
+from .calibration_pictures import CalibrationPictures, Job, Picture
 from .sampling_task import model_class
 from .step_skip import skip_steps
 
@@ -66,7 +66,7 @@ def calibrate_model(
     if wish.name:
         saved.check_name(wish.name)
     steps = _steps(job)
-    fitted, held_out = _rehearsals(job, positives, seed, seeds)
+    fitted, held_out = _calibration_pictures(job, positives, seed, seeds)
     count = _count(held_out, steps, wish)
     pictures = Pictures(fitted.sample, held_out.sample, held_out.shortened)
     calibration = calibrate(pictures, steps, count, _others(steps), after_run=_bar())
@@ -88,12 +88,14 @@ def _steps(job: Job) -> int:
     return steps
 
 
-def _rehearsals(job: Job, positives: Sequence[Any], seed: int, seeds: int) -> tuple[Rehearsal, Rehearsal]:
+def _calibration_pictures(
+    job: Job, positives: Sequence[Any], seed: int, seeds: int
+) -> tuple[CalibrationPictures, CalibrationPictures]:
     """What is fitted, and what is held out: no prompt in both where there are several, and no seed."""
     looked_at = positives[:-1] or positives
     fitted = [Picture(positive, seed + k) for positive in looked_at for k in range(seeds)]
     held_out = [Picture(positives[-1], seed + seeds + k) for k in range(max(seeds, _HELD_OUT))]
-    return Rehearsal(job, fitted, again=True), Rehearsal(job, held_out)
+    return CalibrationPictures(job, fitted, again=True), CalibrationPictures(job, held_out)
 
 
 def _others(steps: int) -> list[int]:
@@ -102,18 +104,18 @@ def _others(steps: int) -> list[int]:
     return sorted(count for count in {count_of(share, steps) for share in shares} if count < steps)
 
 
-def _count(rehearsal: Rehearsal, steps: int, wish: Wish) -> int:
+def _count(calibration_pictures: CalibrationPictures, steps: int, wish: Wish) -> int:
     if wish.seconds > 0:
-        return _count_within(wish.seconds, rehearsal, steps)
+        return _count_within(wish.seconds, calibration_pictures, steps)
     return wish.computed_steps or count_of(PRESETS[DEFAULT].selection.share, steps)
 
 
-def _count_within(seconds: float, rehearsal: Rehearsal, steps: int) -> int:
+def _count_within(seconds: float, calibration_pictures: CalibrationPictures, steps: int) -> int:
     few = power_law(steps, max(2, steps // 3), 1.0)
     for computed in (None, None, few, few):  # the first loads the model, and builds its engines
         throw_if_cancelled()
-        rehearsal.one(0, computed)
-    whole, part = rehearsal.measured[None], rehearsal.measured[few]
+        calibration_pictures.one(0, computed)
+    whole, part = calibration_pictures.measured[None], calibration_pictures.measured[few]
     a_computed = whole.seconds / steps
     a_skipped = max(0.0, (part.seconds - part.computed * a_computed) / max(1, steps - part.computed))
     count = count_within(seconds, steps, a_computed, a_skipped)
@@ -155,7 +157,9 @@ def _saved_preset(job: Job, calibration: Calibration, name: str) -> SavedPreset:
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def _heading(job: Job, preset: SavedPreset, fitted: Rehearsal, held_out: Rehearsal, prompts: int) -> str:
+def _heading(
+    job: Job, preset: SavedPreset, fitted: CalibrationPictures, held_out: CalibrationPictures, prompts: int
+) -> str:
     what = "a prompt that was not fitted on" if prompts > 1 else "the same prompt with other seeds"
     more = "" if prompts > 1 else "; connect positive_2 to judge on another prompt"
     return (
@@ -164,7 +168,7 @@ def _heading(job: Job, preset: SavedPreset, fitted: Rehearsal, held_out: Rehears
     )
 
 
-def _seconds(calibration: Calibration, held_out: Rehearsal) -> list[str]:
+def _seconds(calibration: Calibration, held_out: CalibrationPictures) -> list[str]:
     whole, part = held_out.measured[None], held_out.measured[calibration.choice.proposal.computed]
     lines = [f"A run took {part.seconds:.3g} s in place of {whole.seconds:.3g} s."]
     if part.computed > calibration.count:
@@ -175,7 +179,7 @@ def _seconds(calibration: Calibration, held_out: Rehearsal) -> list[str]:
     return lines
 
 
-def _runs(calibration: Calibration, fitted: Rehearsal) -> str:
+def _runs(calibration: Calibration, fitted: CalibrationPictures) -> str:
     return (
         f"Runs: {calibration.fitted_runs} of each fitted picture ({len(fitted.pictures)}), "
         f"{calibration.held_out_runs} of each held-out one."

@@ -59,7 +59,7 @@ class Measured:
 
 
 @dataclass
-class Rehearsal:
+class CalibrationPictures:
     """
     Attributes:
         again: what is known of the full run is not computed again: quicker, but not to be timed. Only for samplers that

@@ -19,7 +19,7 @@ from ....core.log_once import warn_once
 from ....sampling.presets import Preset
 from ....sampling.run import AfterRun, Skipped, SkippingRun
 from ....sampling.task import Task
-from ...step_conditions import Situation
+from ...step_conditions import StepConditions
 from ..process.build_waiting import throw_if_cancelled
 from ..run.call_wrappers import put_innermost, wrappers_of
 from ..run.wrapper_keys import ACCELERATE, RECORDING, STEP_SKIP
@@ -132,7 +132,7 @@ def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
 
 def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
     """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
-    situation = Situation(guider)
+    conditions = StepConditions(guider)
 
     def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         def compute() -> torch.Tensor:
@@ -141,6 +141,6 @@ def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
 
         throw_if_cancelled()
         sigma = float(timestep.flatten()[0])
-        return run(x, sigma, compute, situation.next(sigma))
+        return run(x, sigma, compute, conditions.next(sigma))
 
     return predict

@@ -1,7 +1,7 @@
 """What a step consisted of, kept for the pictures after it, which can begin with a replay. Attacks overhead.
 
 A run's first step goes the usual way, kernel by kernel, since that shows what the step is. Where an earlier picture was
-made by the same work, its outline says so. What is a matter of the run is asked anew: whether engines may answer and
+made by the same work, its known_step says so. What is a matter of the run is asked anew: whether engines may answer and
 which do, with the weights as they are now, and what hints and prompts are.
 """
 
@@ -23,14 +23,14 @@ from .step import Pattern, Step
 
 WHOLE = "whole"
 _KEPT = 16
-_known: OrderedDict[Hashable, Outline] = OrderedDict()
+_known: OrderedDict[Hashable, KnownStep] = OrderedDict()
 
 Part = str | int
 """The model as a whole, one half of it, or a ControlNet by its place."""
 
 
 @dataclass(frozen=True)
-class Outline:
+class KnownStep:
     """A pattern without what belongs to one picture alone.
 
     Attributes:
@@ -52,19 +52,19 @@ class Outline:
 
 def remember(step: Step, pattern: Pattern) -> None:
     """Keep what a step consisted of that was replayed."""
-    if (outline := _outline_of(step, pattern)) is not None:
-        _known[step.kind] = outline
+    if (known_step := _known_step_of(step, pattern)) is not None:
+        _known[step.kind] = known_step
         while len(_known) > _KEPT:
             _known.popitem(last=False)
 
 
-def recall(step: Step) -> Outline | None:
+def recall(step: Step) -> KnownStep | None:
     """What a step like this one consisted of; None: it is not known, or was another's work."""
-    outline = _known.get(step.kind)
-    if outline is None or outline.levers != step.levers:
+    known_step = _known.get(step.kind)
+    if known_step is None or known_step.levers != step.levers:
         return None
     _known.move_to_end(step.kind)
-    return outline if outline.conditions == kind_of_conditions(step.guider, outline.order) else None
+    return known_step if known_step.conditions == kind_of_conditions(step.guider, known_step.order) else None
 
 
 def forget(step: Step) -> None:
@@ -72,7 +72,7 @@ def forget(step: Step) -> None:
 
 
 def pattern_by(
-    outline: Outline, step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
+    known_step: KnownStep, step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
 ) -> Pattern | None:
     """The pattern with this run's engines; None where one does not answer.
 
@@ -83,13 +83,13 @@ def pattern_by(
     calls = step.calls
     if calls.veto_of_run is not None or why_not_these_tensors(conditions.tensors.values()) is not None:
         return None
-    if step.used and outline.is_halved != (calls.halves is not None):
+    if step.used and known_step.is_halved != (calls.halves is not None):
         return None  # the halves may have been built since
-    step.prepare_hints(outline.order, {"x": x, "sigma": sigma, **conditions.tensors})
-    if outline.hints != _kind_of_hints(step):
+    step.prepare_hints(known_step.order, {"x": x, "sigma": sigma, **conditions.tensors})
+    if known_step.hints != _kind_of_hints(step):
         return None
     served, owner = [], None
-    for part, shape, counts in outline.calls:
+    for part, shape, counts in known_step.calls:
         run = _run_of(part, step)
         offer = None if run is None else run.offer_for(shape)
         if run is None or offer is None or offer.engine is None:
@@ -97,14 +97,14 @@ def pattern_by(
         served.append(Served(run, offer, counts))
         if counts and not isinstance(part, int):
             owner = offer.engine
-    if owner is None or (outline.is_halved and not (calls.halves is not None and calls.halves.is_proved)):
+    if owner is None or (known_step.is_halved and not (calls.halves is not None and calls.halves.is_proved)):
         return None
-    found = Pattern(outline.order, served, owner, outline.is_halved, outline.way, kinds=outline.kinds)
+    found = Pattern(known_step.order, served, owner, known_step.is_halved, known_step.way, kinds=known_step.kinds)
     found.is_chosen = found.checked = found.is_known = True
     return found
 
 
-def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
+def _known_step_of(step: Step, pattern: Pattern) -> KnownStep | None:
     calls = []
     for served in pattern.served:
         part, shapes = _part_of(served.run, step), served.run.calls_of(served.offer)
@@ -113,7 +113,7 @@ def _outline_of(step: Step, pattern: Pattern) -> Outline | None:
         calls.append((part, shapes[0], served.counts))
     conditions = kind_of_conditions(step.guider, pattern.order)
     hints, made = _kind_of_hints(step), tuple(calls)
-    return Outline(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers, pattern.kinds)
+    return KnownStep(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers, pattern.kinds)
 
 
 def _kind_of_hints(step: Step) -> Hashable:

@@ -37,21 +37,21 @@ _TRIALS = 7
 
 
 def lead_steps(guider: Any, key: str, calls: ModelCalls, module: AcceleratedModule) -> None:
-    """Lead the steps of a run through `WholeStep`, inside of all that other nodes put around them."""
+    """Lead the steps of a run through `GraphedSteps`, inside of all that other nodes put around them."""
     from comfy.patcher_extension import WrappersMP
 
     levers = module.settings.levers
     if not (levers.one_graph and levers.hint_once and can_replay(calls.source.device)):
         return
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
-    put_innermost(wrappers, key, WholeStep(calls, module, key))
+    put_innermost(wrappers, key, GraphedSteps(calls, module, key))
 
 
 def can_replay(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class WholeStep:
+class GraphedSteps:
     """A wrapper of PREDICT_NOISE for the length of one run."""
 
     def __init__(self, calls: ModelCalls, module: AcceleratedModule, key: str) -> None:

@@ -1,4 +1,4 @@
-"""A process that gives the page out, with a workshop of tiny models. It ends when its standard input does.
+"""A process that gives the page out, with a builder of tiny models. It ends when its standard input does.
 
     python serve.py HOME [--until FILE] [--tab]
 
@@ -54,7 +54,7 @@ class TinyWorkshop:
     def models(self) -> list[str]:
         return ["tiny", "broken"]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         return NUMBERS
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterator[str]:
@@ -111,7 +111,7 @@ def main() -> None:
     while sys.stdin.read(1):
         pass
     manager.cancel_all()
-    manager.orders.wait(10)
+    manager.requests.wait(10)
     os._exit(0)
 
 

@@ -51,7 +51,7 @@ class FakeArchitecture:
     outputs = ("out",)
     fingerprint = ModelFingerprint("c" * 64, "Fake")
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return torch.nn.Identity()
 
     def random_inputs(

@@ -11,7 +11,7 @@ import torch
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.spec import Role
 from slipstream.hosts.forge.calls import calls_led
-from slipstream.hosts.forge.checkpoint_builder import ForgeWorkshop
+from slipstream.hosts.forge.checkpoint_builder import CheckpointBuilder
 from slipstream.hosts.forge.choices import NO_PRESET, Choices, preset_names
 from slipstream.hosts.forge.fallback_reasons import why_not_this_call, why_not_this_run
 from slipstream.hosts.forge.families import family_of, scaled_dot_product_attention
@@ -216,4 +216,4 @@ def test_attention_is_the_usual_one() -> None:
 def test_an_engine_that_no_picture_would_ask_for_is_not_built() -> None:
     wanted = Wanted("loaded", Role.UNET, Settings.of_text(resolutions="64x64", bake=True), 1, 77)
     with pytest.raises(UnsupportedModel, match="build without baking"):
-        list(ForgeWorkshop(provider=None).make(wanted, HostHooks()))  # type: ignore[arg-type]
+        list(CheckpointBuilder(provider=None).make(wanted, HostHooks()))  # type: ignore[arg-type]

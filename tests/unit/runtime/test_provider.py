@@ -506,7 +506,7 @@ def test_room_is_made_for_what_the_engine_held_when_it_was_verified(
     provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    hooks = HostHooks(make_room=lambda device, wanted: asked.append(wanted))
+    hooks = HostHooks(free_device_memory=lambda device, wanted: asked.append(wanted))
     monkeypatch.setattr(backend, "device_bytes", 1000)
     provider.prepare(source, CALL, FIRST_USE, hooks)
     assert asked == [], "nobody knew"
@@ -876,7 +876,7 @@ def test_room_is_made_for_a_build_that_somebody_waits_for(
     provider: EngineProvider, source: FakeSource, backend: NullBackend, worker: FakeWorker
 ) -> None:
     asked: list[int] = []
-    hooks = HostHooks(make_room=lambda device, wanted: asked.append(wanted))
+    hooks = HostHooks(free_device_memory=lambda device, wanted: asked.append(wanted))
     backend.building = 5000
     provider.offer(source, CALL, BACKGROUND, hooks)
     wait_until(lambda: not provider.queue.pending())

@@ -126,7 +126,7 @@ class _Engine:
 
     def __init__(self, spec: Any, outputs: tuple[str, ...], directory: Path, device: torch.device) -> None:
         architecture, precision = pickle.loads((directory / "model.pickle").read_bytes())
-        self._module, self._outputs = architecture.skeleton(precision, device), outputs
+        self._module, self._outputs = architecture.placeholder(precision, device), outputs
         self._weights: dict[str, torch.Tensor] = {}
         self.profile, self.more_profiles = spec.profile, spec.more_profiles
 

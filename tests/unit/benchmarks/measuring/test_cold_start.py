@@ -26,7 +26,7 @@ from slipstream.benchmarks.pages.page import newest, report
 from slipstream.benchmarks.subjects.cases import CASES, Case
 from slipstream.benchmarks.subjects.jobs import PICTURE, READY, Job
 from slipstream.benchmarks.subjects.rows import FIELDS, OF_COLD, OF_JOBS, Row
-from slipstream.benchmarks.subjects.setup import Ready, Workshop, compiler_cache
+from slipstream.benchmarks.subjects.setup import Ready, SetupContext, compiler_cache
 from slipstream.benchmarks.subjects.variants import COLD_STARTED, SWITCHED, USUAL, Variant, describe
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
@@ -241,11 +241,11 @@ def started(tmp_path: Path, monkeypatch) -> Callable[..., Row]:
     monkeypatch.setattr(torch, "load", lambda file, weights_only: kept["found"])
 
     def started(job: Job, name: str = "eager+cold") -> Row:
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
+        setup_context = SetupContext(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
         marks = Marks(time.perf_counter() - 100)
         marks("imports")
         case = Case("fake", "a fake", lambda: job, needs_gpu=False, is_job=True)
-        return start(case, Variant.of(name), workshop, marks, tmp_path / "kept")
+        return start(case, Variant.of(name), setup_context, marks, tmp_path / "kept")
 
     return started
 
@@ -278,7 +278,7 @@ def test_a_picture_that_setting_up_paints_is_the_first(
     log: list[str] = []
     job, served = Painter(log), []
 
-    def ours(variant: Variant, job: Painter, workshop: Workshop, ending: ExitStack) -> Ready:
+    def ours(variant: Variant, job: Painter, setup_context: SetupContext, ending: ExitStack) -> Ready:
         def compute(applied: Any) -> Any:
             served.append(calls)
             return job.paint(None, applied)
@@ -312,10 +312,10 @@ def test_torch_finds_what_it_compiled_where_a_folder_is_named(tmp_path: Path, mo
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")
     folder = tmp_path / "compiled" if named else None
-    workshop = Workshop(EngineStore(tmp_path), tmp_path, lambda text: None, compiled=folder)
+    setup_context = SetupContext(EngineStore(tmp_path), tmp_path, lambda text: None, compiled=folder)
     used = []
     for _ in range(2):
-        with compiler_cache(workshop):
+        with compiler_cache(setup_context):
             used.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
             assert os.environ["TRITON_CACHE_DIR"].startswith(used[-1])
     assert used == [str(folder)] * 2 if named else len(set(used)) == 2

@@ -149,11 +149,11 @@ def test_two_commands_take_turns_by_one_lock(tmp_path: Path, monkeypatch) -> Non
     said = f"""
 import pathlib
 sys.path.insert(0, {os.path.dirname(turns.__file__)!r})
-from turns import Place
+from turns import GpuTurn
 def tell(what):
     with open({str(told)!r}, "a") as stream:
         print({case}, what, file=stream)
-with Place(pathlib.Path({given})) as place:
+with GpuTurn(pathlib.Path({given})) as place:
     tell("sets up")
     while not all(f"{{name}} sets up" in open({str(told)!r}).read() for name in ("sd15-512-b2", "sdxl-1024-b2")):
         time.sleep(0.05)

@@ -17,11 +17,11 @@ import torch
 from slipstream.benchmarks.measuring import measure as measuring
 from slipstream.benchmarks.measuring import model_variants, ours, turns
 from slipstream.benchmarks.measuring.measure import Schedule, measure
-from slipstream.benchmarks.measuring.turns import Place
+from slipstream.benchmarks.measuring.turns import GpuTurn
 from slipstream.benchmarks.subjects.cases import Case
 from slipstream.benchmarks.subjects.models import Model
 from slipstream.benchmarks.subjects.rows import FIELDS, OF_SWITCHED, Row
-from slipstream.benchmarks.subjects.setup import Workshop
+from slipstream.benchmarks.subjects.setup import SetupContext
 from slipstream.benchmarks.subjects.variants import Variant
 from slipstream.benchmarks.subjects.weights import randomise
 from slipstream.core.errors import ShapeOutsideProfile, UnsupportedModel
@@ -64,9 +64,9 @@ def run(backend: NullBackend, source: FakeSource, tmp_path: Path) -> Measure:
         case = Case("fake", "a fake", lambda: subject, needs_gpu=False, convolutional=False)
         rows: list[Row] = []
         until = None if seconds is None else time.monotonic() + seconds
-        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"}, Place(lock), until)
-        workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
-        measure(case, [Variant.of(name) for name in names], schedule, workshop, rows.append)
+        schedule = Schedule(REPEATS, WARMUP, {"commit": "abc", "run": "r"}, GpuTurn(lock), until)
+        setup_context = SetupContext(EngineStore(tmp_path / "engines"), tmp_path, lambda text: None)
+        measure(case, [Variant.of(name) for name in names], schedule, setup_context, rows.append)
         return rows
 
     return run

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.benchmarks.measuring.profiling import TOP, Profile, Work, busy_and_span, profile_case
 from slipstream.benchmarks.subjects.cases import Case
-from slipstream.benchmarks.subjects.setup import Workshop
+from slipstream.benchmarks.subjects.setup import SetupContext
 from slipstream.benchmarks.subjects.variants import Variant
 from slipstream.engine_cache import EngineStore
 
@@ -39,8 +39,8 @@ def test_without_a_gpu_there_are_no_figures_of_one() -> None:
 def test_changes_between_pictures_are_not_profiled(tmp_path: Path) -> None:
     told: list[str] = []
     case = Case("fake", "a fake", lambda: object(), needs_gpu=False)  # type: ignore[arg-type, return-value]
-    workshop = Workshop(EngineStore(tmp_path), tmp_path, told.append)
-    assert list(profile_case(case, [Variant.of("eager+switch-size")], workshop)) == []
+    setup_context = SetupContext(EngineStore(tmp_path), tmp_path, told.append)
+    assert list(profile_case(case, [Variant.of("eager+switch-size")], setup_context)) == []
     assert told == ["eager+switch-size is left out: changes between pictures are timed, not profiled"]
 
 

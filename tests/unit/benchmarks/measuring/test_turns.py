@@ -11,14 +11,14 @@ import pytest
 from slipstream.benchmarks.measuring import turns
 from slipstream.benchmarks.measuring.building import Builders, Task
 from slipstream.benchmarks.measuring.measure import Schedule
-from slipstream.benchmarks.measuring.turns import Place, Unwanted
+from slipstream.benchmarks.measuring.turns import GpuTurn, Unwanted
 
 pytestmark = pytest.mark.skipif(turns.why_not() is not None, reason="this system has no lock held together")
 
 
 def _case(file: Path, name: str, sets_up: float, said: list[str], entered: threading.Barrier) -> threading.Thread:
     def run() -> None:
-        with Place(file) as place:
+        with GpuTurn(file) as place:
             entered.wait()
             time.sleep(sets_up)
             said.append(f"{name} is set up")
@@ -47,15 +47,15 @@ def test_nobody_is_timed_before_all_are_set_up_nor_beside_another(tmp_path: Path
 
 
 def test_a_case_that_ends_early_holds_nobody_up(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Place(tmp_path / "lock") as gone:
+    with pytest.raises(RuntimeError), GpuTurn(tmp_path / "lock") as gone:
         raise RuntimeError("no memory")
-    with Place(tmp_path / "lock") as place, place.alone():
+    with GpuTurn(tmp_path / "lock") as place, place.alone():
         assert place.is_shared
     assert gone.is_shared
 
 
 def test_by_itself_nothing_is_locked() -> None:
-    with Place(None) as place, place.alone():
+    with GpuTurn(None) as place, place.alone():
         assert not place.is_shared
 
 
@@ -66,11 +66,11 @@ def test_a_place_that_nobody_wants_any_more_is_not_waited_for(tmp_path: Path) ->
         asked.append(time.monotonic())
         return len(asked) > 3
 
-    with Place(tmp_path / "lock") as other, other.alone():
-        with pytest.raises(Unwanted), Place(tmp_path / "lock", is_unwanted):
+    with GpuTurn(tmp_path / "lock") as other, other.alone():
+        with pytest.raises(Unwanted), GpuTurn(tmp_path / "lock", is_unwanted):
             pytest.fail("another is alone")
     assert len(asked) == 4
-    with Place(tmp_path / "lock", lambda: False) as place:
+    with GpuTurn(tmp_path / "lock", lambda: False) as place:
         assert place.waited < 1
 
 
@@ -79,7 +79,7 @@ def test_builders_end_with_their_command_while_another_times(tmp_path: Path) -> 
     begun: list[Task] = []
     builders = Builders(tmp_path / "lock", 600, lambda task, limit: begun.append(task), str)
     waiting = threading.Thread(target=builders, args=(Task("one", "slipstream:compiled", "model"),))
-    with Place(tmp_path / "lock") as other, other.alone():
+    with GpuTurn(tmp_path / "lock") as other, other.alone():
         waiting.start()
         time.sleep(0.5)
         assert waiting.is_alive()
@@ -92,7 +92,7 @@ def test_waiting_for_others_is_no_setting_up(tmp_path: Path) -> None:
     holds, lets_go = threading.Event(), threading.Event()
 
     def times() -> None:
-        with Place(tmp_path / "lock") as place, place.alone():
+        with GpuTurn(tmp_path / "lock") as place, place.alone():
             holds.set()
             lets_go.wait(20)
 
@@ -101,7 +101,7 @@ def test_waiting_for_others_is_no_setting_up(tmp_path: Path) -> None:
     assert holds.wait(20)
     threading.Timer(1.0, lets_go.set).start()
     until = time.monotonic() + 10
-    with Place(tmp_path / "lock") as place:
+    with GpuTurn(tmp_path / "lock") as place:
         left = Schedule(1, 1, {}, place, until).seconds_left
     other.join()
     assert 0.9 < place.waited < 9 and 9 < left <= 10

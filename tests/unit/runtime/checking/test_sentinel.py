@@ -49,8 +49,8 @@ def host(source: FakeSource) -> Host:
     return Host(source)
 
 
-def picture(module: AcceleratedModule, host: Host, calls: int = 3, situation: object = None) -> list[torch.Tensor]:
-    with module.run(host.source, situation=situation) as run:  # type: ignore[arg-type]
+def picture(module: AcceleratedModule, host: Host, calls: int = 3, conditions: object = None) -> list[torch.Tensor]:
+    with module.run(host.source, conditions=conditions) as run:  # type: ignore[arg-type]
         return [host.call(run) for _ in range(calls)]
 
 
@@ -78,7 +78,7 @@ def test_the_first_call_of_a_model_is_computed_both_ways(module: AcceleratedModu
     picture(module, host)
     picture(module, host)
     assert host.beside == 1 and module.status.engine_calls == 6
-    picture(module, host, situation="another node's wrapper")
+    picture(module, host, conditions="another node's wrapper")
     assert host.beside == 2
 
 
@@ -97,9 +97,9 @@ def test_what_nobody_noticed_is_found_on_the_first_call(module: AcceleratedModul
 def test_an_engine_that_went_wrong_is_told_from_a_model_that_did(
     module: AcceleratedModule, host: Host, backend: NullBackend
 ) -> None:
-    picture(module, host, situation="first")
+    picture(module, host, conditions="first")
     backend.error = 1e-3
-    picture(module, host, situation="second")
+    picture(module, host, conditions="second")
     (reason,) = module.status.to_json()["reasons"]
     assert "something else than it was built from" in reason
 
@@ -134,9 +134,9 @@ def test_real_inputs_that_are_harder_for_both_are_no_difference(
     module: AcceleratedModule, host: Host, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are as far off from fp32: the engine to one side, the model to the other."""
-    picture(module, host, situation="first")
+    picture(module, host, conditions="first")
     backend.error, host.factor = 3e-5, 1 - 3e-5
-    picture(module, host, situation="second")
+    picture(module, host, conditions="second")
     assert host.beside == 2 and module.status.eager_calls == 0
 
 

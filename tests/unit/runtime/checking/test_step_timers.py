@@ -8,12 +8,12 @@ import pytest
 
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.checking.step_timers import CallTimer, StepTimer, is_on_purpose, on_purpose
-from slipstream.runtime.checking.step_times import Step, StepTimes
+from slipstream.runtime.checking.step_times import StepTimes, TimedStep
 from slipstream.runtime.loaded.device_clock import disturb
 from slipstream.tests.fakes import CPU, FakeClock
 
 ENGINE = ("e" * 64, "2026-01-01T00:00:00+00:00")
-BY_ENGINE, BY_MODEL = Step("work", (ENGINE,)), Step("work")
+BY_ENGINE, BY_MODEL = TimedStep("work", (ENGINE,)), TimedStep("work")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ class Counted:
         self.steps: list[int] = []
         self._number = 0
 
-    def step(self, done: Step | None, spoiled: bool = False) -> bool:
+    def step(self, done: TimedStep | None, spoiled: bool = False) -> bool:
         """One step, and the beginning of the next one; whether it was counted."""
         self._number += 1
         self._clock.now += self._number
@@ -47,7 +47,7 @@ class Counted:
         return counted
 
 
-def counted(times: StepTimes, clock: FakeClock, *steps: Step | None) -> list[int]:
+def counted(times: StepTimes, clock: FakeClock, *steps: TimedStep | None) -> list[int]:
     run = Counted(times, clock)
     for step in steps:
         run.step(step)
@@ -69,12 +69,12 @@ def test_after_a_change_the_first_step_is_cold(times: StepTimes, clock: FakeCloc
 
 
 def test_other_work_is_a_change(times: StepTimes, clock: FakeClock) -> None:
-    with_control = Step("with a ControlNet", (ENGINE,))
+    with_control = TimedStep("with a ControlNet", (ENGINE,))
     assert counted(times, clock, *[BY_ENGINE] * 3, *[with_control] * 2) == [3, 5]
 
 
 def test_steps_of_no_use_are_not_counted(times: StepTimes, clock: FakeClock) -> None:
-    assert counted(times, clock, *[Step(None)] * 5, BY_ENGINE, BY_ENGINE) == [7]
+    assert counted(times, clock, *[TimedStep(None)] * 5, BY_ENGINE, BY_ENGINE) == [7]
 
 
 def test_a_step_without_a_model_is_none(times: StepTimes, clock: FakeClock) -> None:
@@ -107,7 +107,9 @@ def test_where_no_mark_can_be_had_nothing_is_counted(times: StepTimes, clock: Fa
     assert run.steps == [3, 6]
 
 
-def call(timer: CallTimer, clock: FakeClock, step: Step = BY_ENGINE, ms: float = 8.0, spoiled: bool = False) -> str:
+def call(
+    timer: CallTimer, clock: FakeClock, step: TimedStep = BY_ENGINE, ms: float = 8.0, spoiled: bool = False
+) -> str:
     def compute() -> str:
         clock.now += ms
         if spoiled:
@@ -117,7 +119,7 @@ def call(timer: CallTimer, clock: FakeClock, step: Step = BY_ENGINE, ms: float =
     return timer(compute, lambda: step)
 
 
-def samples(times: StepTimes, step: Step) -> list[float]:
+def samples(times: StepTimes, step: TimedStep) -> list[float]:
     times.settle()
     return list(times._samples.get(step, []))
 
@@ -144,7 +146,7 @@ def test_calls_that_are_not_as_they_will_be_are_not_counted(times: StepTimes, cl
     timer = CallTimer(times, CPU, 0)
     call(timer, clock)
     call(timer, clock, spoiled=True)
-    call(timer, clock, Step(None))
+    call(timer, clock, TimedStep(None))
     clock.is_capturing = True
     call(timer, clock)
     clock.is_capturing = False

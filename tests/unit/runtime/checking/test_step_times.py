@@ -13,7 +13,7 @@ from slipstream.core.errors import StoreError
 from slipstream.engine_cache import EngineStore, Entry, Speed
 from slipstream.runtime.checking import step_times
 from slipstream.runtime.checking.step_timers import on_purpose
-from slipstream.runtime.checking.step_times import EngineId, Step, StepTimes, id_of, is_slower, why_retired
+from slipstream.runtime.checking.step_times import EngineId, StepTimes, TimedStep, id_of, is_slower, why_retired
 from slipstream.runtime.loaded.device_clock import disturbances
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
@@ -34,7 +34,7 @@ from slipstream.tests.fakes import (
 
 CALL = CallShape.of(make_inputs())
 WORK = "work"
-PLAIN = Step(WORK)
+PLAIN = TimedStep(WORK)
 VERSIONS = {"ComfyUI": "0.33.0"}
 FAST, SLOW = (10.0,) * 8, (30.0,) * 8
 
@@ -63,7 +63,7 @@ def engine(provider: EngineProvider, source: FakeSource) -> EngineId:
     return id_of(offer.engine.entry)
 
 
-def measure(times: StepTimes, step: Step, *took: float) -> None:
+def measure(times: StepTimes, step: TimedStep, *took: float) -> None:
     """As if steps had taken so many ms."""
     clock = times.clock_of(CPU)
     for ms in took:
@@ -114,9 +114,9 @@ def test_both_medians_are_written_down(provider: EngineProvider, times: StepTime
     heard: list[Speed | None] = []
     times.on_change = lambda: heard.append(speed(provider))
     measure(times, PLAIN, 30.0, 31.0, 99.0)
-    measure(times, Step(WORK, (engine,)), 10.0, 11.0, 12.0, 80.0)
+    measure(times, TimedStep(WORK, (engine,)), 10.0, 11.0, 12.0, 80.0)
     assert speed(provider) is None, "too few"
-    measure(times, Step(WORK, (engine,)), 11.0)
+    measure(times, TimedStep(WORK, (engine,)), 11.0)
     found = speed(provider)
     assert found is not None and (found.engine_ms, found.eager_ms, found.retired) == (11.0, 31.0, {})
     assert heard == [found]
@@ -126,25 +126,25 @@ def test_figures_are_written_when_they_have_changed(
     provider: EngineProvider, times: StepTimes, engine: EngineId
 ) -> None:
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     first = speed(provider)
-    measure(times, Step(WORK, (engine,)), *[10.4] * 40)
+    measure(times, TimedStep(WORK, (engine,)), *[10.4] * 40)
     assert speed(provider) == first
-    measure(times, Step(WORK, (engine,)), *[11.0] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[11.0] * 64)
     assert speed(provider) != first
 
 
 def test_old_samples_are_forgotten(provider: EngineProvider, times: StepTimes, engine: EngineId) -> None:
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *[20.0] * 64, *[10.0] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[20.0] * 64, *[10.0] * 64)
     found = speed(provider)
     assert found is not None and found.engine_ms == 10.0
 
 
 def test_only_the_same_work_is_compared(provider: EngineProvider, times: StepTimes, engine: EngineId) -> None:
     """A ControlNet makes each step longer, with an engine and without."""
-    measure(times, Step("with a ControlNet"), *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep("with a ControlNet"), *SLOW)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     assert speed(provider) is None
     measure(times, PLAIN, *[9.0] * 2)
     assert speed(provider) is None
@@ -153,10 +153,10 @@ def test_only_the_same_work_is_compared(provider: EngineProvider, times: StepTim
 def test_engines_of_controlnets_are_told_apart(provider: EngineProvider, times: StepTimes, engine: EngineId) -> None:
     other = ("c" * 64, "2026-01-01T00:00:00+00:00")
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,), (other,)), *FAST[:4])
-    measure(times, Step(WORK, (engine,)), *FAST[:4])
+    measure(times, TimedStep(WORK, (engine,), (other,)), *FAST[:4])
+    measure(times, TimedStep(WORK, (engine,)), *FAST[:4])
     assert speed(provider) is None
-    measure(times, Step(WORK, (engine,), (other,)), 12.0)
+    measure(times, TimedStep(WORK, (engine,), (other,)), 12.0)
     found = speed(provider)
     assert found is not None and found.engine_ms == 10.0
 
@@ -169,12 +169,12 @@ def test_several_engines_of_a_step_share_its_figures(provider: EngineProvider, t
         engines.append(id_of(offer.engine.entry))
         provider.pool.give_back(offer.engine)
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, tuple(sorted(engines))), *FAST)
+    measure(times, TimedStep(WORK, tuple(sorted(engines))), *FAST)
     found = [entry.manifest.speed for entry in provider.store.list()]
     assert len(found) == 2 and all(each is not None and each.speedup == 3.0 for each in found)
     for _ in range(2):
-        measure(times, Step("other work"), *FAST)
-        measure(times, Step("other work", tuple(sorted(engines))), *SLOW)
+        measure(times, TimedStep("other work"), *FAST)
+        measure(times, TimedStep("other work", tuple(sorted(engines))), *SLOW)
     for size in (8, 16):
         assert "so it is not used" in ask(provider, FakeSource(), call=CallShape.of(make_inputs(size))).reason
 
@@ -184,7 +184,7 @@ def test_events_that_the_device_has_not_reached_are_read_later(
 ) -> None:
     clock.reached = 20.0
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     assert speed(provider) is None
     clock.reached = 30.0
     run_begins = AcceleratedModule(provider, FIRST_USE).run(source)
@@ -204,7 +204,7 @@ def test_a_clock_that_breaks_costs_figures_alone(
     times.settle()
     del clock.milliseconds
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     assert speed(provider) is not None
 
 
@@ -214,7 +214,7 @@ def test_a_listener_that_breaks_costs_no_figures(provider: EngineProvider, times
 
     times.on_change = broken
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     assert speed(provider) is not None
 
 
@@ -226,28 +226,28 @@ def test_where_nothing_can_be_written_this_process_knows(
 
     monkeypatch.setattr(provider.store, "record_speed", refuse)
     measure(times, PLAIN, *SLOW)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     found = provider.speed_of(only_entry(provider))
     assert speed(provider) is None and found is not None and found.speedup == 3.0
     for _ in range(2):
-        measure(times, Step("other"), *FAST)
-        measure(times, Step("other", (engine,)), *SLOW)
+        measure(times, TimedStep("other"), *FAST)
+        measure(times, TimedStep("other", (engine,)), *SLOW)
     assert "is not used" in run_once(provider, source).reason
 
 
 def test_what_takes_no_time_is_not_compared(provider: EngineProvider, times: StepTimes, engine: EngineId) -> None:
     measure(times, PLAIN, *[0.0] * 5)
-    measure(times, Step(WORK, (engine,)), *FAST)
+    measure(times, TimedStep(WORK, (engine,)), *FAST)
     assert speed(provider) is None
-    measure(times, Step("other"), *SLOW)
-    measure(times, Step("other", (engine,)), *FAST)
+    measure(times, TimedStep("other"), *SLOW)
+    measure(times, TimedStep("other", (engine,)), *FAST)
     assert speed(provider) is not None
 
 
 def test_few_kinds_of_work_are_kept(times: StepTimes) -> None:
     for number in range(1000):
-        measure(times, Step(number), 1.0)
-        times.is_due(Step(number))
+        measure(times, TimedStep(number), 1.0)
+        times.is_due(TimedStep(number))
     assert len(times._samples) == len(times._turns) == 256
 
 
@@ -256,7 +256,7 @@ def test_few_kinds_of_work_are_kept(times: StepTimes) -> None:
 
 def suspect(times: StepTimes, engine: EngineId) -> None:
     measure(times, PLAIN, *[98.04] * 3)
-    measure(times, Step(WORK, (engine,)), *[104.3] * 5)
+    measure(times, TimedStep(WORK, (engine,)), *[104.3] * 5)
 
 
 def retire(times: StepTimes, engine: EngineId) -> None:
@@ -291,7 +291,7 @@ def test_so_it_stays_whatever_is_measured_in_the_rest_of_the_run(
 ) -> None:
     retire(times, engine)
     measure(times, PLAIN, *[500.0] * 64)
-    measure(times, Step(WORK, (engine,)), *[1.0] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[1.0] * 64)
     assert run_once(provider, source).reason == REASON
 
 
@@ -326,7 +326,7 @@ def test_after_an_update_it_is_tried_again(
     assert run_once(later, source).engine is not None
     assert later.step_times is not None
     measure(later.step_times, PLAIN, *SLOW)
-    measure(later.step_times, Step(WORK, (engine,)), *FAST)
+    measure(later.step_times, TimedStep(WORK, (engine,)), *FAST)
     found = speed(later)
     assert found is not None and found.speedup == 3.0 and not found.retired
 
@@ -373,7 +373,7 @@ def test_an_engine_that_is_built_anew_is_used(
     monkeypatch.setattr("slipstream.engine_cache.manifest.utc_now", lambda: "2030-01-01T00:00:00+00:00")
     offer = run_once(provider, source)
     assert offer.engine is not None and id_of(offer.engine.entry) != engine
-    measure(times, Step(WORK, (engine,)), *[104.3] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[104.3] * 64)
     assert run_once(provider, source).engine is not None, "these are steps of the old one"
 
 
@@ -404,45 +404,45 @@ def test_without_a_stopwatch_nothing_is_measured(
 # --------------------------------------------------------------------------------------------------- compared
 
 
-def turns(times: StepTimes, step: Step, runs: int) -> list[int]:
+def turns(times: StepTimes, step: TimedStep, runs: int) -> list[int]:
     """The runs, counted from 1, in which steps are computed by the model on purpose."""
     return [number for number in range(1, runs + 1) if times.is_due(step)]
 
 
 def test_where_nothing_is_known_three_runs_are_used(times: StepTimes, engine: EngineId) -> None:
-    assert turns(times, Step(WORK, (engine,)), 500) == [1, 2, 3, 203, 403]
+    assert turns(times, TimedStep(WORK, (engine,)), 500) == [1, 2, 3, 203, 403]
 
 
 def test_what_was_known_before_the_engine_came_is_compared_later(times: StepTimes, engine: EngineId) -> None:
     measure(times, PLAIN, *SLOW)
-    assert turns(times, Step(WORK, (engine,)), 450) == [200, 400]
+    assert turns(times, TimedStep(WORK, (engine,)), 450) == [200, 400]
 
 
 def test_three_samples_are_enough(times: StepTimes, engine: EngineId) -> None:
     measure(times, PLAIN, 30.0, 30.0)
-    assert times.is_due(Step(WORK, (engine,)))
+    assert times.is_due(TimedStep(WORK, (engine,)))
     measure(times, PLAIN, 30.0)
-    assert turns(times, Step(WORK, (engine,)), 150) == []
+    assert turns(times, TimedStep(WORK, (engine,)), 150) == []
 
 
 def test_each_kind_of_work_has_its_turns(times: StepTimes, engine: EngineId) -> None:
-    assert times.is_due(Step(WORK, (engine,))) and times.is_due(Step("other", (engine,)))
+    assert times.is_due(TimedStep(WORK, (engine,))) and times.is_due(TimedStep("other", (engine,)))
 
 
 def test_where_memory_ran_out_nothing_is_computed_on_purpose_again(times: StepTimes, engine: EngineId) -> None:
     times.stop_comparing()
-    assert turns(times, Step(WORK, (engine,)), 500) == []
+    assert turns(times, TimedStep(WORK, (engine,)), 500) == []
 
 
 def test_comparing_can_be_switched_off(store: EngineStore, engine: EngineId) -> None:
-    assert turns(StepTimes(store, compares=False), Step(WORK, (engine,)), 500) == []
+    assert turns(StepTimes(store, compares=False), TimedStep(WORK, (engine,)), 500) == []
 
 
 def test_a_machine_that_was_busy_for_long_costs_no_engine(
     provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
 ) -> None:
     """The model was timed in the morning, and now a game runs beside the engine."""
-    step = Step(WORK, (engine,))
+    step = TimedStep(WORK, (engine,))
     measure(times, PLAIN, *[30.0] * 20)
     assert not times.is_due(step)
     measure(times, step, *[45.0] * 20)
@@ -459,7 +459,7 @@ def test_a_machine_that_was_busy_for_long_costs_no_engine(
 def test_what_is_slower_side_by_side_is_retired(
     provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
 ) -> None:
-    step = Step(WORK, (engine,))
+    step = TimedStep(WORK, (engine,))
     measure(times, PLAIN, *[30.0] * 20)
     times.is_due(step)
     measure(times, step, *[45.0] * 20)
@@ -476,7 +476,7 @@ def test_where_the_model_computes_nothing_any_more_no_engine_is_retired(
 ) -> None:
     """Three calls of an idle machine, and nobody knows how busy it was later: only `is_due` has more of them made."""
     times = StepTimes(provider.store, VERSIONS, lambda device: clock, compares=way != "switched off")
-    provider.step_times, step = times, Step(WORK, (engine,))
+    provider.step_times, step = times, TimedStep(WORK, (engine,))
     measure(times, PLAIN, *[30.0] * 3)
     assert way == "a VAE" or not times.is_due(step)
     if way == "memory ran out":
@@ -501,14 +501,14 @@ def test_steps_from_before_the_suspicion_retire_no_engine(
 ) -> None:
     suspect(times, engine)
     measure(times, PLAIN, *[98.04] * 64)
-    measure(times, Step(WORK, (engine,)), *[104.3] * 4)
+    measure(times, TimedStep(WORK, (engine,)), *[104.3] * 4)
     assert run_once(provider, source).engine is not None
-    measure(times, Step(WORK, (engine,)), 104.3)
+    measure(times, TimedStep(WORK, (engine,)), 104.3)
     assert run_once(provider, source).reason == REASON
 
 
 def test_after_a_suspicion_three_more_runs_are_used(times: StepTimes, engine: EngineId) -> None:
-    step = Step(WORK, (engine,))
+    step = TimedStep(WORK, (engine,))
     assert turns(times, step, 10) == [1, 2, 3]
     suspect(times, engine)
     assert turns(times, step, 10) == [1, 2, 3]
@@ -518,16 +518,16 @@ def test_a_suspicion_that_was_unfounded_is_dropped(
     provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
 ) -> None:
     suspect(times, engine)
-    measure(times, Step(WORK, (engine,)), *[90.0] * 5)
+    measure(times, TimedStep(WORK, (engine,)), *[90.0] * 5)
     measure(times, PLAIN, *[98.04] * 3)
-    measure(times, Step(WORK, (engine,)), *[104.3] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[104.3] * 64)
     assert run_once(provider, source).engine is not None, "it is suspected anew"
 
 
 def test_little_is_kept_of_what_was_suspected(provider: EngineProvider, times: StepTimes, engine: EngineId) -> None:
     for number in range(300):
-        measure(times, Step(number), *FAST)
-        measure(times, Step(number, (engine,)), *SLOW)
+        measure(times, TimedStep(number), *FAST)
+        measure(times, TimedStep(number, (engine,)), *SLOW)
     assert len(times._earlier) == 256 and len(times._samples) == 256
 
 

@@ -195,7 +195,7 @@ def test_a_model_that_overflows_is_quantised_beside_bf16(
     offer = ask(provider, source, FP8)
     assert_bf16_serves(offer)
     assert offer.plan is not None and offer.plan.spec.quantised is Quantised.FP8
-    assert [job.spec.numbers for job in worker.jobs] == ["fp16", "bf16", "fp8"]
+    assert [job.spec.precision_name for job in worker.jobs] == ["fp16", "bf16", "fp8"]
 
 
 def test_an_overflow_of_a_quantised_engine_does_not_blame_fp16(
@@ -206,7 +206,7 @@ def test_an_overflow_of_a_quantised_engine_does_not_blame_fp16(
         assert offer.engine is None and "set precision to auto" in offer.reason
     backend.overflows = set()
     other = ask(provider, source)
-    assert other.plan is not None and other.plan.spec.numbers == "fp16"
+    assert other.plan is not None and other.plan.spec.precision_name == "fp16"
 
 
 # ----------------------------------------------------------------------------- found out by a picture itself
@@ -316,7 +316,7 @@ def test_a_quantised_engine_that_overflows_is_left_for_the_rest_of_the_run(
         assert_right(found, source, inputs)
     assert (module.status.engine_calls, module.status.eager_calls) == (0, 2)
     assert "computed NaN or Inf in fp8" in module.status.to_json()["now"]
-    assert [job.spec.numbers for job in worker.jobs] == ["fp8"] and not provider.pool._used
+    assert [job.spec.precision_name for job in worker.jobs] == ["fp8"] and not provider.pool._used
 
 
 def test_a_run_that_does_not_ask_for_it_waits_for_no_result(

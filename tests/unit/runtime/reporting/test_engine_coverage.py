@@ -10,8 +10,8 @@ import pytest
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import EngineSpec, Role
 from slipstream.engine_cache import BuildRecord, EngineKey, Manifest
-from slipstream.runtime.reporting import engine_coverage as hits_module
-from slipstream.runtime.reporting.engine_coverage import Asked, find_hits
+from slipstream.runtime.reporting import engine_coverage as module
+from slipstream.runtime.reporting.engine_coverage import Asked, engine_coverage
 from slipstream.tests.unit.engine_cache.support import make_environment, make_spec
 
 ASKED = Asked(width=512, height=512, batch=2, tokens=77)
@@ -29,7 +29,7 @@ def _everything_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     def why_not_used(manifest: Manifest) -> list[str]:
         return ["torch: 2.11 → 2.12"] if manifest.label == "old" else []
 
-    monkeypatch.setattr(hits_module, "why_not_used", why_not_used)
+    monkeypatch.setattr(module, "why_not_used", why_not_used)
 
 
 def manifest_of(label: str = "an engine", **changes: Any) -> Manifest:
@@ -40,7 +40,7 @@ def manifest_of(label: str = "an engine", **changes: Any) -> Manifest:
 
 
 def why(manifest: Manifest, **asked: int) -> list[str]:
-    found = find_hits([manifest], replace(ASKED, **asked))
+    found = engine_coverage([manifest], replace(ASKED, **asked))
     assert len(found["hits"]) + len(found["near"]) == 1
     return list(found["near"][0]["why"]) if found["near"] else []
 
@@ -77,7 +77,7 @@ def test_a_stale_engine_is_near() -> None:
 def test_the_nearest_come_first_and_others_do_not_come() -> None:
     hit, near, far = manifest_of("hit"), manifest_of("old"), manifest_of("old", profile=RANGED)
     decoder = manifest_of("decoder", role=Role.VAE_DECODE, profile=ShapeProfile.static({"z": (1, 4, 64, 64)}))
-    found = find_hits([far, decoder, near], replace(ASKED, width=2048))
+    found = engine_coverage([far, decoder, near], replace(ASKED, width=2048))
     assert [engine["label"] for engine in found["near"]] == ["old", "old"] and not found["hits"]
-    found = find_hits([far, hit, decoder], ASKED)
+    found = engine_coverage([far, hit, decoder], ASKED)
     assert found["hits"] == [{"digest": hit.digest, "label": "hit"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from slipstream.hosts.comfy.building.built_engines import EnginesFound
+from slipstream.hosts.comfy.building.built_engines import BuiltEngines
 from slipstream.runtime.settings.model_settings import BackendChoice
 from slipstream.runtime.settings.preferences import Preferences
 
@@ -15,7 +15,7 @@ def provider_of(stored: dict[str, object], **preferred: Any) -> Any:
 
 
 def test_it_looks_again_once_an_engine_is_gone() -> None:
-    found, stored = EnginesFound(), {"a": object(), "b": object()}
+    found, stored = BuiltEngines(), {"a": object(), "b": object()}
     provider = provider_of(stored)
     first = found.fingerprint(provider)
     found.note(["a"])
@@ -30,6 +30,6 @@ def test_it_looks_again_once_an_engine_is_gone() -> None:
 
 
 def test_it_looks_again_once_auto_means_something_else() -> None:
-    found = EnginesFound()
+    found = BuiltEngines()
     kinds = [{}, {"backend": BackendChoice.OFF}, {"backend": BackendChoice.COMPILED}]
     assert len({found.fingerprint(provider_of({}, **kind)) for kind in kinds}) == 3

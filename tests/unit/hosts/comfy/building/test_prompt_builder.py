@@ -1,4 +1,4 @@
-"""Orders as prompts of ComfyUI's queue, without ComfyUI."""
+"""Requests as prompts of ComfyUI's queue, without ComfyUI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from slipstream.core.errors import BuildCancelled
 from slipstream.core.spec import Role
 from slipstream.hosts.comfy.building import prompt_builder
-from slipstream.hosts.comfy.building.prompt_builder import PromptWorkshop, prompt_of
+from slipstream.hosts.comfy.building.prompt_builder import PromptBuilder, prompt_of
 from slipstream.runtime.provider import HostHooks
 from slipstream.runtime.requests.build_requests import Wanted
 from slipstream.runtime.settings.model_settings import PRECISIONS, Settings
@@ -58,8 +58,10 @@ def posted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("word", PRECISIONS)
 def test_an_order_reaches_the_node_in_the_words_of_its_widgets(word: str) -> None:
-    order = replace(WANTED, settings=Settings.of_text(resolutions="64x64", precision=word))
-    (inputs,) = (node["inputs"] for node in prompt_of(order).values() if node["class_type"] == "SlipstreamBuildEngine")
+    request = replace(WANTED, settings=Settings.of_text(resolutions="64x64", precision=word))
+    (inputs,) = (
+        node["inputs"] for node in prompt_of(request).values() if node["class_type"] == "SlipstreamBuildEngine"
+    )
     assert inputs["precision"] == word
 
 
@@ -72,7 +74,7 @@ def test_a_prompt_that_somebody_takes_out_of_the_queue_ends_its_order(queue: Que
         assert len(looks) < 10, "it waits for ever"
 
     with pytest.raises(BuildCancelled, match="taken out of ComfyUI's queue"):
-        list(PromptWorkshop().make(WANTED, HostHooks(progress)))
+        list(PromptBuilder().make(WANTED, HostHooks(progress)))
     assert looks == ["waiting in ComfyUI's queue"]
 
 
@@ -83,7 +85,7 @@ def test_a_prompt_that_ends_between_two_looks_is_reported(
     looks = iter([None, done, done])
     queue.waiting.clear()
     monkeypatch.setattr(prompt_builder, "_history", lambda prompt: next(looks))
-    assert list(PromptWorkshop().make(WANTED, HostHooks())) == ["engine, ready"]
+    assert list(PromptBuilder().make(WANTED, HostHooks())) == ["engine, ready"]
 
 
 class ComfyUI(BaseHTTPRequestHandler):

@@ -16,7 +16,7 @@ from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore, Speed
 from slipstream.hosts.comfy.node_state import announcer, node_states, watched_nodes
 from slipstream.hosts.comfy.node_state.announcer import Announcer
-from slipstream.hosts.comfy.node_state.node_states import NodeRegistry, Place, state_of
+from slipstream.hosts.comfy.node_state.node_states import NodeAddress, NodeRegistry, state_of
 from slipstream.hosts.comfy.node_state.status_text import describe
 from slipstream.hosts.comfy.process import running_prompts
 from slipstream.hosts.comfy.run import run_start
@@ -41,7 +41,7 @@ from slipstream.tests.fakes import (
     wait_until,
 )
 
-PLACE = Place("w1", "12:3")
+PLACE = NodeAddress("w1", "12:3")
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_the_last_module_of_a_node_counts_and_the_oldest_are_forgotten(
 ) -> None:
     monkeypatch.setattr(node_states, "_KEPT", 2)
     registry, off = NodeRegistry(), Settings(backend=BackendChoice.OFF)
-    for place in (Place(None, "4"), Place("w2", "12:3"), PLACE):
+    for place in (NodeAddress(None, "4"), NodeAddress("w2", "12:3"), PLACE):
         registry.register(place, module_of())
     registry.register(PLACE, module_of(off))
     states = {(state["workflow"], state["node"]): state for state in registry.to_json()}
@@ -408,7 +408,7 @@ MODEL = "SlipstreamAccelerateModel"
 def test_a_node_is_what_ran_last_also_where_comfyui_kept_it(
     module_of: Callable[..., AcceleratedModule], server: Server, registry: NodeRegistry
 ) -> None:
-    info, place = {"workflow": {"id": "w1"}}, Place("w1", "4")
+    info, place = {"workflow": {"id": "w1"}}, NodeAddress("w1", "4")
     server.runs("w1", n4=MODEL)
     real, dry = module_of(FIRST_USE), module_of(FIRST_USE, by_hand=True)
     watched_nodes.watch(real, 4, info)
@@ -426,10 +426,10 @@ def test_a_copy_of_a_workflow_has_its_own_states(
     watched_nodes.watch(module, "4", {"workflow": {"id": "w1"}})
     server.runs("w2", n4=MODEL)
     with recorded(module, None):
-        assert registry.modules() == {Place("w1", "4"): module, Place("w2", "4"): module}
+        assert registry.modules() == {NodeAddress("w1", "4"): module, NodeAddress("w2", "4"): module}
     server.runs("w3", n5=MODEL)  # a prompt without that node: nobody knows whose run this is
     with recorded(module, None):
-        assert set(registry.modules()) == {Place("w1", "4"), Place("w2", "4")}
+        assert set(registry.modules()) == {NodeAddress("w1", "4"), NodeAddress("w2", "4")}
 
 
 # -------------------------------------------------------------------------------------------------- events
@@ -523,8 +523,8 @@ def test_a_result_is_for_all_nodes_whose_prompt_waited(
     Announcer(provider, page, registry)
     server.runs("w1", n1="KSampler", n4=MODEL, n8="SlipstreamAccelerateVAE", n9="SlipstreamDryRunEnd")
     module, other = module_of(FIRST_USE), module_of(BACKGROUND)
-    registry.register(Place("w1", "4"), module)
-    registry.register(Place("w2", "8"), other)
+    registry.register(NodeAddress("w1", "4"), module)
+    registry.register(NodeAddress("w2", "8"), other)
     sample(module)
     wait_until(lambda: page.of("slipstream.result"))
     (waited,) = page.of("slipstream.result")
