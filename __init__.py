@@ -6,20 +6,16 @@ Nothing heavy is imported here: ComfyUI, pytest and the command line all pass th
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
+
+from .core.version import __version__
 
 if TYPE_CHECKING:
     from .nodes.extension import SlipstreamExtension
 
-__version__ = "0.1.0"
-
 WEB_DIRECTORY = "./web/js"
 
-STARTED = time.time()
-"""When this process loaded the pack, before any model (POSIX seconds)."""
-
-__all__ = ["STARTED", "WEB_DIRECTORY", "__version__", "comfy_entrypoint"]
+__all__ = ["WEB_DIRECTORY", "__version__", "comfy_entrypoint"]
 
 
 async def comfy_entrypoint() -> SlipstreamExtension:

@@ -12,6 +12,6 @@ if __name__ == "__main__":
     # Python put this folder on the path, where our modules would shadow others of their names.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != HERE]
     runpy.run_path(str(HERE.parent / "__main__.py"), run_name="slipstream_main")["register"]()
-    from slipstream.benchmarks.page import main
+    from slipstream.benchmarks.pages.page import main
 
     sys.exit(main())

@@ -11,11 +11,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["worker"] and len(words) == 2:  # internal, and light: a build process needs no command line
-        from ..runtime.worker import main as work
+        from ..runtime.building.worker import main as work
 
         return work(words[1])
     if words[:2] == ["worker", "capture"] and len(words) == 3:
-        from ..runtime.worker import compile_capture_library
+        from ..runtime.building.worker import compile_capture_library
 
         return compile_capture_library(words[2])
     from .commands import run

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from ..core.formatting import say_error
 from ..core.protocols import Tensors
 from ..engine_cache import EngineStore
-from ..hosts.models import DEMO
-from ..runtime.making import LoadedModel
-from ..runtime.measure import commit, load_seconds, milliseconds, statistics_of, versions
+from ..hosts.standalone.model_by_file import DEMO
+from ..runtime.checking.measure import commit, load_seconds, milliseconds, statistics_of, versions
+from ..runtime.checking.verify import relative_error
 from ..runtime.module import AcceleratedModule
-from ..runtime.plan import CallShape
+from ..runtime.planning.plan import CallShape
 from ..runtime.provider import EngineProvider
-from ..runtime.settings import Resolution, Settings
-from ..runtime.verify import relative_error
-from ..runtime.words import say_error
+from ..runtime.requests.make_engines import LoadedModel
+from ..runtime.settings.model_settings import Resolution, Settings
 from .build import Obtained, load, obtain, settings_from
 from .errors import OK, CommandError
 from .home import open_provider
@@ -79,7 +79,7 @@ def _compare(
         raise CommandError(f"The plain model ran instead of {engine.plan}: {reasons}")
     facts = {
         "backend": engine.plan.backend.name,
-        "precision": engine.plan.spec.numbers,
+        "precision": engine.plan.spec.precision_name,
         "build_s": engine.entry.manifest.build.seconds,
         "load_s": load_s,
         "size_mb": round(engine.entry.bytes / 2**20, 2),

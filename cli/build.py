@@ -7,16 +7,16 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..core.formatting import SHOWN, say_error, say_seconds
 from ..core.progress import Progress
 from ..engine_cache import EngineStore, Entry
-from ..hosts.models import load_model
-from ..runtime.describe import summary
-from ..runtime.estimate import say_estimate
-from ..runtime.making import LoadedModel
-from ..runtime.plan import CallShape, Plan
+from ..hosts.standalone.model_by_file import load_model
+from ..runtime.planning.build_estimate import say_estimate
+from ..runtime.planning.plan import CallShape, Plan
 from ..runtime.provider import EngineProvider, HostHooks
-from ..runtime.settings import Settings
-from ..runtime.words import SHOWN, say_error, say_seconds
+from ..runtime.reporting.engine_info import summary
+from ..runtime.requests.make_engines import LoadedModel
+from ..runtime.settings.model_settings import Settings
 from .errors import OK
 from .home import open_provider
 from .interrupt import prompt_interrupts

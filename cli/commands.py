@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from .. import __version__
 from ..core.errors import SlipstreamError
 from ..core.spec import Optimize
-from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, BackendChoice, ShapeChoice
+from ..core.version import __version__
+from ..runtime.settings.model_settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, BackendChoice, ShapeChoice
 from .errors import FAILED, INTERRUPTED, OK, USAGE
 from .output import Output, set_up_logging
 from .words import count, one_line, prefix, resolutions, size_in_bytes, span, text_length

@@ -6,10 +6,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from ..engine_cache import EngineStore, Entry
-from ..runtime.describe import details, overview
-from ..runtime.pruning import prune
-from ..runtime.words import (
+from ..core.formatting import (
     SHOWN,
     say_bytes,
     say_error,
@@ -20,6 +17,9 @@ from ..runtime.words import (
     say_time,
     say_when,
 )
+from ..engine_cache import EngineStore, Entry
+from ..runtime.reporting.engine_info import details, overview
+from ..runtime.requests.pruning import prune
 from .errors import FAILED, OK, CommandError
 from .output import Output
 

@@ -6,12 +6,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from ..engine_cache import EngineStore
-from ..hosts.comfy.checkout import OPEN_FOLDERS
-from ..hosts.comfy.standalone import models_folder
-from ..runtime.home import open_store as open_preferred_store
-from ..runtime.home import preferences_file
-from ..runtime.preferences import Preferences
+from ..hosts.comfy.building.without_server import models_folder
+from ..hosts.comfy.process.checkout import OPEN_FOLDERS
 from ..runtime.provider import EngineProvider
+from ..runtime.settings.preferences import Preferences
+from ..runtime.settings.store_folder import open_store as open_preferred_store
+from ..runtime.settings.store_folder import preferences_file
 
 
 def open_store(options: Namespace) -> EngineStore:

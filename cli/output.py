@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from ..core.formatting import say_seconds
 from ..core.progress import Progress, ProgressCallback
-from ..runtime.words import say_seconds
 
 Rows = Sequence[Sequence[str]]
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from ..core.errors import BackendUnavailable
 from ..engine_cache import EngineStore
-from ..hosts.workshop import StandaloneWorkshop
+from ..hosts.standalone.file_builder import FileBuilder
 from ..ui.compat import GET_GRADIO, is_there
 from ..ui.manager import Manager
 from ..ui.serve import PASSWORD_VARIABLE, Server, check_address, start
@@ -50,7 +50,7 @@ def _manager(store: EngineStore, options: Namespace) -> Manager:
         raise CommandError(f"There is no file {', '.join(missing)}; name checkpoints or UNet files with --model")
     _keep_the_log()
     provider = open_provider(store, options)
-    return Manager(provider, StandaloneWorkshop(provider, options.comfyui, [file.resolve() for file in options.model]))
+    return Manager(provider, FileBuilder(provider, options.comfyui, [file.resolve() for file in options.model]))
 
 
 def _keep_the_log() -> None:
@@ -79,5 +79,5 @@ def _until_interrupted() -> None:
 def _close(manager: Manager, server: Server) -> None:
     """Leave no half-built engine in the store."""
     manager.cancel_all()
-    manager.orders.wait(_LONGEST_SECONDS)
+    manager.requests.wait(_LONGEST_SECONDS)
     server.close()

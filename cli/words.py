@@ -6,7 +6,7 @@ import re
 from argparse import ArgumentTypeError
 from datetime import timedelta
 
-from ..runtime.settings import Resolution, check_tokens, parse_resolutions
+from ..runtime.settings.model_settings import Resolution, check_tokens, parse_resolutions
 
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

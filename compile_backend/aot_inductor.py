@@ -13,13 +13,9 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
-from .cpp_runtime import shared_cpp_runtime
-from .engine import CompiledEngine
-from .headers import headers_with_the_cache
-from .kernels import chosen_kernels
-from .options import of_compiler, package_options
-from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
-from .toolchain import (
+from .cpp.headers import headers_with_the_cache
+from .cpp.runtime_library import shared_cpp_runtime
+from .cpp.toolchain import (
     TRITON,
     why_no_c_compiler,
     why_no_cpp_compiler,
@@ -27,6 +23,10 @@ from .toolchain import (
     why_no_packages,
     why_no_triton,
 )
+from .engine import CompiledEngine
+from .inductor.kernels import chosen_kernels
+from .inductor.options import of_compiler, package_options
+from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
 from .unpacked import marked
 
 PACKAGE = "package.pt2"

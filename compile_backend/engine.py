@@ -9,9 +9,9 @@ import torch
 from ..core.errors import IncompatibleEngine, ShapeOutsideProfile
 from ..core.protocols import Tensors
 from ..core.shapes import ShapeProfile
-from .derived import DerivedWeight
 from .layouts import LaidOutWeights, TensorLayout, laid_out, places_of
 from .program import ProgramSignature
+from .rewrites.derived_weights import DerivedWeight
 
 Run = Callable[[Tensors], Sequence[torch.Tensor]]
 Supply = Callable[[dict[str, torch.Tensor]], None]

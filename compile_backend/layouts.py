@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.dtypes import dtype_name, dtype_named
-from .derived import DerivedWeight
+from .rewrites.derived_weights import DerivedWeight
 
 _MANY_CHANNELS = 32
 

@@ -17,9 +17,9 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.progress import Progress, ProgressCallback
 from ..core.protocols import BuildJob, Tensors
 from ..core.spec import EngineSpec
-from .derived import DerivedWeight
 from .layouts import TensorLayout, as_features, use_channels_last
 from .rewrites import Rewritten, rewrite
+from .rewrites.derived_weights import DerivedWeight
 
 PROGRAM = "program.pt2"
 SIGNATURE = "signature.json"
@@ -89,11 +89,11 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
         raise UnsupportedModel(f"Compiled engines are made for one exact shape, asked was {spec.profile}")
     progress(Progress("export", None, "tracing the model"))
     example = job.architecture.random_inputs(spec.profile.opt, input_dtypes(spec), job.device, seed=0)
-    skeleton = job.architecture.skeleton(spec.precision, job.device)
+    placeholder = job.architecture.placeholder(spec.precision, job.device)
     if job.device.type == "cuda":
-        use_channels_last(skeleton)
+        use_channels_last(placeholder)
         example = {name: as_features(tensor) for name, tensor in example.items()}
-    traced = _trace(spec, skeleton, example)
+    traced = _trace(spec, placeholder, example)
     constants = {*traced.graph_signature.inputs_to_lifted_tensor_constants.values()}
     rewritten = rewrite(traced, spec, example, job.device)
     program = rewritten.program
@@ -108,7 +108,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
 def save_program(program: torch.export.ExportedProgram, directory: Path) -> None:
     """Write the program itself, for those who trace it again at load."""
     with warnings.catch_warnings():
-        # The skeleton's tensors are views of one buffer on purpose.
+        # The placeholder's tensors are views of one buffer on purpose.
         warnings.filterwarnings("ignore", message="No complete tensor found")
         torch.export.save(program, directory / PROGRAM)
 

@@ -18,13 +18,13 @@ from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .cpp.toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 from .engine import CompiledEngine
-from .kernels import chosen_kernels
+from .inductor.kernels import chosen_kernels
+from .inductor.options import fusion_options, of_compiler
 from .layouts import TensorLayout
-from .modules import assign, module_of, tensor_of
-from .options import fusion_options, of_compiler
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
-from .toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
+from .rewrites.traced_module import assign, module_of, tensor_of
 
 CACHE = "compiler_cache.bin"
 
@@ -84,7 +84,7 @@ class TorchCompileBackend:
             raise IncompatibleEngine(f"{PROGRAM} cannot be loaded on this machine: {error}") from error
         compiled = _compiled(module, spec)
         signature = ProgramSignature.read(artifact.directory)
-        hollow = {name: tensor_of(module, name) for name in signature.weights}
+        placeholders = {name: tensor_of(module, name) for name in signature.weights}
 
         def supply(weights: dict[str, torch.Tensor]) -> None:
             for name, tensor in weights.items():
@@ -97,7 +97,7 @@ class TorchCompileBackend:
 
         # Constants are part of the program itself here.
         return CompiledEngine(
-            signature, spec.profile, outputs, device, run, supply, constants={}, drop=lambda: supply(hollow)
+            signature, spec.profile, outputs, device, run, supply, constants={}, drop=lambda: supply(placeholders)
         )
 
 

@@ -15,8 +15,8 @@ from types import MappingProxyType
 import torch
 from torch import device as Device
 
-from .. import __version__
 from .spec import NOT_IN_KEY, HoldsMappings
+from .version import __version__
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ class Architecture(Protocol):
     """What a model computes, without its numbers.
 
     Light, so that it may outlive the model in the build queue; and it pickles, so that the worker process can make the
-    skeleton from it.
+    placeholder from it.
     """
 
     role: Role
@@ -143,7 +143,7 @@ class Architecture(Protocol):
         """Its `weights` are left out."""
         ...
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         """The model for export: takes the inputs as keywords, returns a tuple of tensors; its numbers mean nothing.
 
         Raises:
@@ -190,7 +190,7 @@ class BoundWeights:
     """A model's weights where they lie: an engine reads them there until they are released.
 
     Attributes:
-        tensors: by the names of the skeleton.
+        tensors: by the names of the placeholder.
         version: equal for two bindings of one model whose tensors lie in the same places with the same values; None
             where nobody knows.
         release: lets the host move or free them again. It may be called once, from any thread.

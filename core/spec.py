@@ -129,11 +129,11 @@ class EngineSpec(HoldsMappings):
         return self.profile.is_static and not self.more_profiles
 
     @property
-    def numbers(self) -> str:
+    def precision_name(self) -> str:
         """For people, the word by which they chose what it computes in, e.g. "fp16" or "fp8"."""
         return str((self.quantised or self.precision).value)
 
     def describe(self) -> str:
         """One line for people: model, role, precision and shapes."""
         name = self.fingerprint.architecture_name or self.fingerprint.architecture[:8]
-        return f"{name} {self.role.value} {self.numbers} ({' or '.join(map(str, self.profiles))})"
+        return f"{name} {self.role.value} {self.precision_name} ({' or '.join(map(str, self.profiles))})"

@@ -1,6 +1,6 @@
 """The demo model's sizes, and its networks for diffusers and as ComfyUI's configuration.
 
-One set of weights, in diffusers' key format, serves both; `hosts/comfy/demo_model.py` renames the keys.
+One set of weights, in diffusers' key format, serves both; `hosts/comfy/models/demo_model.py` renames the keys.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Engines on disk: what one is (key), what is known about it (manifest), and where it lies (store)."""
 
-from .choices import ChoiceMemo
 from .entry import Entry, Hold
 from .files import identity as file_identity
-from .history import BuildHistory, PastBuild
 from .key import EngineKey, canonical, canonical_json, digest_of, key_of
+from .key_differences import describe_differences
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Speed, Verification, is_digest
-from .memo import WeightsMemo
-from .overflows import OverflowMemo
+from .memos import BuildHistory, ChoiceMemo, OverflowMemo, PastBuild, WeightsMemo
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
-from .weights import digest_tensors
-from .wording import describe_differences
+from .weights_digest import digest_tensors
 
 __all__ = [
     "DEFAULT_LIMIT_BYTES",

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..core.environment import Environment
 from ..core.spec import NOT_IN_KEY, EngineSpec
-from .wording import describe_differences
+from .key_differences import describe_differences
 
 KEY_SCHEMA = 1
 """Raised when the meaning of a factor changes without its value changing."""

@@ -153,7 +153,7 @@ class Manifest:
         return sum(record.bytes for record in self.files.values())
 
     @property
-    def numbers(self) -> str:
+    def precision_name(self) -> str:
         """For people, the word by which they chose what it computes in, e.g. "fp16" or "fp8"."""
         return self.quantised or self.precision
 

@@ -26,9 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError
 from ..core.protocols import Artifact
+from ..core.version import __version__
 from .entry import LAST_USED_NAME, Entry, Hold
 from .files import (
     copy_durably,

@@ -19,7 +19,8 @@ from ..core.errors import UnsupportedModel
 from ..core.protocols import Tensors
 from ..core.shapes import Shape
 from ..core.spec import ModelFingerprint
-from .source_code import source_digest
+from .live_model.held_weights import version_of
+from .live_model.source_code import source_digest
 
 RECIPE = 4
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
@@ -56,7 +57,7 @@ class NetworkArchitecture(ABC):
     """What the architectures of all hosts' networks find out from the network without numbers."""
 
     @abstractmethod
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         """A new network without numbers, of the host's own code."""
 
     @property
@@ -65,19 +66,19 @@ class NetworkArchitecture(ABC):
         return {}
 
     @functools.cached_property
-    def without_numbers(self) -> torch.nn.Module:
+    def meta_module(self) -> torch.nn.Module:
         """To be looked at, not changed."""
-        return self.hollow()
+        return self.new_meta_module()
 
     @property
     def fresh(self) -> torch.nn.Module:
         """The whole network as a meta module, of the host's code alone. To be looked at, not changed."""
-        return self.without_numbers
+        return self.meta_module
 
     @functools.cached_property
     def weight_names(self) -> frozenset[str]:
         """As the host names them, without the prefix of the exported program."""
-        return frozenset(self.without_numbers.state_dict())
+        return frozenset(self.meta_module.state_dict())
 
     def random_inputs(
         self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], device: torch.device, seed: int
@@ -105,11 +106,6 @@ def fingerprint_of(digest: str, name: str, module: torch.nn.Module) -> ModelFing
     """
     weights = module.state_dict().values()
     return ModelFingerprint(digest, name, layers=len(weights), parameters=sum(weight.numel() for weight in weights))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Grows with each write into a tensor; 0 for those of inference mode, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Draw(Protocol):

@@ -12,7 +12,7 @@ _USUAL_BYTES = 2
 """Of a number in a checkpoint."""
 
 
-def numbers_in(file: Path, prefix: str) -> int | None:
+def parameter_count(file: Path, prefix: str) -> int | None:
     """How many numbers lie under `prefix`, in the whole file where nothing does; None where it cannot be read.
 
     A file that is no safetensors file counts as a whole, by its size.

@@ -6,8 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .accelerating import HIDDEN, accelerated
-from .inputs import choices
+from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.inputs import choices
 
 
 class AccelerateControlNet(io.ComfyNode):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io, ui
 
-from .accelerating import HIDDEN
-from .inputs import backend_input, engine_inputs, optimize_input, precision_input
+from .shared.accelerated_output import HIDDEN
+from .shared.inputs import backend_input, engine_inputs, optimize_input, precision_input
 
 if TYPE_CHECKING:
-    from ..runtime.settings import Settings
+    from ..runtime.settings.model_settings import Settings
 
 
 class BuildEngine(io.ComfyNode):
@@ -55,10 +55,10 @@ class BuildEngine(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        from ..hosts.comfy.engines_found import ENGINES_FOUND
-        from ..hosts.comfy.host import provider
+        from ..hosts.comfy.building.built_engines import BUILT_ENGINES
+        from ..hosts.comfy.process.shared_provider import provider
 
-        return ENGINES_FOUND.fingerprint(provider())
+        return BUILT_ENGINES.fingerprint(provider())
 
     @classmethod
     def execute(
@@ -72,7 +72,7 @@ class BuildEngine(io.ComfyNode):
         optimize: str,
         **engines: Any,
     ) -> io.NodeOutput:
-        from ..runtime.settings import Settings
+        from ..runtime.settings.model_settings import Settings
 
         settings = Settings.of_text(
             backend=backend,
@@ -93,12 +93,12 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
     this node cannot know.
     """
     from ..core.errors import UnsupportedModel
-    from ..hosts.comfy.build import build_engines
-    from ..hosts.comfy.build_prompt import is_added
-    from ..hosts.comfy.engines_found import ENGINES_FOUND
-    from ..hosts.comfy.host import provider
-    from ..hosts.comfy.running import failing
-    from ..hosts.comfy.watching import watch
+    from ..hosts.comfy.building.build_engines import build_engines
+    from ..hosts.comfy.building.built_engines import BUILT_ENGINES
+    from ..hosts.comfy.dry_run.build_prompt import is_added
+    from ..hosts.comfy.node_state.watched_nodes import watch
+    from ..hosts.comfy.process.shared_provider import provider
+    from ..hosts.comfy.run.run_start import failing
     from ..runtime.module import AcceleratedModule
 
     asked: list[str] = []
@@ -118,5 +118,5 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
         if is_users:
             raise
         return [str(error)]
-    ENGINES_FOUND.note(digest for digest in asked if provider().store.lookup(digest) is not None)
+    BUILT_ENGINES.note(digest for digest in asked if provider().store.lookup(digest) is not None)
     return report

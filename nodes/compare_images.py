@@ -6,7 +6,7 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from .skip_inputs import CATEGORY
+from .shared.skip_inputs import CATEGORY
 
 
 class CompareImages(io.ComfyNode):

@@ -28,7 +28,7 @@ class SlipstreamDemoLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls) -> io.NodeOutput:
-        from ..hosts.comfy.demo_model import load_demo_controlnet, load_demo_model, load_demo_vae
+        from ..hosts.comfy.models.demo_model import load_demo_controlnet, load_demo_model, load_demo_vae
 
         return io.NodeOutput(load_demo_model(), load_demo_vae(), load_demo_controlnet())
 
@@ -58,7 +58,7 @@ class SlipstreamDemoLora(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, strength: float) -> io.NodeOutput:
-        from ..hosts.comfy.demo_lora import add_demo_lora
+        from ..hosts.comfy.models.demo_lora import add_demo_lora
 
         return io.NodeOutput(add_demo_lora(model, strength))
 
@@ -85,6 +85,6 @@ class SlipstreamDemoPrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, text: str) -> io.NodeOutput:
-        from ..hosts.comfy.demo_model import encode_demo_prompt
+        from ..hosts.comfy.models.demo_model import encode_demo_prompt
 
         return io.NodeOutput(encode_demo_prompt(text))

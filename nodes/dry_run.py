@@ -31,7 +31,7 @@ class SlipstreamOneStep(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any) -> io.NodeOutput:
-        from ..hosts.comfy.one_step import one_step
+        from ..hosts.comfy.dry_run.one_step import one_step
 
         return io.NodeOutput(one_step(model))
 

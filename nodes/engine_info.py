@@ -37,7 +37,7 @@ class EngineInfo(io.ComfyNode):
         from ..hosts.comfy.accelerate import accelerated_module
         from ..hosts.comfy.accelerate_controlnet import accelerated_controlnet_module
         from ..hosts.comfy.accelerate_vae import accelerated_vae_module
-        from ..hosts.comfy.info import describe
+        from ..hosts.comfy.node_state.status_text import describe
 
         given = (
             (model, accelerated_module, "model", "Accelerate Model"),

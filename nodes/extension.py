@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfy.pictures import watch_prompts
+from ..hosts.comfy.process.saved_pictures import watch_prompts
 from .accelerate import AccelerateModel
 from .accelerate_controlnet import AccelerateControlNet
 from .accelerate_vae import AccelerateVAE

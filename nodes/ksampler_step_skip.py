@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
+from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 from .step_skip import recorder
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class KSamplerStepSkip(io.ComfyNode):
     def execute(cls, model: Any, latent_image: Any, **inputs: Any) -> io.NodeOutput:
         from nodes import common_ksampler
 
-        from ..hosts.comfy.step_skip import skip_steps
+        from ..hosts.comfy.skip.step_skip import skip_steps
 
         record, reports = recorder(cls), []
 

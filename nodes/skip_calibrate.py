@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from .skip_inputs import CATEGORY
+from .shared.skip_inputs import CATEGORY
 from .step_skip import recorder
 
 _FURTHER = ("positive_2", "positive_3", "positive_4")
@@ -51,9 +51,9 @@ class SkipCalibrate(io.ComfyNode):
         name: str = "",
         **further: Any,
     ) -> io.NodeOutput:
-        from ..hosts.comfy.calibrate import Wish, calibrate_model
-        from ..hosts.comfy.rehearsal import Job
-        from ..hosts.comfy.skip_chart import draw_chart
+        from ..hosts.comfy.skip.calibrate import Wish, calibrate_model
+        from ..hosts.comfy.skip.calibration_chart import draw_chart
+        from ..hosts.comfy.skip.calibration_pictures import Job
 
         job = Job(model, negative, latent_image, steps, cfg, sampler_name, scheduler, denoise)
         positives = [positive, *(further[key] for key in _FURTHER if further.get(key) is not None)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
+from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def recorder(node: type[io.ComfyNode]) -> Callable[[Skipped], None]:
     """Writes into the pictures' record what happened in each run that `node` is part of."""
-    from ..hosts.comfy.pictures import record_run
+    from ..hosts.comfy.process.saved_pictures import record_run
 
     node_id = str(node.hidden.unique_id)
     return lambda skipped: record_run({"step_skipping": asdict(skipped)}, node_id)
@@ -51,7 +51,7 @@ class StepSkip(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:
-        from ..hosts.comfy.step_skip import skip_steps
+        from ..hosts.comfy.skip.step_skip import skip_steps
 
         return io.NodeOutput(skip_steps(model, preset_of(**chosen), recorder(cls)))
 
@@ -81,7 +81,7 @@ class StepSkipSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, sampler: Any, **chosen: Any) -> io.NodeOutput:
-        from ..hosts.comfy.skipping_sampler import SkippingSampler
+        from ..hosts.comfy.skip.skipping_sampler import SkippingSampler
 
         return io.NodeOutput(SkippingSampler(sampler, preset_of(**chosen), recorder(cls)))
 
@@ -111,7 +111,7 @@ class SkipSigmas(io.ComfyNode):
 
     @classmethod
     def execute(cls, sigmas: Tensor, preset: str, **chosen: Any) -> io.NodeOutput:
-        from ..hosts.comfy.pictures import record_run
+        from ..hosts.comfy.process.saved_pictures import record_run
         from ..sampling.schedule import shortened
 
         steps, selection = max(len(sigmas) - 1, 0), preset_of(preset, **chosen).selection

@@ -15,18 +15,18 @@ from ..core.dtypes import dtype_of
 from ..core.errors import NotFinite, UnsupportedModel
 from ..core.protocols import ModelSource, Tensors
 from ..core.spec import EngineSpec, Precision
-from .clock import disturb
-from .cuda_graphs import is_inlined
-from .memory import MemoryWatch
-from .plan import CallShape, Plan
+from .checking.sentinel import StartAgain
+from .checking.step_timers import CallTimer, is_on_purpose
+from .checking.step_times import EngineId, TimedStep, id_of
+from .checking.verify import is_finite
+from .loaded.cuda_graphs import is_inlined
+from .loaded.device_clock import disturb
+from .loaded.device_memory import MemoryWatch
+from .planning.engine_shapes import batch_of, largest_batch
+from .planning.plan import CallShape, Plan
 from .provider import EngineProvider, HostHooks, Offer
-from .sentinel import StartAgain
-from .settings import BuildPolicy, Settings
-from .shapes_wanted import batch_of, largest_batch
-from .status import EngineUse, Status
-from .step_times import EngineId, Step, id_of
-from .timers import CallTimer, is_on_purpose
-from .verify import is_finite
+from .reporting.status import EngineUse, Status
+from .settings.model_settings import BuildPolicy, Settings
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class AcceleratedModule:
     Attributes:
         asked: the settings of the last run.
         host_precision: that the model had in it; None before that.
+        build_seconds: that a build of the engine it lacked last will take; None where nothing is known.
     """
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
@@ -51,6 +52,7 @@ class AcceleratedModule:
         self.status = Status()
         self.asked = self.settings
         self.host_precision: Precision | None = None
+        self.build_seconds: float | None = None
 
     def __deepcopy__(self, memo: object) -> AcceleratedModule:
         """A copy of a model that was accelerated goes by the same settings, and counts its calls here."""
@@ -70,7 +72,7 @@ class AcceleratedModule:
         finite_only: bool = False,
         settings: Settings | None = None,
         cold_calls: int | None = None,
-        situation: Hashable = None,
+        conditions: Hashable = None,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
@@ -79,9 +81,9 @@ class AcceleratedModule:
             finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
                 are neither, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
-            situation: what else of the run may change what its model computes; see `Sentinel`.
+            conditions: what else of the run may change what its model computes; see `Sentinel`.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, situation)
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions)
         self.provider.run_began()
         try:
             yield run
@@ -125,11 +127,11 @@ class Run:
         finite_only: bool = False,
         settings: Settings | None = None,
         cold_calls: int | None = None,
-        situation: Hashable = None,
+        conditions: Hashable = None,
     ) -> None:
         self.wrong: str | None = None
         self.can_start_again = self.has_to_start_again = False
-        self._situation = situation
+        self._conditions = conditions
         self._served = 0
         self.answers: list[Answer] = []
         self._timer: CallTimer | None = None
@@ -201,7 +203,7 @@ class Run:
     @functools.cached_property
     def _case(self) -> Hashable:
         source = self._source
-        return source.architecture.fingerprint, source.weights_digest(), source.is_patched, self._situation
+        return source.architecture.fingerprint, source.weights_digest(), source.is_patched, self._conditions
 
     def _held_against(self, found: Tensors, inputs: Tensors, beside: Callable[[], Tensors], is_first: bool) -> Tensors:
         """An engine's answer, or the model's own where it is another one.
@@ -232,13 +234,13 @@ class Run:
         self.has_to_start_again = True
         raise StartAgain(self.wrong)
 
-    def _step_of(self, inputs: Tensors, since: int) -> Step:
+    def _step_of(self, inputs: Tensors, since: int) -> TimedStep:
         """What computed a call, of which the answers since then are."""
         found = set(self.answers[since:])
         if len(found) != 1 or (answer := found.pop()).is_vetoed:
-            return Step(None)
+            return TimedStep(None)
         work = self._source.architecture.fingerprint, self._source.precision, CallShape.of(inputs)
-        return Step(work, () if answer.engine is None else (answer.engine,))
+        return TimedStep(work, () if answer.engine is None else (answer.engine,))
 
     def is_coming(self, inputs: Tensors) -> bool:
         """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
@@ -300,10 +302,10 @@ class Run:
         """Why there is no answer. This run's engines of the same precision are not asked again: fp16 gives way to bf16
         where the user leaves that open, and everything else to the plain model."""
         assert offer.plan is not None
-        numbers = offer.plan.spec.numbers
+        numbers = offer.plan.spec.precision_name
         reason = self._module.provider.overflowed(self._source, offer.plan)
         for call, other in list(self._offers.items()):
-            if other is offer or (other.plan is not None and other.plan.spec.numbers == numbers):
+            if other is offer or (other.plan is not None and other.plan.spec.precision_name == numbers):
                 self._forget(call, other)
                 if numbers != Precision.FP16.value:
                     self._offers[call] = Offer(reason=reason)
@@ -362,11 +364,20 @@ class Run:
         offer = module.provider.offer(self._source, call, settings, self._hooks)
         if self._wanted:
             self._ordered[call] = self._wanted
+        if offer.engine is None:
+            module.build_seconds = self._expected(call, settings)
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:
             module.status.miss(offer.reason, self._wanted)
         return offer
+
+    def _expected(self, call: CallShape, settings: Settings) -> float | None:
+        try:
+            return self._module.provider.expected(self._source, call, settings)
+        except Exception as error:  # no engine would serve, for whatever reason: the offer says it
+            log.debug("Slipstream: how long a build takes is not known: %s", error)
+            return None
 
     def _want(self, digest: str) -> None:
         self._wanted = digest
@@ -426,7 +437,7 @@ def _use_of(offer: Offer, source: ModelSource) -> EngineUse:
     checked = entry.manifest.verifications.get(source.weights_digest())
     spec = offer.plan.spec
     error = checked.relative_error if checked else None
-    made = spec.backend.name, spec.numbers
+    made = spec.backend.name, spec.precision_name
     return EngineUse(offer.plan.key.digest, str(offer.plan), *made, error)
 
 

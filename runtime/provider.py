@@ -27,22 +27,22 @@ from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_prog
 from ..core.protocols import Backend, ModelSource, Tensors
 from ..core.spec import Precision
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
-from . import bake
-from .backends import default_backends
-from .build import build_engine
-from .canary import LOAD, USE, Canary, FirstCall
-from .clock import disturb
-from .estimate import estimate, say_estimate
-from .memory import MemoryWatch, Shortages, give_back_unused
-from .overflow import ADVICE, Overflows
-from .plan import CallShape, Plan, plans
-from .pool import EnginePool, LoadedEngine, is_graphed
-from .preferences import Background, Preferences
-from .queue import BuildQueue, Ticket
-from .sentinel import Sentinel, why_wrong
-from .settings import BuildPolicy, Settings
-from .step_times import StepTimes
-from .trust import Trust
+from .building.build import build_engine
+from .building.build_queue import BuildQueue, Ticket
+from .checking.sentinel import Sentinel, why_wrong
+from .checking.step_times import StepTimes
+from .checking.trust import Trust
+from .loaded.canary import LOAD, USE, Canary, FirstCall
+from .loaded.device_clock import disturb
+from .loaded.device_memory import MemoryWatch, Shortages, give_back_unused
+from .loaded.engine_pool import EnginePool, LoadedEngine, is_graphed
+from .planning import embedded_weights
+from .planning.backends import default_backends
+from .planning.build_estimate import estimate, say_estimate
+from .planning.fp16_overflow import ADVICE, Overflows
+from .planning.plan import CallShape, Plan, plans
+from .settings.model_settings import BuildPolicy, Settings
+from .settings.preferences import Background, Preferences
 
 _Answer = TypeVar("_Answer")
 
@@ -61,7 +61,7 @@ class HostHooks:
         progress: shows a build's progress to the person who waits.
         check_interrupted: raises the host's own exception when the person pressed cancel.
         interruptions: the types of that exception, which no fallback may swallow.
-        make_room: unloads what this run does not need until so many bytes are free on a device, as far as possible.
+        free_device_memory: unloads what this run does not need until so many bytes of a device are free.
         drop_copies: forgets copies of weights on a device that the host keeps for engines alone.
         wants: told the digest of each engine whose build is asked for.
         by_hand: a person asked for the engines: earlier failures count no more, and the run ends, by the first of
@@ -71,7 +71,7 @@ class HostHooks:
     progress: ProgressCallback = ignore_progress
     check_interrupted: Callable[[], None] = lambda: None
     interruptions: tuple[type[BaseException], ...] = (KeyboardInterrupt,)
-    make_room: Callable[[torch.device, int], None] = lambda device, wanted: None
+    free_device_memory: Callable[[torch.device, int], None] = lambda device, wanted: None
     drop_copies: Callable[[torch.device], object] = lambda device: None
     wants: Callable[[str], None] = lambda digest: None
     by_hand: bool = False
@@ -182,9 +182,11 @@ class EngineProvider:
 
     def plans(self, source: ModelSource, call: CallShape, settings: Settings) -> list[Plan]:
         """See `plan.plans`; in bf16 for a model that overflows in fp16, and with weights inside where asked for."""
-        chosen = self._overflows.widened(source, settings)
+        chosen = self._overflows.with_bf16(source, settings)
         found = plans(source.architecture, call, source.precision, source.device, chosen, self.backends)
-        return [bake.baked(plan, source) if settings.bake and plan.backend.can_bake else plan for plan in found]
+        return [
+            embedded_weights.baked(plan, source) if settings.bake and plan.backend.can_bake else plan for plan in found
+        ]
 
     def offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
         """An engine for this call, or why not. Never raises for a reason of ours, a bug of ours included.
@@ -195,7 +197,7 @@ class EngineProvider:
         try:
             if reason := settings.why_not_wanted(call.shapes) or self._overflows.why_not(source, settings):
                 return Offer(reason=reason)
-            return self._or_wider(source, settings, lambda: self._offer(source, call, settings, hooks))
+            return self._or_in_bf16(source, settings, lambda: self._offer(source, call, settings, hooks))
         except hooks.interruptions:
             raise
         except SlipstreamError as error:
@@ -217,13 +219,13 @@ class EngineProvider:
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
 
-    def _or_wider(self, source: ModelSource, settings: Settings, attempt: Callable[[], _Answer]) -> _Answer:
+    def _or_in_bf16(self, source: ModelSource, settings: Settings, attempt: Callable[[], _Answer]) -> _Answer:
         """What `attempt` finds; where it finds that fp16 overflows, and may do without, what it finds then."""
-        before = self._overflows.widened(source, settings)
+        before = self._overflows.with_bf16(source, settings)
         try:
             return attempt()
         except NotFinite:
-            if self._overflows.widened(source, settings) == before:
+            if self._overflows.with_bf16(source, settings) == before:
                 raise
         # Out here the error is gone, and with it the frames that kept tensors alive.
         return attempt()
@@ -250,7 +252,7 @@ class EngineProvider:
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
-        return self._or_wider(source, settings, lambda: self._prepare(source, call, settings, hooks))
+        return self._or_in_bf16(source, settings, lambda: self._prepare(source, call, settings, hooks))
 
     def _prepare(
         self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
@@ -273,14 +275,14 @@ class EngineProvider:
         return self._find(wanted, source) or self._obtain(wanted, source, settings, hooks)
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
-        for plan in bake.fitting(wanted, source):
+        for plan in embedded_weights.fitting(wanted, source):
             if (entry := self.store.lookup(plan.key.digest)) is not None:
                 self._say_once(plan.key.digest, f"cache hit, {plan} from {plan.key.short}")
                 return plan, entry
         return None
 
     def _say_if_not_baked(self, plan: Plan, settings: Settings) -> None:
-        if settings.bake and not bake.is_baked(plan):
+        if settings.bake and not embedded_weights.is_baked(plan):
             name = plan.backend.name
             self._say_once(f"bake {name}", f"bake is ignored: engines of {name} take the model's weights as they are")
 
@@ -300,7 +302,7 @@ class EngineProvider:
         log.info("Slipstream: %s (%s)", missing, self.explain_miss(chain[0]))
         reasons = []
         for plan in chain:
-            if reason := bake.why_not_built(plan, source, settings.policy):
+            if reason := embedded_weights.why_not_built(plan, source, settings.policy):
                 return reason
             if settings.policy is BuildPolicy.MANUAL:
                 return f"{missing}; build it with the Build Engine node or `slipstream build`"
@@ -317,7 +319,7 @@ class EngineProvider:
                 return f"the engine for {plan} is being built in the background{words}"
             log.info("Slipstream: building the engine for %s%s", plan, words)
             if ticket.error is None and (needed := plan.backend.build_bytes(plan.spec)):
-                hooks.make_room(plan.device, needed)
+                hooks.free_device_memory(plan.device, needed)
             try:
                 return plan, self.wait_for(ticket, hooks)
             except BuildCancelled as error:
@@ -396,7 +398,7 @@ class EngineProvider:
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)
-        numbers = plan.spec.numbers
+        numbers = plan.spec.precision_name
         what = f"the engine for {plan} computed NaN or Inf in {numbers}, and the plain model took over"
         return f"{what}. {ADVICE}" if numbers == Precision.FP16.value else what
 
@@ -440,7 +442,7 @@ class EngineProvider:
         self._trust.check_not_refused(source, entry)  # before memory is spent on it
         self._check_not_fatal(entry)
         if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
-            hooks.make_room(source.device, needed)
+            hooks.free_device_memory(source.device, needed)
         watch = MemoryWatch(source.device)
         bound = source.bind(plan.spec.precision)  # before memory is spent on an engine that could not have its weights
         try:

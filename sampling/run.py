@@ -68,26 +68,26 @@ class SkippingRun:
         self._computed = frozenset(computed)
         self._history = History(rule)
         self._last_step, self._last_sigma = -1, math.inf
-        self._last_situation: Hashable = None
+        self._last_conditions: Hashable = None
         self.computed_calls = 0
         self.skipped_calls = 0
 
-    def __call__(self, x: Tensor, sigma: float, compute: Callable[[], Tensor], situation: Hashable = None) -> Tensor:
+    def __call__(self, x: Tensor, sigma: float, compute: Callable[[], Tensor], conditions: Hashable = None) -> Tensor:
         """The denoised latent of a step, computed or expected; a tensor that the caller may write into.
 
         Args:
             x: the noisy latent [B, ...].
             compute: the model with all its guidance.
-            situation: all else that the result hangs on, such as which ControlNets are active: where it differs from
+            conditions: all else that the result hangs on, such as which ControlNets are active: where it differs from
                 the last call's, the step is computed and what was known before is forgotten.
         """
-        step, situation = self._step(sigma), (situation, x.shape, x.dtype, x.device)
+        step, conditions = self._step(sigma), (conditions, x.shape, x.dtype, x.device)
         if step is None:
             self.computed_calls += 1
             return compute()
-        if step <= self._last_step or sigma >= self._last_sigma or situation != self._last_situation:
+        if step <= self._last_step or sigma >= self._last_sigma or conditions != self._last_conditions:
             self.forget()
-        self._last_step, self._last_sigma, self._last_situation = step, sigma, situation
+        self._last_step, self._last_sigma, self._last_conditions = step, sigma, conditions
         if step not in self._computed and not self._history.is_empty:
             self.skipped_calls += 1
             return self._history.expect(sigma, x)

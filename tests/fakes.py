@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from slipstream.core.dtypes import dtype_of, input_dtypes
 from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
+from slipstream.core.placeholder import placeholder_of
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, profile_for
-from slipstream.core.skeleton import hollow
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import digest_tensors
-from slipstream.runtime.builder import Built
-from slipstream.runtime.plan import CallShape, Plan, plans
+from slipstream.runtime.building.worker_process import Built
+from slipstream.runtime.planning.plan import CallShape, Plan, plans
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 
 CPU = torch.device("cpu")
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
@@ -75,8 +75,8 @@ class FakeArchitecture:
     def fingerprint(self) -> ModelFingerprint:
         return ModelFingerprint(self.digest, "Tiny")
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(TinyModel, dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(TinyModel, dtype_of(precision), device)
 
     def random_inputs(
         self,
@@ -94,7 +94,7 @@ class FakeArchitecture:
 class Untraceable(FakeArchitecture):
     """A model that the build process gives up."""
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         raise UnsupportedModel("it branches on its data")
 
 
@@ -199,7 +199,7 @@ class NullBackend:
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         example = job.architecture.random_inputs(job.spec.profile.opt, input_dtypes(job.spec), job.device, seed=0)
-        job.architecture.skeleton(job.spec.precision, job.device)(**example)  # as a trace would
+        job.architecture.placeholder(job.spec.precision, job.device)(**example)  # as a trace would
         progress(Progress("compile", None, "pretending", 3))
         (job.directory / "engine.txt").write_text(self.content)
         if not job.spec.backend.contains_weights:
@@ -294,7 +294,7 @@ class NullEngine:
 
 
 class FakeWorker:
-    """Stands in for `builder.run_build`: builds in this process, when told to.
+    """Stands in for `worker_process.run_build`: builds in this process, when told to.
 
     Attributes:
         gate: builds wait until it is set; it is, unless cleared.

@@ -208,7 +208,7 @@ def _host(session: dict[str, Any], log: Path, teller: Any) -> Any:
 def _diffusers_host(home: Path, log: Path, teller: Any) -> Any:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
-    runtime, settings = _ours("runtime.provider"), _ours("runtime.settings")
+    runtime, settings = _ours("runtime.provider"), _ours("runtime.settings.model_settings")
     accelerate_unet = _ours("hosts.diffusers").accelerate_unet
     provider = runtime.EngineProvider(_ours("engine_cache").EngineStore(home))
     first_use = settings.Settings(policy=settings.BuildPolicy.FIRST_USE)

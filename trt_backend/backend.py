@@ -160,7 +160,7 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
         tuned=spec.profile.opt,
     )
     if eight_bits is not None and not any(source.eight_bits for source in weights.values()):
-        raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
+        raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.precision_name))
     if library.opset < 18:
         model = lower_to_opset_17(model)
     return ExportedGraph(model, weights, bytes_of_weights(model, weights)), reports

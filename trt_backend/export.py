@@ -17,7 +17,7 @@ from ..core.errors import UnsupportedModel, first_line
 from ..core.protocols import BuildJob, Tensors
 from ..core.shapes import UNET_AXES, Shape
 from ..core.spec import EngineSpec
-from .weight_map import WeightMap, WeightSource
+from .surgery.weight_map import WeightMap, WeightSource
 
 if TYPE_CHECKING:
     import onnx
@@ -56,7 +56,7 @@ def export_graph(job: BuildJob, opset: int) -> ExportedGraph:
     """
     spec, cpu = job.spec, torch.device("cpu")
     example = job.architecture.random_inputs(_example_shapes(spec), input_dtypes(spec), cpu, seed=0)
-    module = _Positional(job.architecture.skeleton(spec.precision, cpu), tuple(example))
+    module = _Positional(job.architecture.placeholder(spec.precision, cpu), tuple(example))
     try:
         with _quietly(), torch.no_grad():
             program = torch.export.export(

@@ -11,7 +11,7 @@ from ..core.errors import IncompatibleEngine
 from ..core.streams import current_stream
 from .fingerprint import fingerprints
 from .library import Library
-from .weight_map import WeightMap
+from .surgery.weight_map import WeightMap
 
 
 class Refit:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ..core.dtypes import dtype_name, dtype_named
-from .weight_map import WeightMap, WeightSource
+from .surgery.weight_map import WeightMap, WeightSource
 
 SIGNATURE = "signature.json"
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..runtime.words import say_speed
+from ..core.formatting import say_speed
 from ..sampling.saved_preset import SavedPreset
 from .wording import bar
 

@@ -1,12 +1,12 @@
-"""The build form's answers, as an order."""
+"""The build form's answers, as a request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..core.spec import Role
-from ..runtime.orders import Wanted
-from ..runtime.settings import Settings
+from ..runtime.requests.build_requests import Wanted
+from ..runtime.settings.model_settings import Settings
 
 PRESETS = {
     "SD 1.5": "512x512, 512x768, 768x512",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-from ..core.origin import host_name, why_not_own_page
+from ..core.request_origin import host_name, why_not_own_page
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ASKING = ("GET", "HEAD", "OPTIONS")

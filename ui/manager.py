@@ -11,32 +11,32 @@ from typing import Any
 
 from ..core.errors import EngineInUse, StoreError
 from ..engine_cache import Entry
-from ..runtime.describe import details, overview
-from ..runtime.hits import Asked, find_hits
-from ..runtime.machine import describe_machine
-from ..runtime.needs import Needs, foresee
-from ..runtime.orders import Order, Orders, Wanted, Workshop, describe_orders
+from ..runtime.building.build_queue import Ticket, TicketState
 from ..runtime.provider import EngineProvider
-from ..runtime.pruning import prune
-from ..runtime.queue import Ticket, TicketState
-from ..runtime.recent_log import recent_log
+from ..runtime.reporting.engine_coverage import Asked, engine_coverage
+from ..runtime.reporting.engine_info import details, overview
+from ..runtime.reporting.machine_info import describe_machine
+from ..runtime.reporting.recent_log import recent_log
+from ..runtime.requests.build_needs import Needs, foresee
+from ..runtime.requests.build_requests import BuildRequest, BuildRequests, ModelBuilder, Wanted, describe_requests
+from ..runtime.requests.pruning import prune
 from ..sampling.saved import SavedPreset, presets_folder, saved_presets
 
 
 class Manager:
-    """The engines of one store, and the orders of one process; shared by all pages that are open.
+    """The engines of one store, and the requests of one process; shared by all pages that are open.
 
     Args:
         provider: the host's own, so that its builds show here too.
-        workshop: what the host does for orders.
+        builder: what the host does for requests.
         home: where calibrated presets lie beside engines; default: the store's folder.
     """
 
-    def __init__(self, provider: EngineProvider, workshop: Workshop, home: Path | None = None) -> None:
+    def __init__(self, provider: EngineProvider, builder: ModelBuilder, home: Path | None = None) -> None:
         self.provider = provider
         self._home = home or provider.store.root
-        self.workshop = workshop
-        self.orders = Orders(workshop, lambda order: self._note_change())
+        self.builder = builder
+        self.requests = BuildRequests(builder, lambda request: self._note_change())
         self._changes = itertools.count(1)
         self._changed = 0
         self._log = recent_log()
@@ -117,24 +117,24 @@ class Manager:
         self._note_change()
         return removed
 
-    def hits(self, asked: Asked) -> dict[str, list[dict[str, Any]]]:
-        """Which engines would serve; see `find_hits`."""
-        return find_hits([entry.manifest for entry in self.provider.store.list()], asked)
+    def coverage(self, asked: Asked) -> dict[str, list[dict[str, Any]]]:
+        """Which engines would serve; see `engine_coverage`."""
+        return engine_coverage([entry.manifest for entry in self.provider.store.list()], asked)
 
     # Building
 
     def foresee(self, wanted: Wanted) -> Needs:
-        """What an order will take.
+        """What a request will take.
 
         Raises:
             BackendUnavailable: nothing here could build it.
             ValueError: the model is not offered.
         """
         self._check_offered(wanted)
-        numbers = self.workshop.numbers_in(wanted.model, wanted.role)
-        return foresee(self.provider, self.workshop.device(), wanted, numbers)
+        numbers = self.builder.parameter_count(wanted.model, wanted.role)
+        return foresee(self.provider, self.builder.device(), wanted, numbers)
 
-    def order(self, wanted: Wanted) -> Order:
+    def request_build(self, wanted: Wanted) -> BuildRequest:
         """Have engines made.
 
         Raises:
@@ -142,31 +142,31 @@ class Manager:
             ValueError: the model is not offered.
         """
         self.foresee(wanted)  # says no before a model is loaded
-        return self.orders.submit(wanted)
+        return self.requests.submit(wanted)
 
     def progress(self) -> list[dict[str, Any]]:
-        """Orders, and builds that nodes or others of this process asked for; see `describe_orders`."""
-        return describe_orders(self.orders, self.provider.queue)
+        """Requests, and builds that nodes or others of this process asked for; see `describe_requests`."""
+        return describe_requests(self.requests, self.provider.queue)
 
     def cancel(self) -> str:
         """Stop what is under way, or comes next; its name, or an empty text where there is nothing to stop."""
-        for order in self.orders.pending():
-            if not order.token.cancelled:
-                self.orders.cancel(order.id)
-                return str(order.wanted)
+        for request in self.requests.pending():
+            if not request.token.cancelled:
+                self.requests.cancel(request.id)
+                return str(request.wanted)
         for ticket in self.provider.queue.pending():
             ticket.cancel()
             return str(ticket.plan)
         return ""
 
     def cancel_all(self) -> int:
-        """Stop all orders and builds of this process; how many there were."""
-        orders, tickets = self.orders.pending(), self.provider.queue.pending()
-        for order in orders:
-            self.orders.cancel(order.id)
+        """Stop all requests and builds of this process; how many there were."""
+        requests, tickets = self.requests.pending(), self.provider.queue.pending()
+        for request in requests:
+            self.requests.cancel(request.id)
         for ticket in tickets:
             ticket.cancel()
-        return max(len(orders), len(tickets))
+        return max(len(requests), len(tickets))
 
     # Around it
 
@@ -175,7 +175,7 @@ class Manager:
         return self._log.after(0)
 
     def machine(self) -> dict[str, Any]:
-        return describe_machine(self.workshop.device(), self.provider.backends, self.provider.history)
+        return describe_machine(self.builder.device(), self.provider.backends, self.provider.history)
 
     def _entry(self, prefix: str) -> Entry:
         found = self.provider.store.find(prefix) if prefix else []
@@ -187,9 +187,9 @@ class Manager:
         return [self._entry(prefix).digest for prefix in prefixes]
 
     def _check_offered(self, wanted: Wanted) -> None:
-        if wanted.model not in self.workshop.models():
+        if wanted.model not in self.builder.models():
             raise ValueError("Choose a model from the list; Refresh looks for new files")
-        if wanted.role not in self.workshop.roles:
+        if wanted.role not in self.builder.roles:
             raise ValueError(f"Engines for a {wanted.role.value} are built when a workflow first uses it")
 
     def _hear(self, ticket: Ticket) -> None:

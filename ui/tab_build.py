@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.spec import Optimize
-from ..runtime.needs import say_needs
-from ..runtime.settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, TOKENS, BackendChoice, ShapeChoice
+from ..runtime.requests.build_needs import say_needs
+from ..runtime.settings.model_settings import (
+    AUTO,
+    MAX_BATCH,
+    MAX_TOKENS,
+    PRECISIONS,
+    TOKENS,
+    BackendChoice,
+    ShapeChoice,
+)
 from . import wording
 from .compat import gradio, listen
 from .form import PRESETS, Answers
@@ -36,7 +44,7 @@ class BuildTab:
         self.progress = gr.HTML(elem_id="slipstream_progress")
         listen(look.click, self._models, [], answers[:1])
         listen(foresee.click, self._foresee, answers, [self.message])
-        ordered = listen(build.click, self._order, answers, [self.message])
+        ordered = listen(build.click, self._request, answers, [self.message])
         listen(cancel.click, self._cancel, [], [self.message])
         listen(cancel_all.click, self._cancel_all, [], [self.message])
         self.ordered = ordered.then
@@ -45,7 +53,7 @@ class BuildTab:
         """Its components, in the order of `Answers`."""
         gr = gradio()
         with gr.Row():
-            models = self._manager.workshop.models()
+            models = self._manager.builder.models()
             model = gr.Dropdown(choices=models, value=None, label="Model file", elem_id="slipstream_model")
             role = gr.Radio(self._roles(), value=self._roles()[0], label="Role")
         with gr.Row():
@@ -81,19 +89,19 @@ class BuildTab:
         return [optimize, engines, max_batch, tokens, longest, bake]
 
     def _roles(self) -> list[str]:
-        return [role.value for role in self._manager.workshop.roles]
+        return [role.value for role in self._manager.builder.roles]
 
     def _models(self) -> Any:
-        return gradio().update(choices=self._manager.workshop.models())
+        return gradio().update(choices=self._manager.builder.models())
 
     def _foresee(self, *answers: Any) -> str:
         needs = self._manager.foresee(Answers(*answers).wanted())
         warning = [f"**Too little {needs.shortage}.**"] if needs.shortage else []
         return "\n".join([*(f"- {line}" for line in say_needs(needs)), "", *warning])
 
-    def _order(self, *answers: Any) -> str:
-        order = self._manager.order(Answers(*answers).wanted())
-        return f"Ordered: {wording.code(order.wanted)}. It goes on when this page is closed."
+    def _request(self, *answers: Any) -> str:
+        request = self._manager.request_build(Answers(*answers).wanted())
+        return f"Ordered: {wording.code(request.wanted)}. It goes on when this page is closed."
 
     def _cancel(self) -> str:
         stopped = self._manager.cancel()

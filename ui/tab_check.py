@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..runtime.hits import Asked
-from ..runtime.settings import TOKENS, parse_resolutions
+from ..runtime.reporting.engine_coverage import Asked
+from ..runtime.settings.model_settings import TOKENS, parse_resolutions
 from . import wording
 from .compat import gradio, listen
 from .manager import Manager
@@ -22,11 +22,13 @@ class CheckTab:
             tokens = gr.Slider(TOKENS, _LONGEST_TEXT, value=TOKENS, step=TOKENS, label="Length of the text, in tokens")
         ask = gr.Button("Would it hit?", variant="primary")
         verdict = gr.Markdown(elem_id="slipstream_verdict")
-        listen(ask.click, self._hits, [size, batch, tokens], [verdict])
+        listen(ask.click, self._coverage, [size, batch, tokens], [verdict])
 
-    def _hits(self, size: str, batch: float, tokens: float) -> str:
+    def _coverage(self, size: str, batch: float, tokens: float) -> str:
         found = parse_resolutions(size or "")
         if len(found) != 1:
             raise ValueError("Write one resolution, such as 512x768")
         (resolution,) = found
-        return wording.hits(self._manager.hits(Asked(resolution.width, resolution.height, int(batch), int(tokens))))
+        return wording.coverage(
+            self._manager.coverage(Asked(resolution.width, resolution.height, int(batch), int(tokens)))
+        )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..runtime.words import say_bytes
+from ..core.formatting import say_bytes
 from . import wording
 from .compat import column_widths, gradio, listen, listen_to_rows
 from .manager import Manager

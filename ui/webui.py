@@ -51,7 +51,7 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 
 def _page() -> Any:
-    from ..hosts.forge.host import provider
+    from ..hosts.webui_process import provider
     from . import page
 
     page_of_webui = page.blocks(_manager(provider()))
@@ -63,10 +63,10 @@ def _page() -> Any:
 @functools.lru_cache(maxsize=1)
 def _manager(provider: EngineProvider) -> Manager:
     """One for all pages: a WebUI makes them anew when it is reloaded."""
-    from ..hosts.forge.workshop import ForgeWorkshop
+    from ..hosts.forge.checkpoint_builder import CheckpointBuilder
     from .manager import Manager
 
-    return Manager(provider, ForgeWorkshop(provider))
+    return Manager(provider, CheckpointBuilder(provider))
 
 
 def script_class() -> type:

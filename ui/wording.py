@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..runtime import queue
-from ..runtime.estimate import say_roughly
-from ..runtime.words import SHOWN, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
+from ..core.formatting import SHOWN, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
+from ..runtime.building import build_queue
+from ..runtime.planning.build_estimate import say_roughly
 
 COLUMNS = (
     "id", "model", "role", "profile", "precision", "backend", "GPU", "MiB", "error", "speed-up", "last used", "state",
 )  # fmt: skip
 WIDTHS = (10.1, 8.3, 8.6, 9.0, 9.7, 9.5, 6.6, 5.6, 7.0, 7.7, 9.2, 8.7)
 """Of the columns, in percent: no word of a usual row is broken on a page 1280 wide."""
-ENDED = tuple(state.value for state in queue.ENDED)
+ENDED = tuple(state.value for state in build_queue.ENDED)
 _LINES = 200
 _COLOURS = {"done": "#2e9e5b", "failed": "#d05050", "cancelled": "#999999"}
 _COLOUR = "#3b7dd8"
@@ -127,7 +127,7 @@ def _say(row: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def hits(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def coverage(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Markdown: which engines would serve, and why the others would not."""
     serving = [f"- **yes**: {_named(engine)}" for engine in found["hits"]]
     others = [f"- no: {_named(engine)}: {'; '.join(engine['why'])}" for engine in found["near"]]

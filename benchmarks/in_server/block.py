@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..rows import Row
+from ..measuring.deadline import OutOfTime
+from ..subjects.rows import Row
 from .cases import CASES
 from .client import Calls, Client, Picture, PictureFailed
-from .deadline import OutOfTime
 from .gpu import Monitor
 from .graph import OUR_NODES, Prompt, Wish, build_prompt, required_defaults
 from .plan import Block

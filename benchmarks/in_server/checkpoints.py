@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..models import FLUX_DEV, SD15, SDXL, VAE, flux_config
-from ..weights import randomise, randomise_controlnet, randomise_unet
+from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
+from ..subjects.weights import randomise, randomise_controlnet, randomise_unet
 from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, LORA, ModelFile
 from .cases import VAE as VAE_FOLDER
 from .references import References

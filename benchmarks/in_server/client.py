@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from .deadline import Deadline
+from ..measuring.deadline import Deadline
 from .graph import Prompt
 from .process import Server, ServerDied
 from .websocket import WebSocket

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ... import __version__
 from ...core.errors import SlipstreamError
-from ...runtime.measure import commit
-from ..rows import RESULTS
+from ...core.version import __version__
+from ...runtime.checking.measure import commit
+from ..measuring.deadline import Deadline
+from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
 from .cases import CASES, HEADLINE, PictureCase
 from .checkpoints import NoRoom, make, missing
-from .deadline import Deadline
 from .gpu import Monitor, find_driver
 from .plan import ServerRun, left_out, plan
 from .process import Installation
@@ -143,9 +143,9 @@ def _checkout(options: Namespace) -> Path:
     Raises:
         ValueError: there is no ComfyUI.
     """
-    from ...hosts.comfy import standalone
+    from ...hosts.comfy.building import without_server
 
-    found = standalone.find_checkout(options.comfyui)
+    found = without_server.find_checkout(options.comfyui)
     if found is None:
         raise ValueError("No ComfyUI was found; name the folder of yours with --comfyui FOLDER or COMFYUI_DIR")
     return found
@@ -179,7 +179,7 @@ def _make_models(checkout: Path, options: Namespace, deadline: Deadline) -> None
 
 def _make_models_here(checkout: Path, options: Namespace) -> int:
     """Make them in this process."""
-    from ..cases import enter
+    from ..subjects.cases import enter
 
     enter(checkout)
     try:

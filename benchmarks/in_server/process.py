@@ -16,8 +16,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..measuring.deadline import Deadline
 from .cases import FOLDERS
-from .deadline import Deadline
 from .variants import Flags
 
 PACK = Path(__file__).resolve().parents[2]

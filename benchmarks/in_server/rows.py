@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..rows import CPU, Row
+from ..subjects.rows import CPU, Row
 from .gpu import Reading
 from .variants import OURS
 

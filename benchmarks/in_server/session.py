@@ -10,10 +10,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..rows import Row, append
+from ..measuring.deadline import Deadline, OutOfTime
+from ..subjects.rows import Row, append
 from .block import Bench, Pictures
 from .client import Client
-from .deadline import Deadline, OutOfTime
 from .plan import Block, ServerRun
 from .process import Installation, Server, ServerDied
 from .rows import complete, result_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...runtime.settings import AUTO, NUMBERS
+from ...runtime.settings.model_settings import AUTO, NUMBERS
 from ...sampling.presets import PRESETS, why_too_short
 from .cases import PictureCase
 

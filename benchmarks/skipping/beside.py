@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ...sampling.presets import PRESETS
-from . import ways
-from .protocol import BESIDE_CFG, BESIDE_STEPS, INPAINTED, UNTESTED, Condition
-from .results import Row
-from .runs import Runs, sampled
-from .score import figures
-from .shelf import Shelf
-from .subject import Subject
-from .timing import time_steps
+from .samples import ways
+from .samples.protocol import BESIDE_CFG, BESIDE_STEPS, INPAINTED, UNTESTED, Condition
+from .samples.results import Row
+from .samples.runs import Runs, sampled
+from .samples.score import figures
+from .samples.shelf import Shelf
+from .samples.subject import Subject
+from .samples.timing import time_steps
 
 Say = Callable[[str], None]
 

@@ -13,19 +13,20 @@ import torch
 
 from ...core.environment import Environment
 from ...demo import scenes
-from ...hosts.comfy import standalone
-from ...runtime.measure import commit
+from ...hosts.comfy.building import without_server
+from ...runtime.checking.measure import commit
 from ...sampling.reuse import Reuse
-from . import beside, fit, hackathon, plan, protocol
+from . import beside, fit, hackathon, plan
 from .overhead import overhead
 from .page import write_page
-from .protocol import Condition
-from .results import Row, keep, read
-from .runs import Runs, make_all, sampled
-from .score import Scorer, said
-from .shelf import Shelf
-from .subject import Subject
-from .timing import time_steps, timed_samplers
+from .samples import protocol
+from .samples.protocol import Condition
+from .samples.results import Row, keep, read
+from .samples.runs import Runs, make_all, sampled
+from .samples.score import Scorer, said
+from .samples.shelf import Shelf
+from .samples.subject import Subject
+from .samples.timing import time_steps, timed_samplers
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -35,11 +36,11 @@ def main(words: Sequence[str]) -> int:
     if options.page:
         write_page(options.results, options.pages)
         return 0
-    checkout = standalone.find_checkout(None)
+    checkout = without_server.find_checkout(None)
     if checkout is None:
         _say("No ComfyUI was found; name its folder in COMFYUI_DIR.")
         return 1
-    standalone.enter(checkout)
+    without_server.enter(checkout)
     torch.set_grad_enabled(False)
     if options.plan:
         chosen, fitted = (_chosen(options, each) for each in (protocol.conditions(), protocol.fit_conditions()))
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 class _Command:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._comfyui = standalone.version()
+        self._comfyui = without_server.version()
         self._commit = os.environ.get("SLIPSTREAM_COMMIT") or commit()
         self._chosen = _chosen(options, protocol.conditions())
         self._shelf = Shelf(options.shelf, _shelf_name(options, protocol.seeds(), options.samples))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..svg import card, text
+from ..pages.svg import card, text
 
 _COLUMNS, _WIDTH, _HEIGHT, _MARGIN = 4, 250, 210, 44
 _CLASSES = ("ours", "other")

@@ -10,13 +10,13 @@ from typing import Any
 from ...sampling.presets import Selection, custom
 from ...sampling.reuse import Reuse
 from ...sampling.samplers import kind_of
-from . import protocol, ways
-from .protocol import FIT_POWERS, FIT_SHARES, SAME_AS, Condition
-from .results import Row
-from .runs import CostsOf, Make
-from .score import closeness
-from .shelf import Made
-from .ways import Schedules, Way
+from .samples import protocol, ways
+from .samples.protocol import FIT_POWERS, FIT_SHARES, SAME_AS, Condition
+from .samples.results import Row
+from .samples.runs import CostsOf, Make
+from .samples.score import closeness
+from .samples.shelf import Made
+from .samples.ways import Schedules, Way
 
 CASE = "fit"
 _ELSEWHERE = (("dpmpp_2m", "karras"),)

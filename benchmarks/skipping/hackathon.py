@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from ...demo import scenes
-from ...hosts.comfy.step_skip import skip_steps
+from ...hosts.comfy.skip.step_skip import skip_steps
 from ...sampling.metrics import capped, latent_psnr, psnr, ssim
 from ...sampling.presets import PRESETS, Preset
 from ...sampling.schedule import shortened
 from ...sampling.statistics import paired_bootstrap
-from . import protocol
-from .protocol import DECODED
-from .subject import Outcome, Patch, Subject
-from .ways import everywhere
+from .samples import protocol
+from .samples.protocol import DECODED
+from .samples.subject import Outcome, Patch, Subject
+from .samples.ways import everywhere
 
 SAMPLER, SCHEDULER, STEPS = "ddim", "ddim_uniform", 20
 CFGS = (4.0, 7.5, 9.0)

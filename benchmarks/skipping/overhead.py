@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...hosts.comfy.step_skip import prediction
-from ...runtime.measure import milliseconds
+from ...hosts.comfy.skip.step_skip import prediction
+from ...runtime.checking.measure import milliseconds
 from ...sampling.reuse import Reuse
 from ...sampling.run import SkippingRun
 

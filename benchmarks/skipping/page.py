@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...sampling.measured import MEASURED
-from ..page import DOCS, write
-from . import fit, protocol, tables
+from ..pages.page import DOCS, write
+from . import fit, tables
 from .beside import INPAINTING, UNTESTED_SAMPLERS
 from .curve import Series, curves
-from .results import EXEMPT, Row, condition_of, disagreements, is_first_look, is_judged, read
+from .samples import protocol
+from .samples.results import EXEMPT, Row, condition_of, disagreements, is_first_look, is_judged, read
 from .shown import measured, with_figures
 
 NAME = "step-skipping"

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ...sampling.presets import PRESETS
-from . import beside, fit, hackathon, timing, ways
-from .costs import LONG, Costs
+from . import beside, fit, hackathon
 from .fit import Tried
-from .protocol import (
+from .samples import timing, ways
+from .samples.costs import LONG, Costs
+from .samples.protocol import (
     BESIDE_CFG,
     CACHES,
     FIT_SAMPLES,
@@ -20,9 +21,9 @@ from .protocol import (
     UNTESTED,
     Condition,
 )
-from .runs import Runs, make_all
-from .shelf import Made
-from .ways import Schedules, Way
+from .samples.runs import Runs, make_all
+from .samples.shelf import Made
+from .samples.ways import Schedules, Way
 
 STEP_SECONDS = 0.018
 """Of a computed step of 200 samples at CFG above 1, on engines. The plain model takes twice as long."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ...sampling.measured import CFG, between
 from ...sampling.presets import PRESETS
-from . import protocol
-from .results import EXEMPT, Row, is_judged
+from .samples import protocol
+from .samples.results import EXEMPT, Row, is_judged
 
 LANGUAGES = {"en": ("Preset", "of {} steps", "{} to {}"), "zh": ("预设", "{} 步", "{} 至 {}")}
 """Words of the table on the help pages: a preset, of how many steps, from the least figure to the greatest."""

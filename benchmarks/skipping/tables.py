@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from ...sampling.presets import PRESETS
 from ...sampling.samplers import kind_of
-from . import fit, protocol
-from .results import Row
+from . import fit
+from .samples import protocol
+from .samples.results import Row
 
 _FURTHER = "†"
 

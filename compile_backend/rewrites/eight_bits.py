@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ...core.eight_bits import FP8, gains, quantised, scale_of_rows
-from ..derived import DerivedWeight, Form
+from .derived_weights import DerivedWeight, Form
 from .graph import Graph, argument, aten, shape_of
 
 _LONG = 2048

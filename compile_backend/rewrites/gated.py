@@ -15,8 +15,7 @@ from torch.fx import Node
 from ...core.eight_bits import FP8
 from .eight_bits import fp8_linear, fp8_product, in_eight_bits, of_product
 from .graph import Graph, argument, aten, is_call, shape_of
-
-LONGEST = 16384
+from .row_parts import parts_of
 
 
 def runs_on(device: torch.device) -> bool:
@@ -30,13 +29,6 @@ def fuse_gates(graph: Graph) -> None:
         wide = _gated(graph, narrow.args[0])
         if wide is not None and parts_of(shape_of(wide)[-1] // 2):
             graph.replace(narrow, fp8_feed_forward, *wide.args, *narrow.args[1:4])
-
-
-def parts_of(columns: int) -> tuple[int, int] | None:
-    """The two powers of two, or the one and 0, that make up a row which the kernel can hold; else None."""
-    most = 1 << (columns.bit_length() - 1)
-    rest = columns - most
-    return (most, rest) if rest & (rest - 1) == 0 and columns <= LONGEST else None
 
 
 def fp8_feed_forward(

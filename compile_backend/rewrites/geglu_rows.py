@@ -16,7 +16,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 from ...core.eight_bits import FP8, LARGEST
-from .gated import LONGEST, parts_of
+from .row_parts import LONGEST, parts_of
 
 _LARGEST = tl.constexpr(LARGEST[FP8])
 _WARPS = {4096: 4, 6144: 2, LONGEST: 8}

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...core.skeleton import views_of_one_buffer
-from ..derived import DerivedWeight
-from ..modules import tensor_of
+from ...core.placeholder import views_of_one_buffer
+from .derived_weights import DerivedWeight
+from .traced_module import tensor_of
 
 aten = torch.ops.aten
 

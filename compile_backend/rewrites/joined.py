@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..derived import DerivedWeight
+from .derived_weights import DerivedWeight
 from .graph import Graph, argument, aten, shape_of
 
 _FEW = 512

@@ -13,15 +13,15 @@ from ...core.eight_bits import CHOOSE_AUTO, DTYPES, why_no_layer, why_not_on
 from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Tensors
 from ...core.spec import EngineSpec, Quantised
-from ..derived import DerivedWeight
-from ..modules import module_of
-from ..options import JOINED_PERCENT, PACKAGED, REWRITES
+from ..inductor.options import JOINED_PERCENT, PACKAGED, REWRITES
+from .derived_weights import DerivedWeight
 from .eight_bits import quantise_linears
 from .gated import fuse_gates, runs_on
 from .graph import Graph
 from .group_norm import by_channel
 from .joined import join_linears
 from .layout import keep_channels_last
+from .traced_module import module_of
 from .wide_attention import by_products
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _rewritten(
     if spec.quantised is not None:
         count = quantise_linears(graph, DTYPES[spec.quantised])
         if not count:
-            raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.numbers))
+            raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.precision_name))
         if gates:
             fuse_gates(graph)
     join_linears(graph, _bytes_of(graph.module) * int(options.get(JOINED_PERCENT) or 0) // 100)

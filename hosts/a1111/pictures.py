@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..forge.words import of_engines
+from ..info_text import of_engines
 from .unet_option import module_in_use
 
 ENGINES = "Slipstream"

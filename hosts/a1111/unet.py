@@ -15,8 +15,8 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
+from ...core.placeholder import placeholder_of
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of
 
@@ -84,13 +84,13 @@ class LdmUNet(NetworkArchitecture):
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        digest = architecture_digest(self.without_numbers, self.config)
-        return fingerprint_of(digest, f"{self.package} {_CLASS}", self.without_numbers)
+        digest = architecture_digest(self.meta_module, self.config)
+        return fingerprint_of(digest, f"{self.package} {_CLASS}", self.meta_module)
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: UNetGraph(self.hollow()), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: UNetGraph(self.new_meta_module()), dtype_of(precision), device)
 
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         """A new UNet without numbers."""
         with torch.device("meta"):
             made: torch.nn.Module = _class(self.package)(**copy.deepcopy(self.config), **_image_size(self.package))

@@ -11,11 +11,11 @@ import torch
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings import BuildPolicy, Settings
-from ..forge.host import module_of, waiting_hooks
-from ..live_model import why_changed
+from ...runtime.settings.model_settings import BuildPolicy, Settings
+from ..live_model.account import why_changed
+from ..webui_process import module_of, waiting_hooks
+from .fallback_reasons import WebUiCode, why_not_this_call
 from .source import LdmUNetSource, plain_calls
-from .vetoes import WebUiCode, why_not_this_call
 
 log = logging.getLogger(__name__)
 

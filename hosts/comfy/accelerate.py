@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
-from ...runtime.sentinel import StartAgain
-from ...runtime.settings import SWITCHED_OFF
-from .beginning import Beginning
-from .dynamic_vram import loading_once
-from .hook import lead_calls
-from .model_calls import ModelCalls, Tally, halves_of
-from .running import RunRecorder, begin_run, recorded
-from .source import ComfyUNetSource
-from .timed_steps import arguments_of, others_in, time_steps
-from .vetoes import why_not_this_run
-from .whole_step import lead_steps
+from ...runtime.settings.model_settings import SWITCHED_OFF
+from .models.fallback_reasons import why_not_this_run
+from .models.unet_source import ComfyUNetSource
+from .process.dynamic_vram import loading_once
+from .run.call_wrappers import lead_calls
+from .run.model_calls import ModelCalls, Tally, halves_of
+from .run.restart import SamplingStart
+from .run.run_start import RunRecorder, begin_run, recorded
+from .run.timed_steps import arguments_of, others_in, time_steps
+from .run.wrapper_keys import ACCELERATE
+from .step_graph.graphed_steps import lead_steps
 
 log = logging.getLogger(__name__)
-
-KEY = "slipstream"
 
 _BY_ITSELF = "another node computes the model's parts itself, so that no engine is asked"
 
@@ -40,20 +39,20 @@ def accelerate_model(patcher: Any, module: AcceleratedModule, after_run: RunReco
     from comfy.patcher_extension import WrappersMP
 
     clone = patcher.clone()
-    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    clone.set_attachments(KEY, module)
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, ACCELERATE)
+    clone.set_attachments(ACCELERATE, module)
 
     def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
         with recorded(module, after_run):
             return _sample(module, executor, args, kwargs)
 
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, outer_sample)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, ACCELERATE, outer_sample)
     return clone
 
 
 def accelerated_module(patcher: Any) -> AcceleratedModule | None:
     """The module that `accelerate_model` put into this model or one it was cloned from."""
-    found = patcher.get_attachment(KEY)
+    found = patcher.get_attachment(ACCELERATE)
     return found if isinstance(found, AcceleratedModule) else None
 
 
@@ -65,7 +64,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
 
     with ExitStack() as ending:
         others = tuple(others_in(guider.model_options))
-        found = begin_run(module, read, ending, situation=others)
+        found = begin_run(module, read, ending, conditions=others)
         if isinstance(found, str):
             if module.status.count_eager(found) and found != SWITCHED_OFF:
                 log.warning("Slipstream uses the plain model: %s", found)
@@ -75,10 +74,10 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         halves = halves_of(module, run.settings, source, guider.model_patcher, ending, tally)
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
         calls = ModelCalls(run, source, veto, halves, tally)
-        lead_calls(guider.model_options, source.architecture.kind, KEY, calls)
-        lead_steps(guider, KEY, calls, module)
+        lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
+        lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)
-        beginning, run.can_start_again = Beginning(guider, args, kwargs, source.device), True
+        beginning, run.can_start_again = SamplingStart(guider, args, kwargs, source.device), True
         with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
             with suppress(StartAgain):
                 result = executor(*args, **kwargs)

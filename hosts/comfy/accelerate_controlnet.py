@@ -1,44 +1,19 @@
-"""A CONTROL_NET whose network runs on engines.
-
-ComfyUI copies a ControlNet each time that it is applied, and calls it between `pre_run` and `cleanup` of a run.
-The accelerated one is a ControlNet in all else: hints, strengths, timing and chains are ComfyUI's own code.
-"""
+"""A CONTROL_NET whose network runs on engines."""
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
-from comfy.controlnet import ControlNet, StrengthType
-from comfy.patcher_extension import CallbacksMP
+from comfy.controlnet import ControlNet
 
 from ...core.errors import SlipstreamError, UnsupportedModel
-from ...core.protocols import Tensors
-from ...runtime.module import AcceleratedModule, Run
-from ..architecture import version_of
-from .accelerate import KEY
-from .controlnet import ComfyControlNet, ComfyControlNetSource
-from .model_calls import NotServed
-from .running import RunRecorder, begin_run, recorded
-from .vetoes import why_not_these_tensors
+from ...runtime.module import AcceleratedModule
+from .models.controlnet import ComfyControlNet
+from .run.controlnet_calls import AcceleratedControlNet, ControlNetAcceleration
+from .run.run_start import RunRecorder
 
 log = logging.getLogger(__name__)
-
-_PICTURES_KEPT = 4
-"""Hints of one ControlNet whose embeddings are kept in a run; more than so many in one chain are rare."""
-
-_COLD_CALLS = 2
-"""At the beginning of a run, which are not timed."""
-
-_EVERY_STEP = 999999999.0, 0.0
-"""Bounds of the noise level beyond which ComfyUI's windows reach where they leave no step out."""
-
-_Picture = tuple[torch.Tensor, int, tuple[int, ...]]
-"""A hint, its version, and a Union's types."""
 
 
 def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -51,7 +26,7 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
     """
     copy = control.copy()
     copy.previous_controlnet = control.previous_controlnet
-    copy.acceleration = Acceleration(module, after_run)
+    copy.acceleration = ControlNetAcceleration(module, after_run)
     try:
         if type(control) not in (ControlNet, AcceleratedControlNet):
             raise UnsupportedModel(
@@ -69,248 +44,4 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
 def accelerated_controlnet_module(control: Any) -> AcceleratedModule | None:
     """The module that `accelerate_controlnet` put into this ControlNet or one it was copied from."""
     found = getattr(control, "acceleration", None)
-    return found.module if isinstance(found, Acceleration) else None
-
-
-class Acceleration:
-    """What copies of an accelerated ControlNet share: they are called in turn, and one engine serves all."""
-
-    def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
-        self.module = module
-        self._after_run = after_run
-        self._calls: dict[torch.nn.Module, ControlCalls] = {}
-        self._users: dict[torch.nn.Module, set[int]] = {}
-
-    def __deepcopy__(self, memo: object) -> Acceleration:
-        return self
-
-    def calls_of(self, control: AcceleratedControlNet) -> ControlCalls:
-        """Of the run that is under way, which begins with the first of them."""
-        network = control.control_model
-        if network not in self._calls:
-            self._calls[network] = ControlCalls(control, self.module, self._after_run)
-        self._users.setdefault(network, set()).add(id(control))
-        return self._calls[network]
-
-    @property
-    def runs(self) -> list[Run]:
-        """Those that are under way and may use engines."""
-        return [calls.run for calls in self._calls.values() if calls.run is not None]
-
-    def leave(self, control: AcceleratedControlNet) -> None:
-        """`control` is called no more in this run."""
-        network = control.control_model
-        users = self._users.get(network, set())
-        users.discard(id(control))
-        if not users:
-            self._users.pop(network, None)
-            if network in self._calls:
-                self._calls.pop(network).close()
-
-
-class AcceleratedControlNet(ControlNet):
-    """A ControlNet as its user sees it; made by changing the class of one."""
-
-    acceleration: Acceleration
-    control_model: Any
-    timestep_range: Any
-    _decided: bool | None = None
-
-    def copy(self) -> AcceleratedControlNet:
-        made: AcceleratedControlNet = super().copy()
-        made.__class__ = type(self)
-        made.acceleration = self.acceleration
-        return made
-
-    def get_control(self, *args: Any, **kwargs: Any) -> Any:
-        if self._decided is False:
-            before = self.previous_controlnet
-            return None if before is None else before.get_control(*args, **kwargs)
-        network, window = self.control_model, self.timestep_range
-        self.control_model = self.calls()
-        if self._decided:
-            self.timestep_range = None
-        try:
-            return super().get_control(*args, **kwargs)
-        finally:
-            self.control_model, self.timestep_range = network, window
-
-    def control_merge(self, control: Any, control_prev: Any, output_dtype: Any) -> Any:
-        is_as_it_is = self.strength == 1.0 and self.strength_type is StrengthType.CONSTANT
-        if is_as_it_is and not self.global_average_pooling and control_prev is None and output_dtype is None:
-            return {"input": [], **control}  # nothing to scale: a kernel less for each residual
-        return super().control_merge(control, control_prev, output_dtype)
-
-    def calls(self) -> ControlCalls:
-        """Of the run that is under way."""
-        return self.acceleration.calls_of(self)
-
-    def is_active(self, timestep: torch.Tensor) -> bool:
-        """Whether a step lies in this ControlNet's window, without a wait where every step does."""
-        if self.timestep_range is None:
-            return True
-        start, end = self.timestep_range
-        if start >= _EVERY_STEP[0] and end <= _EVERY_STEP[1]:
-            return True
-        now = timestep[:1].cpu()[0]  # waits: the only thing that a whole step cannot know beforehand
-        return not (bool(now > start) or bool(now < end))
-
-    @contextmanager
-    def decided(self, active: bool) -> Iterator[None]:
-        """Meanwhile the window is not asked."""
-        self._decided = active
-        try:
-            yield
-        finally:
-            self._decided = None
-
-    def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        super().pre_run(model, *args, **kwargs)
-        patcher = getattr(model, "current_patcher", None)
-        if patcher is None:
-            return
-        # After an error or a cancel ComfyUI does not clean ControlNets up, but models it does.
-        key = f"{KEY} {id(self)}"
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, functools.partial(self._after_run, key))
-
-    def cleanup(self) -> None:
-        self.acceleration.leave(self)
-        super().cleanup()
-
-    def _after_run(self, key: str, patcher: Any) -> None:
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
-        self.acceleration.leave(self)
-
-
-class ControlCalls:
-    """The network's calls in one sampling run; in the network's place while ComfyUI asks for control.
-
-    Attributes:
-        dtype: the network's own, by which ComfyUI casts what it hands over.
-    """
-
-    def __init__(
-        self, control: AcceleratedControlNet, module: AcceleratedModule, after_run: RunRecorder | None
-    ) -> None:
-        self._network = control.control_model
-        self.dtype: torch.dtype = self._network.dtype
-        self._module = module
-        self._ending = ExitStack()
-        self._ending.enter_context(recorded(module, after_run))
-        self._embedded: list[tuple[_Picture, Tensors]] = []
-        self._is_hint_wanted_only = False
-        self._given: dict[int, Tensors] = {}
-        self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
-
-    @property
-    def run(self) -> Run | None:
-        """None where no engine may answer."""
-        return None if isinstance(self._begun, str) else self._begun[0]
-
-    def why_not(self) -> str | None:
-        """Why no engine may answer from here on; asked at each call, as others may change the network."""
-        return self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        hint: torch.Tensor,
-        timesteps: torch.Tensor,
-        context: torch.Tensor,
-        y: torch.Tensor | None = None,
-        **extra: Any,
-    ) -> dict[str, list[torch.Tensor]]:
-        """As ComfyUI's network: residuals by kind, each a fresh tensor, since ComfyUI scales them in place."""
-
-        def plain() -> dict[str, list[torch.Tensor]]:
-            given: dict[str, list[torch.Tensor]] = self._network(
-                x=x, hint=hint, timesteps=timesteps, context=context, y=y, **extra
-            )
-            return given
-
-        def eager() -> Tensors:
-            return _by_name(plain())
-
-        if isinstance(self._begun, str):
-            if self._module.status.count_eager(self._begun):
-                log.warning("Slipstream uses the plain ControlNet: %s", self._begun)
-            return plain()
-        run, source = self._begun
-        inputs = {"x": x, "timesteps": timesteps, "context": context}
-        if y is not None and self._network.num_classes is not None:
-            inputs["y"] = y
-        types = extra.get("control_type")
-        veto = source.why_not() or _why_not_this_call(inputs, extra) or self._why_not_these_types(types)
-        if veto is None:
-            inputs |= self._once(source, hint, types)
-        if self._is_hint_wanted_only:
-            if veto is not None:
-                raise NotServed(veto)
-            return _by_kind({})
-        return _by_kind(run(inputs, eager, veto, eager))
-
-    def _why_not_these_types(self, types: list[int] | None) -> str | None:
-        """ComfyUI's own code says what is wrong with a type that is none of the network's."""
-        if self._network.control_add_embedding is not None and any(
-            number >= self._network.num_control_type for number in types or ()
-        ):
-            return "this ControlNet Union does not know the type that is set"
-        return None
-
-    def _once(self, source: ComfyControlNetSource, hint: torch.Tensor, types: list[int] | None) -> Tensors:
-        """The embeddings of a picture; ComfyUI hands over the same hint in every step."""
-        if (given := self._given.get(id(hint))) is not None:
-            return given
-        picture = hint, version_of(hint), tuple(types or ())
-        for known, embedded in self._embedded:
-            if known[0] is picture[0] and known[1:] == picture[1:]:
-                return embedded
-        found = source.embed(hint, types)
-        if self._module.settings.levers.hint_once:
-            self._embedded = [(picture, found), *self._embedded[: _PICTURES_KEPT - 1]]
-        return found
-
-    def embedding_of(self, hint: torch.Tensor) -> Tensors:
-        """What a hint that was used in this run was embedded to; nothing where it is not kept."""
-        return next((embedded for picture, embedded in self._embedded if picture[0] is hint), {})
-
-    @contextmanager
-    def hint_only(self) -> Iterator[None]:
-        """Meanwhile a call embeds its hint and gives nothing, or raises `NotServed` where no engine may answer."""
-        self._is_hint_wanted_only = True
-        try:
-            yield
-        finally:
-            self._is_hint_wanted_only = False
-
-    @contextmanager
-    def given(self, hint: torch.Tensor, embedded: Tensors) -> Iterator[None]:
-        """Meanwhile `hint` counts as embedded to these tensors."""
-        self._given[id(hint)] = embedded
-        try:
-            yield
-        finally:
-            del self._given[id(hint)]
-
-    def close(self) -> None:
-        """Give the engines back."""
-        self._embedded = []
-        self._ending.close()
-
-
-def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:
-    if strange := [name for name, value in extra.items() if name != "control_type" and value is not None]:
-        return f"the ControlNet is given {strange[0]!r}, which engines do not take"
-    return why_not_these_tensors(inputs.values())
-
-
-def _by_name(control: dict[str, list[torch.Tensor]]) -> Tensors:
-    return {f"{kind}_{place}": tensor for kind in control for place, tensor in enumerate(control[kind])}
-
-
-def _by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
-    found: dict[str, list[torch.Tensor]] = {"middle": [], "output": []}
-    for name, tensor in tensors.items():
-        found[name.partition("_")[0]].append(tensor)
-    return found
+    return found.module if isinstance(found, ControlNetAcceleration) else None

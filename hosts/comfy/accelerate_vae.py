@@ -20,14 +20,14 @@ from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings import BackendChoice
-from .autoencoders import DECODER, ENCODER, HALVES, Half
-from .dynamic_vram import loading_once
-from .running import RunRecorder, begin_run, recorded
-from .vae import ComfyVaeSource, plain_method
-from .vae_memory import memory_needed
-from .vae_vetoes import why_not_this_call
-from .vetoes import why_not_in_this_mode
+from ...runtime.settings.model_settings import BackendChoice
+from ..model_patches import why_not_in_this_mode
+from .models.autoencoders import DECODER, ENCODER, HALVES, Half
+from .models.vae import ComfyVaeSource, plain_method
+from .models.vae_fallback_reasons import why_not_this_call
+from .process.dynamic_vram import loading_once
+from .run.run_start import RunRecorder, begin_run, recorded
+from .run.vae_memory import memory_needed
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder |
     made = copy.copy(vae)
     kind: type = type(vae)
     made.__class__ = _accelerated(kind)
-    made.slipstream = Acceleration(module, after_run)
+    made.slipstream = VaeAcceleration(module, after_run)
     if module.settings.backend is not BackendChoice.OFF and (reason := _why_never(vae)):
         module.status.note(f"eager: {reason}")
         log.warning("Slipstream: %s", reason)
@@ -72,7 +72,7 @@ def _why_never(vae: Any) -> str | None:
 class AcceleratedVae:
     """Mixed into ComfyUI's `VAE`. Copies of it are accelerated as well, each with its own patcher and device."""
 
-    slipstream: Acceleration
+    slipstream: VaeAcceleration
 
     @property
     def first_stage_model(self) -> Any:
@@ -171,7 +171,7 @@ def _standing_in(kind: type) -> type:
 # ------------------------------------------------------------------------------------------------------ runs
 
 
-class Acceleration:
+class VaeAcceleration:
     """What copies of an accelerated VAE share."""
 
     def __init__(self, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
@@ -179,7 +179,7 @@ class Acceleration:
         self._after_run = after_run
         self._local = threading.local()
 
-    def __deepcopy__(self, memo: object) -> Acceleration:
+    def __deepcopy__(self, memo: object) -> VaeAcceleration:
         return self
 
     def compute(self, vae: Any, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

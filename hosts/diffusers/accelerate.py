@@ -17,12 +17,12 @@ from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.provider import EngineProvider, HostHooks
-from ...runtime.settings import Settings
-from ...runtime.status import Status
-from ..held_weights import Hold
-from ..live_model import why_changed
+from ...runtime.reporting.status import Status
+from ...runtime.settings.model_settings import Settings
+from ..live_model.account import why_changed
+from ..live_model.held_weights import Hold
+from .fallback_reasons import why_not_this_call, why_not_this_run
 from .source import DiffusersUNetSource
-from .vetoes import why_not_this_call, why_not_this_run
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..alike import is_alike
+from ..equal_by_value import equal_by_value
 
 _LATENTS = ("sample", "hidden_states")
 
@@ -34,7 +34,7 @@ class Conditions:
         key = (name, sum(called == name for called, _ in self._called))
         given = [guidance, *_conditions(args, kwargs)]
         begins_otherwise = not self._called and self._called_before[:1] not in ([], [key])
-        if begins_otherwise or (key in self._given and not is_alike(self._given[key], given)):
+        if begins_otherwise or (key in self._given and not equal_by_value(self._given[key], given)):
             self.changes += 1
         self._given[key] = given
         self._called.append(key)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.errors import UnsupportedModel
-from ...core.once import warn_once
+from ...core.log_once import warn_once
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun
 from ...sampling.task import Task
@@ -129,8 +129,8 @@ class Plan:
                 raise _lost()
             return terms.denoised(latent, predicted.float())
 
-        situation = (self._changes, self._forced)
-        denoised = self._run(terms.common(latent), terms.sigma, compute, situation)
+        conditions = (self._changes, self._forced)
+        denoised = self._run(terms.common(latent), terms.sigma, compute, conditions)
         return terms.predicted(latent, denoised).to(predicted.dtype) if skips else predicted
 
 

@@ -14,9 +14,9 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import cast_inputs
-from ..widened import widen_while_computing
+from ..fp32_reference import fill_layer_while_computing
+from .fallback_reasons import why_not_these_layers
 from .unet import PREFIX, DiffusersUNet, call
-from .vetoes import why_not_these_layers
 
 
 class DiffusersUNetSource:
@@ -71,8 +71,8 @@ class DiffusersUNetSource:
         return call(self.unet, cast_inputs(inputs, self.unet.dtype))
 
     def reference(self, inputs: Tensors) -> Tensors:
-        """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
-        return call(_widened(self.architecture, self.unet), cast_inputs(inputs, torch.float32))
+        """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
+        return call(_fp32_reference(self.architecture, self.unet), cast_inputs(inputs, torch.float32))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named = [*self.unet.named_parameters(), *self.unet.named_buffers()]
@@ -88,13 +88,13 @@ def _identity(unet: UNet2DConditionModel) -> tuple[Any, ...]:
     return layers, tensors
 
 
-def _widened(architecture: DiffusersUNet, unet: UNet2DConditionModel) -> torch.nn.Module:
+def _fp32_reference(architecture: DiffusersUNet, unet: UNet2DConditionModel) -> torch.nn.Module:
     """The UNet in fp32, whose layers hold weights only while they compute."""
-    wide = architecture.hollow()
+    wide = architecture.new_meta_module()
     for name, layer in wide.named_modules():
         live = unet.get_submodule(name)
         if live._parameters:
-            widen_while_computing(layer, functools.partial(_own_weights, live))
+            fill_layer_while_computing(layer, functools.partial(_own_weights, live))
     return wide
 
 

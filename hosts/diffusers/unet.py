@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
+from ...core.placeholder import placeholder_of
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import architecture_digest, fingerprint_of, random_inputs
 
@@ -102,7 +102,7 @@ class DiffusersUNet:
     @functools.cached_property
     def plain(self) -> UNet2DConditionModel:
         """The UNet without numbers, as this version of diffusers builds it; to be looked at, not changed."""
-        return self.hollow()
+        return self.new_meta_module()
 
     @property
     def fresh(self) -> UNet2DConditionModel:
@@ -114,12 +114,12 @@ class DiffusersUNet:
         """Whether the inputs of `ADDED` are needed."""
         return self.config.get("addition_embed_type") == "text_time"
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: UNetGraph(self.hollow()), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: UNetGraph(self.new_meta_module()), dtype_of(precision), device)
 
     random_inputs = staticmethod(random_inputs)
 
-    def hollow(self) -> UNet2DConditionModel:
+    def new_meta_module(self) -> UNet2DConditionModel:
         """A new UNet without numbers."""
         with torch.device("meta"):
             return UNet2DConditionModel.from_config(self.config).requires_grad_(False).eval()

@@ -11,13 +11,13 @@ import torch
 
 from ...core.protocols import Tensors
 from ...runtime.module import Run
-from ..comfy.residuals import residuals_of
-from ..comfy.vetoes import why_not_these_tensors
-from ..held_weights import Hold
-from ..live_model import why_changed
+from ..control_residuals import residuals_of
+from ..live_model.account import why_changed
+from ..live_model.held_weights import Hold
+from ..model_patches import why_not_these_tensors
 from ..stand_in import Compute, Plain, stand_in, undisturbed
+from .fallback_reasons import why_not_this_call
 from .source import ForgeUNetSource
-from .vetoes import why_not_this_call
 
 
 class UNetCalls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...runtime.settings import BackendChoice, BuildPolicy, Settings
+from ...runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
 from ...sampling.presets import PRESETS, Preset
 
 NO_PRESET = "off"

@@ -13,19 +13,19 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...core.errors import SlipstreamError
-from ...core.once import warn_once
+from ...core.log_once import warn_once
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings import BackendChoice
+from ...runtime.settings.model_settings import BackendChoice
 from ...sampling.presets import Preset
+from ..info_text import of_engines
+from ..webui_process import module_of, waiting_hooks
 from .calls import UNetCalls, calls_led
 from .choices import Choices
+from .fallback_reasons import why_not_this_run
 from .families import Family, family_of
-from .host import module_of, waiting_hooks
 from .skipping import skipping
 from .source import ForgeUNetSource
 from .task import task_of
-from .vetoes import why_not_this_run
-from .words import of_engines
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import torch
 from ...sampling.presets import Preset
 from ...sampling.run import Skipped, SkippingRun
 from ...sampling.task import Task
-from ..alike import is_alike
-from ..comfy.situation import Situation
+from ..equal_by_value import equal_by_value
+from ..step_conditions import StepConditions
 from .families import Family
 
 _MODIFIERS = "conditioning_modifiers"
@@ -66,7 +66,7 @@ class _Modifier:
     def __init__(self, family: Family, denoiser: Any, run: SkippingRun) -> None:
         self._family, self._denoiser, self._run = family, denoiser, run
         self._prompts = _Prompts()
-        self._situation = Situation(self._prompts)
+        self._conditions = StepConditions(self._prompts)
         self.passed = 0
 
     def __deepcopy__(self, memo: Any) -> _Modifier:
@@ -94,13 +94,13 @@ class _Modifier:
 
         sigma = float(timestep.flatten()[0])
         self._prompts.look(cond, uncond or [], cond_scale)
-        denoised = self._run(x, sigma, compute, self._situation.next(sigma))
+        denoised = self._run(x, sigma, compute, self._conditions.next(sigma))
         after = {"sampler_post_cfg_function": [lambda _: denoised]}
         return model, x, timestep, None, [], 1.0, after, seed
 
 
 class _Prompts:
-    """What `Situation` looks at. Hosts make conditions anew in every step, so they are compared by their numbers."""
+    """What `StepConditions` looks at. Hosts make conditions anew in every step, so they are compared by value."""
 
     def __init__(self) -> None:
         self.conds: dict[str, Conds] = {}
@@ -109,5 +109,5 @@ class _Prompts:
     def look(self, cond: Conds, uncond: Conds, cfg: float) -> None:
         self.cfg = float(cfg)
         now = {"positive": cond, "negative": uncond}
-        if not is_alike(self.conds, now, holder="cond"):
+        if not equal_by_value(self.conds, now, holder="cond"):
             self.conds = now

@@ -12,7 +12,7 @@ from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
 from ..architecture import Remembered, cast_inputs
-from ..widened import widen_all
+from ..fp32_reference import fill_while_computing
 from .families import family_of
 from .unet import PREFIX, ForgeUNet, call
 from .weights import Weights, current_weights
@@ -71,9 +71,9 @@ class ForgeUNetSource:
         return {"out": call(self.unet, cast_inputs(inputs, dtype_of(self.precision)))}
 
     def reference(self, inputs: Tensors) -> Tensors:
-        """In fp32 without an fp32 copy of the model: each layer's weights are widened while it computes."""
-        wide = self.architecture.hollow()
-        widen_all(wide, self._current(dtype_of(self.precision)))
+        """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""
+        wide = self.architecture.new_meta_module()
+        fill_while_computing(wide, self._current(dtype_of(self.precision)))
         return {"out": call(wide, cast_inputs(inputs, torch.float32))}
 
     def _digest(self) -> str:

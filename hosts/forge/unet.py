@@ -10,11 +10,11 @@ import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import UnsupportedModel
+from ...core.placeholder import placeholder_of
 from ...core.protocols import Tensors
-from ...core.skeleton import hollow
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of, inputs_unwritten
-from ..comfy.residuals import control_of
+from ..control_residuals import control_of
 from .families import FAMILIES, Family, enter_for_layers
 
 PREFIX = "model."
@@ -84,12 +84,12 @@ class ForgeUNet(NetworkArchitecture):
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        return fingerprint_of(architecture_digest(self.without_numbers, self.config), self.name, self.without_numbers)
+        return fingerprint_of(architecture_digest(self.meta_module, self.config), self.name, self.meta_module)
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return hollow(lambda: UNetGraph(self.family, self.hollow()), dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: UNetGraph(self.family, self.new_meta_module()), dtype_of(precision), device)
 
-    def hollow(self) -> torch.nn.Module:
+    def new_meta_module(self) -> torch.nn.Module:
         """A new UNet without numbers."""
         with torch.device("meta"):
             return self.family.build(copy.deepcopy(self.config)).requires_grad_(False).eval()

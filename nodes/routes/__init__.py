@@ -7,12 +7,12 @@ PREFIX = "/slipstream/v1"
 
 def add_routes() -> None:
     """Give ComfyUI's server our routes, once; it repeats them under /api. Nothing happens outside its server."""
-    from ...hosts.comfy.page import server_of_process
+    from ...hosts.comfy.process.server_events import server_of_process
 
     server = server_of_process()
     if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
         return
-    from ...runtime.recent_log import recent_log
+    from ...runtime.reporting.recent_log import recent_log
     from . import builds, engines, log, settings, system, ui
     from .guard import unknown
 

@@ -22,7 +22,7 @@ async def list_builds(request: web.Request) -> Answer:
 
 @asks()
 async def list_nodes(request: web.Request) -> Answer:
-    from ...hosts.comfy.node_states import REGISTRY
+    from ...hosts.comfy.node_state.node_states import REGISTRY
 
     return {"nodes": await asyncio.to_thread(REGISTRY.to_json)}
 
@@ -30,7 +30,7 @@ async def list_nodes(request: web.Request) -> Answer:
 @changes()
 async def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
     """A dry run, or a Build Engine, that waits for this build ends as by an interrupt."""
-    from ...hosts.comfy.host import provider
+    from ...hosts.comfy.process.shared_provider import provider
 
     digest = check_digest(request.match_info["digest"])
     ticket = provider().queue.find(digest)
@@ -42,8 +42,8 @@ async def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
 
 
 def _builds() -> dict[str, Any]:
-    from ...hosts.comfy.announce import builds, policy
-    from ...hosts.comfy.host import provider
+    from ...hosts.comfy.node_state.announcer import builds, policy
+    from ...hosts.comfy.process.shared_provider import provider
 
     return {"builds": builds(provider().queue), "policy": policy()}
 

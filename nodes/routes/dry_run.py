@@ -31,8 +31,8 @@ def _dry_run(prompt: dict[str, dict[str, Any]], node: str) -> Answer:
     Raises:
         ValueError: in words, why nothing can be built for the node.
     """
-    from ...hosts.comfy.build_prompt import dry_run_of
-    from ...hosts.comfy.node_types import loaded_kinds
+    from ...hosts.comfy.dry_run.build_prompt import dry_run_of
+    from ...hosts.comfy.dry_run.node_types import loaded_kinds
 
     made = dry_run_of(prompt, node, loaded_kinds(), uuid.uuid4().hex)
     _check_not_off(prompt[node])
@@ -58,8 +58,8 @@ def _check_not_off(node: dict[str, Any]) -> None:
     Raises:
         ValueError: the node leaves its backend to the settings, and these switch acceleration off.
     """
-    from ...hosts.comfy.host import provider
-    from ...runtime.settings import AUTO, BackendChoice, Settings
+    from ...hosts.comfy.process.shared_provider import provider
+    from ...runtime.settings.model_settings import AUTO, BackendChoice, Settings
 
     chosen = node["inputs"].get("backend", AUTO)
     if not isinstance(chosen, str):
@@ -72,12 +72,16 @@ def _check_not_off(node: dict[str, Any]) -> None:
 
 
 def _estimate(node: dict[str, Any]) -> float | None:
-    """Seconds that a build with a node's choices takes on this machine, by earlier ones; None where none was made."""
-    from ...hosts.comfy.host import provider
-    from ...runtime.estimate import typical
+    """Seconds that a build with a node's choices takes on this machine, by earlier ones of the same kind of model; None
+    where none was made."""
+    from ...hosts.comfy.process.shared_provider import provider
+    from ...runtime.planning.build_estimate import ROLES_OF_KIND, typical
 
-    seconds = typical(provider().history, str(node["inputs"].get("optimize", "")))
+    kind = _KINDS.get(node["class_type"], "unet")
+    seconds = typical(provider().history, str(node["inputs"].get("optimize", "")), ROLES_OF_KIND[kind])
     return None if seconds is None else round(seconds, 1)
 
+
+_KINDS = {"SlipstreamAccelerateControlNet": "controlnet", "SlipstreamAccelerateVAE": "vae"}
 
 ROUTES: list[Route] = [("POST", "/dry-run", dry_run)]

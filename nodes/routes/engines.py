@@ -8,11 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from ...engine_cache import EngineStore
-from ...hosts.comfy.host import provider
-from ...hosts.comfy.page import ENGINES, send
-from ...runtime.describe import details, overview
-from ...runtime.hits import Asked, find_hits
-from ...runtime.pruning import prune
+from ...hosts.comfy.process.server_events import ENGINES, send
+from ...hosts.comfy.process.shared_provider import provider
+from ...runtime.reporting.engine_coverage import Asked, engine_coverage
+from ...runtime.reporting.engine_info import details, overview
+from ...runtime.requests.pruning import prune
 from .guard import Answer, Route, asks, changes
 from .rules import Refused, check_digest, whole_number
 
@@ -61,7 +61,7 @@ async def hit(request: web.Request, fields: dict[str, Any]) -> Answer:
     asked = Asked(**{name: whole_number(fields, name, number, _LARGEST) for name, number in least.items()})
 
     def find() -> Answer:
-        return find_hits([entry.manifest for entry in _store().list()], asked)
+        return engine_coverage([entry.manifest for entry in _store().list()], asked)
 
     return await asyncio.to_thread(find)
 

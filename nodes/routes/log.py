@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from ...runtime.recent_log import recent_log
+from ...runtime.reporting.recent_log import recent_log
 from .guard import Answer, Route, asks
 from .rules import Refused
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ...core.origin import why_not_own_page
+from ...core.request_origin import why_not_own_page
 from ...engine_cache import is_digest
 
 STATUS = {

@@ -8,10 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from ...engine_cache import EngineStore
-from ...hosts.comfy.host import default_folder, preferences, provider
-from ...hosts.comfy.page import ENGINES, send
-from ...runtime.home import VARIABLE, configured_home, engines_folder
-from ...runtime.preferences import NAMES, Preferences
+from ...hosts.comfy.process.server_events import ENGINES, send
+from ...hosts.comfy.process.shared_provider import default_folder, preferences, provider
+from ...runtime.settings.preferences import NAMES, Preferences
+from ...runtime.settings.store_folder import VARIABLE, configured_home, engines_folder
 from .guard import Answer, Route, asks, changes, is_here
 from .rules import Refused
 

@@ -6,8 +6,8 @@ import asyncio
 
 from aiohttp import web
 
-from ...hosts.comfy.host import device, provider
-from ...runtime.machine import describe_machine
+from ...hosts.comfy.process.shared_provider import device, provider
+from ...runtime.reporting.machine_info import describe_machine
 from .guard import Answer, Route, asks
 
 

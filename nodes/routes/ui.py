@@ -30,14 +30,14 @@ async def open_ui(request: web.Request, fields: dict[str, Any]) -> Answer:
 
 
 def _open() -> Answer:
-    from ...hosts.comfy.host import home, provider
-    from ...hosts.comfy.prompt_workshop import PromptWorkshop
+    from ...hosts.comfy.building.prompt_builder import PromptBuilder
+    from ...hosts.comfy.process.shared_provider import home, provider
     from ...ui.manager import Manager
     from ...ui.serve import start
 
     with _lock:
         if not _started:
-            _started.append(start(Manager(provider(), PromptWorkshop(), home())))
+            _started.append(start(Manager(provider(), PromptBuilder(), home())))
         return {"url": _started[0].url}
 
 

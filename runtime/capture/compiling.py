@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from ...compile_backend.cpp_runtime import compiler_with_shared_runtime
-from ...compile_backend.toolchain import why_no_cpp_compiler
+from ...compile_backend.cpp.runtime_library import compiler_with_shared_runtime
+from ...compile_backend.cpp.toolchain import why_no_cpp_compiler
 from ...core.errors import BackendUnavailable, SlipstreamError
 from .library import SOURCE, library_file
 

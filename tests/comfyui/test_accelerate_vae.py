@@ -16,10 +16,10 @@ import nodes
 from slipstream.core.spec import Optimize, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae, accelerated_vae_module
-from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER, Half
+from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER, Half
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Resolution, Settings
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Resolution, Settings
 from slipstream.tests.comfyui.support import tiny
 
 TOLERANCE = 1e-4
@@ -523,11 +523,11 @@ def test_memory_for_tiles_and_for_other_vaes_is_comfyuis_own(provider: EnginePro
 
 
 def test_the_node(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slipstream.hosts.comfy import host
+    from slipstream.hosts.comfy.process import shared_provider
     from slipstream.nodes.accelerate_vae import AccelerateVAE
     from slipstream.nodes.engine_info import EngineInfo
 
-    monkeypatch.setattr(host, "provider", lambda: provider)
+    monkeypatch.setattr(shared_provider, "provider", lambda: provider)
     schema = AccelerateVAE.define_schema()
     assert (schema.node_id, schema.display_name) == ("SlipstreamAccelerateVAE", "Accelerate VAE")
     assert [output.io_type for output in schema.outputs] == ["VAE"]

@@ -19,22 +19,23 @@ import comfy.supported_models
 import pytest
 import torch
 
-from slipstream.benchmarks import building, cases, job_variants, jobs, model_variants, models, rivals
-from slipstream.benchmarks.jobs import Job, errors_of, sd15_job, sdxl_job
-from slipstream.benchmarks.measure import Challenge
-from slipstream.benchmarks.profiling import TOP
-from slipstream.benchmarks.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
-from slipstream.benchmarks.variants import Variant
-from slipstream.benchmarks.workshop import Workshop
+from slipstream.benchmarks.measuring import building, job_variants, model_variants
+from slipstream.benchmarks.measuring.measure import Challenge
+from slipstream.benchmarks.measuring.profiling import TOP
+from slipstream.benchmarks.subjects import cases, jobs, models, rivals
+from slipstream.benchmarks.subjects.jobs import Job, errors_of, sd15_job, sdxl_job
+from slipstream.benchmarks.subjects.rows import FIELDS, OF_COLD, OF_JOBS, OF_SWITCHED
+from slipstream.benchmarks.subjects.setup import SetupContext
+from slipstream.benchmarks.subjects.variants import Variant
 from slipstream.core.errors import BuildFailed
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import model_classes
-from slipstream.runtime.settings import BuildPolicy
-from slipstream.runtime.verify import relative_error
+from slipstream.hosts.comfy.models import model_classes
+from slipstream.runtime.checking.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy
 
 
-def workshop_in(folder: Path) -> Workshop:
-    return Workshop(EngineStore(folder / "engines"), folder, print)
+def setup_context_in(folder: Path) -> SetupContext:
+    return SetupContext(EngineStore(folder / "engines"), folder, print)
 
 
 @pytest.mark.slow
@@ -99,20 +100,20 @@ def test_a_whole_picture_is_measured_and_profiled(root: Path, comfyui_dir: Path,
 def test_what_builders_build_is_what_the_picture_asks_for(tmp_path: Path, monkeypatch) -> None:
     """Part by part; afterwards nothing is left to build."""
     variant = Variant.of("slipstream:compiled")
-    workshop = workshop_in(tmp_path)
+    setup_context = setup_context_in(tmp_path)
 
     def labels() -> list[str]:
-        return sorted(entry.manifest.label for entry in workshop.store.list())
+        return sorted(entry.manifest.label for entry in setup_context.store.list())
 
     case = cases.CASES["tiny-sd15-canny-64-3steps"]
-    building.build(case, variant, jobs.MODEL, workshop)
+    building.build(case, variant, jobs.MODEL, setup_context)
     assert labels() == ["SD15 64×64 batch 2 with control"]
-    building.build(case, variant, jobs.OTHERS, workshop)
+    building.build(case, variant, jobs.OTHERS, setup_context)
     assert labels() == ["ControlNet 64×64 batch 2", "SD15 64×64 batch 2 with control", "VAE decoder 64×64 batch 1"]
     with torch.inference_mode(), ExitStack() as ending:
-        ready = job_variants.set_up(variant, case.build(), replace(workshop, builds=BuildPolicy.MANUAL), ending)
+        ready = job_variants.set_up(variant, case.build(), replace(setup_context, builds=BuildPolicy.MANUAL), ending)
         assert ready.facts["size_mb"] > 0 and not ready.reasons()
-    empty = workshop_in(tmp_path / "without a compiler")
+    empty = setup_context_in(tmp_path / "without a compiler")
     monkeypatch.setenv("CXX", "no-compiler")
     for part in jobs.PARTS:
         with pytest.raises(BuildFailed, match="no-compiler"):
@@ -192,8 +193,8 @@ def test_a_picture_by_compiled_networks_is_the_picture(name: str, job: Job, tmp_
 
     monkeypatch.setattr(torch, "compile", compile)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = job_variants.set_up(Variant.of(name), job, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = job_variants.set_up(Variant.of(name), job, setup_context, ending)
         for seed in range(2):
             wish = job.inputs(seed)
             plain = job.paint(job.parts, job.apply(job.parts, wish))
@@ -209,8 +210,8 @@ def test_a_start_that_finds_no_engine_builds_none_and_says_so(job: Job, tmp_path
     told: list[str] = []
     monkeypatch.setattr(job, "tell", told.append)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = replace(workshop_in(tmp_path), builds=BuildPolicy.MANUAL)
-        ready = job_variants.set_up(Variant.of("slipstream:compiled+cold"), job, workshop, ending)
+        setup_context = replace(setup_context_in(tmp_path), builds=BuildPolicy.MANUAL)
+        ready = job_variants.set_up(Variant.of("slipstream:compiled+cold"), job, setup_context, ending)
     assert ready.engine_calls() == 0 and "no engine for" in ready.reasons()
     assert told == ["ready"] * 3 + ["picture"], "each step is told of, then the picture"
 
@@ -345,8 +346,8 @@ def test_the_lower_rungs_compute_what_the_model_computes(make, name: str, tmp_pa
         assert make is pixart and "only a UNet's attention" in reason
         return
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = model_variants.set_up(variant, subject, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = model_variants.set_up(variant, subject, setup_context, ending)
         inputs = subject.inputs(seed=0)
         found = ready.result(None, ready.compute(ready.prepare(inputs)))
         error = relative_error(found, subject.source.reference(inputs))
@@ -384,14 +385,14 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
     """And leave it as it was for the other variants."""
     made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
+        setup_context = setup_context_in(tmp_path)
         wish = made.inputs(seed=0)
         plain = made.paint(made.parts, made.apply(made.parts, wish))
         calls: list[object] = []
         made.parts.model.model.diffusion_model.register_forward_hook(lambda *each: calls.append(each))
         counts = []
         for name in ("quality", "balanced", "fast"):
-            ready = job_variants.set_up(Variant.of(f"eager+{name}"), made, workshop, ending)
+            ready = job_variants.set_up(Variant.of(f"eager+{name}"), made, setup_context, ending)
             calls.clear()
             errors = errors_of(ready.compute(ready.prepare(wish)), plain)
             assert len(calls) == ready.facts["computed"] < 12 and ready.skips
@@ -407,8 +408,8 @@ def test_presets_skip_steps_over_engines(tmp_path: Path) -> None:
     """Of several pictures at once: one call of the model, one of the decoder for each."""
     made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE, batch=3)
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, setup_context, ending)
         computed = ready.facts["computed"]
         assert computed < 12 and ready.wanted_calls == computed + 3
         for number in range(2):
@@ -436,8 +437,8 @@ def test_each_variant_computes_what_the_model_computes(make, name: str, tmp_path
         assert make is vae and "diffusion models only" in reason
         return
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = model_variants.set_up(variant, subject, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = model_variants.set_up(variant, subject, setup_context, ending)
         for seed in range(3):
             inputs = subject.inputs(seed)
             taken = ready.prepare(inputs)
@@ -482,8 +483,8 @@ def test_diffusers_computes_what_the_model_computes(make, name: str, tmp_path: P
     subject = make()
     before = {key: tensor.clone() for key, tensor in subject.module.state_dict().items()}
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = model_variants.set_up(Variant.of(name), subject, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = model_variants.set_up(Variant.of(name), subject, setup_context, ending)
         for seed in range(2):
             inputs = subject.inputs(seed)
             found = ready.result(None, ready.compute(ready.prepare(inputs)))
@@ -504,8 +505,8 @@ def test_the_recipes_int8_is_int8(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     subject, before = sdxl(), config.coordinate_descent_tuning
     with torch.inference_mode(), ExitStack() as ending:
-        workshop = workshop_in(tmp_path)
-        ready = model_variants.set_up(Variant.of("diffusers:compile+int8"), subject, workshop, ending)
+        setup_context = setup_context_in(tmp_path)
+        ready = model_variants.set_up(Variant.of("diffusers:compile+int8"), subject, setup_context, ending)
         inputs = subject.inputs(seed=0)
         found = ready.result(None, ready.compute(ready.prepare(inputs)))
         error = relative_error(found, subject.source.reference(inputs))
@@ -531,12 +532,12 @@ def test_attention_by_sage_is_counted(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(attention, "sageattn", sageattn, raising=False)
     monkeypatch.setitem(attention.REGISTERED_ATTENTION_FUNCTIONS, "sage", attention.attention_sage)
     subject, told = sd15(), []
-    workshop = Workshop(EngineStore(tmp_path / "engines"), tmp_path, told.append)
+    setup_context = SetupContext(EngineStore(tmp_path / "engines"), tmp_path, told.append)
     with torch.inference_mode(), ExitStack() as ending:
         inputs = subject.inputs(seed=0)
         subject.source.eager(inputs)
         assert not asked
-        ready = model_variants.set_up(Variant.of("eager+sage"), subject, workshop, ending)
+        ready = model_variants.set_up(Variant.of("eager+sage"), subject, setup_context, ending)
         assert set(asked) == {4, 8, 16} and told == [
             f"eager+sage: sageattention computes {sum(width < refused for width in asked)} of {len(asked)} attentions, "
             "torch the rest"
@@ -545,4 +546,4 @@ def test_attention_by_sage_is_counted(tmp_path: Path, monkeypatch) -> None:
         assert error < 1e-5 and attention.sageattn is sageattn
         refused = 0
         with pytest.raises(RuntimeError, match="sageattention computed none of 32 attentions"):
-            model_variants.set_up(Variant.of("eager+sage"), subject, workshop, ending)
+            model_variants.set_up(Variant.of("eager+sage"), subject, setup_context, ending)

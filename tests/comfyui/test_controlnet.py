@@ -20,12 +20,12 @@ import torch
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet, accelerated_controlnet_module
-from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
-from slipstream.hosts.comfy.residuals import control_of, residuals_of
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
+from slipstream.hosts.control_residuals import control_of, residuals_of
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.weights import randomise, randomise_controlnet
@@ -320,9 +320,9 @@ def test_what_is_traced_computes_what_the_network_does(make: Callable[[], Contro
     wanted = network(hint=hint(), **inputs, **({"control_type": types} if types else {}))
     flat = dict(zip(architecture.outputs, [*wanted["output"], *wanted["middle"]], strict=True))
     embedded = inputs | source.embed(hint(), types)
-    skeleton = architecture.skeleton(source.precision, source.device)
+    placeholder = architecture.placeholder(source.precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.bind(source.precision).tensors), (), embedded)
+        found = torch.func.functional_call(placeholder, dict(source.bind(source.precision).tensors), (), embedded)
         assert relative_error(dict(zip(architecture.outputs, found, strict=True)), flat) < 1e-5
         assert relative_error(source.eager(embedded), flat) < 1e-5
         assert relative_error(source.reference(embedded), flat) < 1e-5

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from slipstream.core.errors import UnsupportedModel
 from slipstream.demo.model import WEIGHTS
-from slipstream.hosts.comfy.demo_lora import add_demo_lora
-from slipstream.hosts.comfy.demo_model import load_demo_model
+from slipstream.hosts.comfy.models.demo_lora import add_demo_lora
+from slipstream.hosts.comfy.models.demo_model import load_demo_model
 from slipstream.tests.comfyui.support import tiny
 
 KEY = "diffusion_model.middle_block.1.transformer_blocks.0.attn1.to_q.weight"

@@ -18,7 +18,7 @@ PROMPT = "a red circle left of a yellow square on a blue background"
 
 @pytest.fixture(scope="module")
 def host():
-    from slipstream.hosts.comfy import demo_model
+    from slipstream.hosts.comfy.models import demo_model
 
     return demo_model
 

@@ -16,15 +16,15 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore, WeightsMemo
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.build import open_unet, unet_call
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.source_code import HostCode
-from slipstream.hosts.walk import layers_of
+from slipstream.hosts.comfy.building.build_engines import open_unet, unet_call
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.live_model.layer_walk import layers_of
+from slipstream.hosts.live_model.source_code import HostCode
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Resolution, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
@@ -94,7 +94,7 @@ def test_picture_is_the_plain_one_and_the_engine_made_it(family: str, provider: 
 @pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 def test_what_is_traced_computes_what_the_model_does_in_half_precision(family: str, precision: Precision) -> None:
-    """Without a build: the skeleton with the live weights."""
+    """Without a build: the placeholder with the live weights."""
     from slipstream.core.dtypes import dtype_of
 
     dtype = dtype_of(precision)
@@ -106,9 +106,9 @@ def test_what_is_traced_computes_what_the_model_does_in_half_precision(family: s
     inputs = source.architecture.random_inputs(
         shapes, {name: torch.float32 if name == "timesteps" else dtype for name in shapes}, source.device, seed=1
     )
-    skeleton = source.architecture.skeleton(precision, source.device)
+    placeholder = source.architecture.placeholder(precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.bind(precision).tensors), (), inputs)[0]
+        found = torch.func.functional_call(placeholder, dict(source.bind(precision).tensors), (), inputs)[0]
         reference, eager = source.reference(inputs), source.eager(inputs)
     assert found.dtype == eager["out"].dtype == dtype and reference["out"].dtype == torch.float32
     assert relative_error({"out": found}, reference) < 1.2 * relative_error(eager, reference) < 2e-2
@@ -159,11 +159,11 @@ def assert_traced_right(model: Patcher, told: bool) -> None:
     source = ComfyUNetSource(model)
     shapes = {name: shape for name, shape in SHAPES["pixart"].items() if told or not name.startswith("c_")}
     inputs = source.architecture.random_inputs(shapes, dict.fromkeys(shapes, torch.float32), source.device, seed=1)
-    skeleton = source.architecture.skeleton(Precision.FP32, source.device)
+    placeholder = source.architecture.placeholder(Precision.FP32, source.device)
     weights = dict(source.bind(Precision.FP32).tensors)
     with torch.no_grad():
-        graph = torch.export.export(skeleton, (), dict(inputs), strict=False).graph
-        found = torch.func.functional_call(skeleton, weights, (), inputs)[0]
+        graph = torch.export.export(placeholder, (), dict(inputs), strict=False).graph
+        found = torch.func.functional_call(placeholder, weights, (), inputs)[0]
         assert found.shape == (2, 4, 34, 38)
         assert relative_error({"out": found}, source.eager(inputs)) < 1e-5
     targets = [node.target for node in graph.nodes]
@@ -176,7 +176,7 @@ def test_reading_a_model_takes_no_random_numbers(family: str) -> None:
     """Those are the samplers'."""
     source = ComfyUNetSource(tiny.transformer(family))
     before = torch.get_rng_state()
-    assert source.architecture.hollow() and source.architecture.caster()
+    assert source.architecture.new_meta_module() and source.architecture.caster()
     assert torch.equal(torch.get_rng_state(), before)
 
 

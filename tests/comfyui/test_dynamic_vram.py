@@ -17,17 +17,17 @@ import torch
 from slipstream.core.protocols import BoundWeights
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import dynamic_vram, staged_pages
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.autoencoders import HALVES, KINDS
-from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
-from slipstream.hosts.comfy.dynamic_vram import loading_once
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import ComfyVaeHalf
-from slipstream.hosts.live_model import live_model
+from slipstream.hosts.comfy.models.autoencoders import HALVES, KINDS
+from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import ComfyVaeHalf
+from slipstream.hosts.comfy.process import dynamic_vram, staged_pages
+from slipstream.hosts.comfy.process.dynamic_vram import loading_once
+from slipstream.hosts.live_model.account import live_model
+from slipstream.runtime.loaded.engine_pool import LoadedEngine
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.pool import LoadedEngine
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import staging, tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 
@@ -57,9 +57,9 @@ def test_a_model_is_the_same_with_and_without(family: str, aimdo_enabled: Any) -
     aimdo_enabled()
     found = ComfyDiffusionModel.of(model.model)
     assert (found.fingerprint, found.weight_names) == wanted
-    skeleton = found.skeleton(Precision.FP32, CPU)
-    assert {name.removeprefix("model.") for name, _ in skeleton.named_parameters()} <= found.weight_names
-    assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in skeleton.modules())
+    placeholder = found.placeholder(Precision.FP32, CPU)
+    assert {name.removeprefix("model.") for name, _ in placeholder.named_parameters()} <= found.weight_names
+    assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in placeholder.modules())
     assert aimdo_enabled.memory.aimdo_enabled, "ComfyUI's own models are built as before"
 
 

@@ -19,10 +19,10 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.info import describe
+from slipstream.hosts.comfy.node_state.status_text import describe
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 
@@ -369,8 +369,8 @@ def test_an_engine_that_computes_something_else_is_refused(engine_store: EngineS
 
 def test_every_weight_reaches_the_engine(engine_store: EngineStore) -> None:
     """A compiler may write small or shared weights into its code: each tensor is changed once."""
-    from slipstream.hosts.comfy.source import ComfyUNetSource
-    from slipstream.runtime.plan import CallShape
+    from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+    from slipstream.runtime.planning.plan import CallShape
     from slipstream.runtime.provider import HostHooks
 
     model = tiny.model()

@@ -27,12 +27,12 @@ from slipstream.core.progress import Progress
 from slipstream.demo.model import comfy_unet_config
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.build import open_unet, unet_call
-from slipstream.hosts.comfy.demo_model import encode_demo_prompt, unet_weights
+from slipstream.hosts.comfy.building.build_engines import open_unet, unet_call
+from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, unet_weights
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Resolution, Settings, ShapeChoice
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Resolution, Settings, ShapeChoice
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.weights import randomise_unet
 from slipstream.trt_backend import TensorRTBackend

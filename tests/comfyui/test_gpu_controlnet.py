@@ -19,17 +19,17 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.hosts.comfy.demo_model import (
+from slipstream.hosts.comfy.models.demo_model import (
     encode_demo_prompt,
     load_demo_controlnet,
     load_demo_model,
     load_demo_vae,
 )
-from slipstream.hosts.comfy.step import PARALLEL, SERIAL
-from slipstream.hosts.comfy.whole_step import WholeStep
+from slipstream.hosts.comfy.step_graph.graphed_steps import GraphedSteps
+from slipstream.hosts.comfy.step_graph.step import PARALLEL, SERIAL
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
 
 from .test_unet_engines import relative_difference, with_lora
@@ -134,14 +134,14 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
 def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = Bench(Path(bench.provider.store.root), bench.settings.backend.value, first_step=True)
     shown: list[int] = []
-    usual = WholeStep._first
+    usual = GraphedSteps._first
 
     def first(*given: Any) -> Any:
         shown.append(1)
         return usual(*given)
 
     fast.assert_same()
-    monkeypatch.setattr(WholeStep, "_first", first)
+    monkeypatch.setattr(GraphedSteps, "_first", first)
     for number, options in enumerate(
         ({}, {"prompt": 1, "hint": 2, "seed": 11}, {"sampler": "dpmpp_2m", "seed": 3, "cfg": CALM})
     ):

@@ -22,12 +22,12 @@ from comfy.cli_args import args
 
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.layers import layers_with_weights
-from slipstream.hosts.comfy.residency import LoadedEngines, Residency
-from slipstream.hosts.comfy.weights import copies
+from slipstream.hosts.comfy.models.tracing_layers import layers_with_weights
+from slipstream.hosts.comfy.process.current_weights import copies
+from slipstream.hosts.comfy.process.engine_memory import LoadedEngines, Residency
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.weights import randomise_unet
 
@@ -272,7 +272,9 @@ def test_a_copy_that_does_not_fit_is_a_reason(accelerate: Any, monkeypatch: pyte
     model = make_model()
     plain = picture(model)
     fast, module = accelerate(model)
-    monkeypatch.setattr("slipstream.hosts.comfy.room._available", lambda _: management.minimum_inference_memory() + MB)
+    monkeypatch.setattr(
+        "slipstream.hosts.comfy.process.free_memory._available", lambda _: management.minimum_inference_memory() + MB
+    )
     assert difference(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "low VRAM mode" in reason and module.status.engine_calls == 0 and module.status.eager_calls == STEPS

@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER
-from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
-from slipstream.hosts.comfy.diffusion_model import ComfyDiffusionModel
-from slipstream.hosts.comfy.vae import ComfyVaeSource
-from slipstream.hosts.live_model import LiveModel, live_model
-from slipstream.hosts.walk import layers_of
+from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
+from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.models.vae import ComfyVaeSource
+from slipstream.hosts.live_model.account import LiveModel, live_model
+from slipstream.hosts.live_model.layer_walk import layers_of
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 
@@ -668,7 +668,7 @@ def test_asking_again_costs_little() -> None:
     """A model as large as SDXL's, by its layers."""
     import comfy.ops
 
-    from slipstream.benchmarks.models import SDXL
+    from slipstream.benchmarks.subjects.models import SDXL
 
     config = {name: value for name, value in SDXL.items() if name not in ("dtype", "disable_unet_model_creation")}
     config |= {"num_head_channels": 64, "num_heads": -1, "operations": comfy.ops.disable_weight_init}

@@ -23,7 +23,7 @@ from comfy.patcher_extension import PatcherInjection, WrappersMP
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 

@@ -8,9 +8,9 @@ import comfy.samplers
 import pytest
 import torch
 
-from slipstream.hosts.comfy.one_step import first_steps, one_step
-from slipstream.hosts.comfy.skipping_sampler import SkippingSampler
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.dry_run.one_step import first_steps, one_step
+from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.sampling.presets import PRESETS, Selection, custom
 from slipstream.tests.comfyui.support import tiny
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import controlnet, model_calls, vae
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.runtime import sentinel
+from slipstream.hosts.comfy.models import controlnet, vae
+from slipstream.hosts.comfy.run import model_calls
+from slipstream.runtime.checking import sentinel
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 

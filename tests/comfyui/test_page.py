@@ -19,8 +19,8 @@ import pytest
 from slipstream.core.environment import versions_now
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
-from slipstream.runtime.canary import CAPTURE
-from slipstream.runtime.step_times import say_retired
+from slipstream.runtime.checking.step_times import say_retired
+from slipstream.runtime.loaded.canary import CAPTURE
 from slipstream.tests.comfyui.support.browser import (
     ROOT,
     ComfyPage,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import ComfyVaeSource
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import ComfyVaeSource
 from slipstream.tests.comfyui.support import tiny
 
 LAYER = "diffusion_model.out.2.weight"

@@ -15,17 +15,17 @@ import torch
 
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import room
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.residency import LoadedEngines, Residency
-from slipstream.hosts.comfy.room import make_room, room_beside_sampling
-from slipstream.hosts.comfy.weights import copies, current_weights, weights_token
-from slipstream.runtime import build as build_module
-from slipstream.runtime.build import build_engine
+from slipstream.hosts.comfy.process import free_memory
+from slipstream.hosts.comfy.process.current_weights import copies, current_weights, weights_token
+from slipstream.hosts.comfy.process.engine_memory import LoadedEngines, Residency
+from slipstream.hosts.comfy.process.free_memory import free_device_memory, memory_beside_sampling
+from slipstream.runtime.building import build as build_module
+from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.loaded.engine_pool import EnginePool, LoadedEngine
 from slipstream.runtime.module import AcceleratedModule
-from slipstream.runtime.pool import EnginePool, LoadedEngine
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.fakes import CPU, FakeWorker, NullBackend, make_plan
 
@@ -239,11 +239,11 @@ def test_room_is_made_at_the_cost_of_what_is_not_in_use(monkeypatch: pytest.Monk
     gpu = torch.device("cuda", 0)
     asked: list[Any] = []
     monkeypatch.setattr(management, "free_memory", lambda *args, **kwargs: asked.append((args, kwargs)))
-    make_room(gpu, 5 * MB)
+    free_device_memory(gpu, 5 * MB)
     (((wanted, device), options),) = asked
     assert wanted == 5 * MB + management.extra_reserved_memory() and device == gpu
     assert [entry.model for entry in options["keep_loaded"]] == [used]
-    make_room(CPU, 5 * MB)
+    free_device_memory(CPU, 5 * MB)
     assert len(asked) == 1, "RAM is the system's"
 
 
@@ -252,12 +252,12 @@ def test_weights_leave_what_sampling_needs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(management, "get_free_memory", lambda _: free[-1])
     monkeypatch.setattr(management, "free_memory", lambda *_, **__: free.append(free[-1] + 3 * MB))
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(room, "_unloadable", lambda _: 3 * MB)
-    assert room_beside_sampling(gpu, 10 * MB) == 10 * MB and len(free) == 1
-    assert room_beside_sampling(gpu, 14 * MB) == 10 * MB and len(free) == 1, "nothing is unloaded in vain"
-    assert room_beside_sampling(gpu, 11 * MB) == 13 * MB
+    monkeypatch.setattr(free_memory, "_unloadable", lambda _: 3 * MB)
+    assert memory_beside_sampling(gpu, 10 * MB) == 10 * MB and len(free) == 1
+    assert memory_beside_sampling(gpu, 14 * MB) == 10 * MB and len(free) == 1, "nothing is unloaded in vain"
+    assert memory_beside_sampling(gpu, 11 * MB) == 13 * MB
     free.append(0)
-    assert room_beside_sampling(gpu, 11 * MB) == 0
+    assert memory_beside_sampling(gpu, 11 * MB) == 0
 
 
 # ------------------------------------------------------------------------------------- copies of weights

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.benchmarks.skipping.subject import Subject
+from slipstream.benchmarks.skipping.samples.subject import Subject
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.compile_backend.engine import CompiledEngine
-from slipstream.compile_backend.modules import assign
-from slipstream.compile_backend.options import JOINED_PERCENT, PACKAGED, REWRITES
+from slipstream.compile_backend.inductor.options import JOINED_PERCENT, PACKAGED, REWRITES
 from slipstream.compile_backend.program import export_program, load_constants
+from slipstream.compile_backend.rewrites.traced_module import assign
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, ModelSource
 from slipstream.core.spec import BackendConfig, Quantised
-from slipstream.hosts.comfy.autoencoders import HALVES
-from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import open_vae
-from slipstream.runtime.plan import CallShape, plans
-from slipstream.runtime.settings import Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.hosts.comfy.models.autoencoders import HALVES
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import open_vae
+from slipstream.runtime.checking.verify import relative_error
+from slipstream.runtime.planning.plan import CallShape, plans
+from slipstream.runtime.settings.model_settings import Settings
 from slipstream.sampling.metrics import psnr
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.test_dit import SHAPES as OF_TRANSFORMERS

@@ -223,7 +223,7 @@ def test_another_folder_waits_for_a_restart(start_comfy: Callable[..., ComfyServ
 
 def test_system(web: Connection) -> None:
     data = get(web, "/system")
-    assert data.keys() == {"gpu", "backends", "typical_build_s", "version"}
+    assert data.keys() == {"gpu", "backends", "typical_build_s", "build_s", "version"}
     assert data["gpu"] is None and {"aotinductor", "tensorrt"} <= set(data["backends"])
 
 

@@ -192,7 +192,7 @@ def test_the_probe_leaves_what_whole_steps_ask_about(probe: timing.Probe, monkey
     import comfy.samplers
 
     import nodes
-    from slipstream.hosts.comfy.step_parts import why_other_code
+    from slipstream.hosts.comfy.run.step_contents import why_other_code
 
     model_of_steps = comfy.samplers.KSamplerX0Inpaint
     for owner, name in ((nodes.KSampler, "sample"), (nodes.VAEDecode, "decode"), (model_of_steps, "__call__")):

@@ -19,15 +19,15 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from slipstream.core.errors import UnsupportedModel
-from slipstream.hosts.comfy import saved_presets
-from slipstream.hosts.comfy.calibrate import Wish, calibrate_model
-from slipstream.hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
-from slipstream.hosts.comfy.rehearsal import Job, Picture, Rehearsal
-from slipstream.hosts.comfy.skip_chart import draw_chart
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
+from slipstream.hosts.comfy.skip import saved_presets
+from slipstream.hosts.comfy.skip.calibrate import Wish, calibrate_model
+from slipstream.hosts.comfy.skip.calibration_chart import draw_chart
+from slipstream.hosts.comfy.skip.calibration_pictures import CalibrationPictures, Job, Picture
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.nodes.skip_calibrate import SkipCalibrate
 from slipstream.sampling import saved
-from slipstream.sampling.calibrated import Calibration, Candidate, Choice
+from slipstream.sampling.calibration.calibrated import Calibration, Candidate, Choice
 from slipstream.sampling.metrics import latent_psnr
 from slipstream.sampling.presets import PRESETS
 from slipstream.sampling.run import Skipped
@@ -236,8 +236,8 @@ class Calls:
 def test_what_is_known_is_not_computed_again(sampler: str, model: Any, prompts: list[Any]) -> None:
     calls = Calls()
     pictures = [Picture(prompts[0], 3), Picture(prompts[1], 4)]
-    known = Rehearsal(job(calls.of(model), prompts, sampler), pictures, again=True)
-    plain = Rehearsal(job(model, prompts, sampler), pictures)
+    known = CalibrationPictures(job(calls.of(model), prompts, sampler), pictures, again=True)
+    plain = CalibrationPictures(job(model, prompts, sampler), pictures)
     with torch.inference_mode():
         full = known.sample(None)
         assert torch.equal(full, plain.sample(None))
@@ -250,11 +250,17 @@ def test_what_is_known_is_not_computed_again(sampler: str, model: Any, prompts: 
 
 
 def test_a_picture_is_what_ksampler_makes(model: Any, prompts: list[Any]) -> None:
-    rehearsal = Rehearsal(job(model, prompts), [Picture(prompts[1], 77)])
+    calibration_pictures = CalibrationPictures(job(model, prompts), [Picture(prompts[1], 77)])
     with torch.inference_mode():
-        assert torch.equal(rehearsal.sample(None), sampled(model, prompts))
-        assert rehearsal.sample((0, 5, 11)).shape == rehearsal.shortened((0, 5, 11)).shape == (1, 4, 8, 8)
-    assert rehearsal.measured[None].computed == STEPS and rehearsal.measured[0, 5, 11].computed == 3
+        assert torch.equal(calibration_pictures.sample(None), sampled(model, prompts))
+        assert (
+            calibration_pictures.sample((0, 5, 11)).shape
+            == calibration_pictures.shortened((0, 5, 11)).shape
+            == (1, 4, 8, 8)
+        )
+    assert (
+        calibration_pictures.measured[None].computed == STEPS and calibration_pictures.measured[0, 5, 11].computed == 3
+    )
 
 
 @torch.inference_mode()
@@ -265,10 +271,10 @@ def test_a_controlnet_that_ends_within_the_run(model: Any, prompts: list[Any]) -
     given = (prompts[0], prompts[-1], load_demo_controlnet(), hint, 1.0, 0.0, 0.5)
     positive, negative = ControlNetApplyAdvanced().apply_controlnet(*given)
     work = job(model, [prompts[0], negative])
-    known, plain = (Rehearsal(work, [Picture(positive, 1)], again=again) for again in (True, False))
+    known, plain = (CalibrationPictures(work, [Picture(positive, 1)], again=again) for again in (True, False))
     full, computed = known.sample(None), (0, 1, 2, 3, 11)
     assert torch.equal(full, plain.sample(None))
-    assert not torch.equal(full, Rehearsal(job(model, prompts), [Picture(prompts[0], 1)]).sample(None))
+    assert not torch.equal(full, CalibrationPictures(job(model, prompts), [Picture(prompts[0], 1)]).sample(None))
     assert torch.equal(known.sample(computed), plain.sample(computed))
     assert plain.measured[computed].computed == 6, "one more where it ends"
 
@@ -278,9 +284,9 @@ def test_inpainting_and_batches_are_sampled_as_they_are(model: Any, prompts: lis
     mask[..., :32] = 1.0
     picture = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     given = {"samples": picture, "noise_mask": mask, "batch_index": [0, 3]}
-    rehearsal = Rehearsal(job(model, prompts, latent=given, denoise=0.7), [Picture(prompts[0], 1)])
+    calibration_pictures = CalibrationPictures(job(model, prompts, latent=given, denoise=0.7), [Picture(prompts[0], 1)])
     with torch.inference_mode():
-        found = rehearsal.sample((0, 3, 6, 11))
+        found = calibration_pictures.sample((0, 3, 6, 11))
     assert found.shape == (2, 4, 8, 8) and not torch.equal(found[0], found[1])
     torch.testing.assert_close(found[..., 4:], picture[..., 4:])
 
@@ -288,7 +294,7 @@ def test_inpainting_and_batches_are_sampled_as_they_are(model: Any, prompts: lis
 def test_steps_that_were_skipped_before_are_computed(model: Any, prompts: list[Any]) -> None:
     calls, skipping = Calls(), skip_steps(model, PRESETS["extreme"])
     with torch.inference_mode():
-        Rehearsal(job(calls.of(skipping), prompts), [Picture(prompts[0], 1)]).sample(None)
+        CalibrationPictures(job(calls.of(skipping), prompts), [Picture(prompts[0], 1)]).sample(None)
     assert calls.count == STEPS
 
 
@@ -380,17 +386,19 @@ def without_search(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., st
         choice = Choice(found, Candidate("balanced (7 steps)", (0, 11), (29.0, 30.0), (29.0,)), found)
         return Calibration(steps, count, (choice,), 1, 2)
 
-    monkeypatch.setattr("slipstream.hosts.comfy.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.calibrate", calibrate)
     yield lambda work, positives, wish: calibrate_model(work, positives, 0, 1, wish).report
 
 
 @torch.inference_mode()
 def test_seconds_choose_how_much_is_computed(without_search: Any, model: Any, prompts: list[Any]) -> None:
     work = job(model, prompts)
-    rehearsal = Rehearsal(work, [Picture(prompts[0], 1)])
+    calibration_pictures = CalibrationPictures(work, [Picture(prompts[0], 1)])
     for _ in range(3):
-        rehearsal.sample(None)
-    report = without_search(work, prompts[:1], Wish(computed_steps=3, seconds=0.6 * rehearsal.measured[None].seconds))
+        calibration_pictures.sample(None)
+    report = without_search(
+        work, prompts[:1], Wish(computed_steps=3, seconds=0.6 * calibration_pictures.measured[None].seconds)
+    )
     (found,) = re.findall(r"with (\d+) steps computed", report)
     assert 3 < int(found) < 11 and "in place of" in report
 

@@ -21,12 +21,12 @@ from comfy_extras.nodes_model_advanced import ModelSamplingDiscrete, ModelSampli
 
 import nodes
 from slipstream.core.errors import UnsupportedModel
-from slipstream.hosts.comfy import accelerate
-from slipstream.hosts.comfy.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
-from slipstream.hosts.comfy.hook import put_innermost, wrappers_of
-from slipstream.hosts.comfy.skipping_sampler import SkippingSampler
-from slipstream.hosts.comfy.step_skip import KEY, skip_steps, without_skipping
-from slipstream.hosts.comfy.task import sampler_name
+from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
+from slipstream.hosts.comfy.run.call_wrappers import put_innermost, wrappers_of
+from slipstream.hosts.comfy.run.wrapper_keys import ACCELERATE, STEP_SKIP
+from slipstream.hosts.comfy.skip.sampling_task import sampler_name
+from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
+from slipstream.hosts.comfy.skip.step_skip import skip_steps, without_skipping
 from slipstream.sampling.presets import PRESETS, Preset, Selection, custom
 from slipstream.sampling.reuse import History, Reuse
 from slipstream.sampling.samplers import SamplerKind, kind_of
@@ -194,7 +194,7 @@ def test_the_model_without_the_node_stays_as_it_was(model: Patcher) -> None:
     wrapped = repr(skipping.model_options), repr(skipping.wrappers)
     sampled(skipping)
     assert (repr(skipping.model_options), repr(skipping.wrappers)) == wrapped
-    assert KEY not in repr(model.wrappers) and repr(model.model_options) == options
+    assert STEP_SKIP not in repr(model.wrappers) and repr(model.model_options) == options
     assert torch.equal(sampled(model), before)
     assert torch.equal(sampled(without_skipping(skipping)), before)
 
@@ -442,7 +442,7 @@ def test_what_another_node_asks_for_twice_in_a_step_does_not_mix(model: Patcher)
 
 @pytest.mark.parametrize("comes_first", [False, True], ids=["behind Step Skip", "before Step Skip"])
 def test_outside_of_an_accelerated_model_and_inside_of_other_nodes(model: Patcher, comes_first: bool) -> None:
-    """An accelerated model puts itself around the prediction at the beginning of each run, as `whole_step` does it."""
+    """An accelerated model puts itself around the prediction at the beginning of each run, as `graphed_steps` does."""
     asked: dict[str, int] = {"accelerated": 0, "other": 0}
 
     def counting(name: str) -> Predict:
@@ -454,12 +454,12 @@ def test_outside_of_an_accelerated_model_and_inside_of_other_nodes(model: Patche
 
     def accelerated(executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         wrappers = wrappers_of(executor.class_obj.model_options, WrappersMP.PREDICT_NOISE)
-        put_innermost(wrappers, accelerate.KEY, counting("accelerated"))
+        put_innermost(wrappers, ACCELERATE, counting("accelerated"))
         return executor(*args, **kwargs)
 
     def with_accelerate(patcher: Patcher) -> Patcher:
         clone = patcher.clone()
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, accelerate.KEY, accelerated)
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, ACCELERATE, accelerated)
         return clone
 
     other = predicting(model, counting("other"))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import nodes
-from slipstream.hosts.comfy import saved_presets
-from slipstream.hosts.comfy.demo_model import load_demo_model
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.models.demo_model import load_demo_model
+from slipstream.hosts.comfy.skip import saved_presets
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.nodes.ksampler_step_skip import KSamplerStepSkip
-from slipstream.nodes.skip_inputs import AUTO_RULE, preset_names, preset_of, preset_table
+from slipstream.nodes.shared.skip_inputs import AUTO_RULE, preset_names, preset_of, preset_table
 from slipstream.nodes.step_skip import SkipSigmas, StepSkip, StepSkipSampler
 from slipstream.sampling import saved
 from slipstream.sampling.measured import closeness

@@ -17,22 +17,22 @@ import torch
 
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import accelerate_controlnet as controlnet_module
 from slipstream.hosts.comfy import accelerate_vae as vae_module
-from slipstream.hosts.comfy import recording, timed_steps, whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
-from slipstream.hosts.comfy.info import describe
-from slipstream.hosts.comfy.model_calls import ModelCalls
-from slipstream.hosts.comfy.node_states import state_of
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.hosts.comfy.node_state.status_text import describe
+from slipstream.hosts.comfy.run import controlnet_calls, step_recording, timed_steps
+from slipstream.hosts.comfy.run.model_calls import ModelCalls
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
+from slipstream.hosts.comfy.step_graph import graphed_steps
+from slipstream.runtime.checking.sentinel import Sentinel
+from slipstream.runtime.checking.step_timers import is_on_purpose
+from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.module import Run as ModuleRun
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.sentinel import Sentinel
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Levers, Settings
-from slipstream.runtime.step_times import StepTimes
-from slipstream.runtime.timers import is_on_purpose
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.sampling.presets import Selection, custom
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.client import ComfyClient, Run
@@ -105,8 +105,8 @@ def built(engine_store: EngineStore) -> Path:
     tiny.sample(accelerated(provider, tiny.model())[0])
     accelerate_vae(tiny.vae(), AcceleratedModule(provider, FAST_BUILD)).decode(torch.zeros(1, 4, 8, 8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_step, "can_replay", lambda device: True)
-        patch.setattr(whole_step.WholeStep, "_as_before", lambda *args: None)
+        patch.setattr(graphed_steps, "can_replay", lambda device: True)
+        patch.setattr(graphed_steps.GraphedSteps, "_as_before", lambda *args: None)
         for parallel in ("off", "on"):
             fast = Fast(provider, levers=Levers(parallel=parallel))
             tiny.sample(fast.model, steps=1, **prompts(applied(fast.control)))
@@ -238,7 +238,7 @@ def test_rehearsals_are_left_alone(provider: EngineProvider, clock: Stopwatch) -
     """They measure, and compare pictures that are otherwise the same."""
     model, _ = fast_model(provider)
     watched = model.clone()
-    recording.watch(watched)
+    step_recording.watch(watched)
     tiny.sample(watched, steps=12)
     assert clock.by_model() == []
 
@@ -255,11 +255,11 @@ def test_where_memory_is_short_nothing_is_computed_on_purpose(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guider, x = SimpleNamespace(inner_model=tiny.model().model), torch.zeros(1, 4, 8, 8)
-    assert timed_steps.has_room(guider, x)
+    assert timed_steps.has_memory(guider, x)
     with monkeypatch.context() as short:
         short.setattr(comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1000)
-        assert not timed_steps.has_room(guider, x)
-    monkeypatch.setattr(timed_steps, "has_room", lambda *args: False)
+        assert not timed_steps.has_memory(guider, x)
+    monkeypatch.setattr(timed_steps, "has_memory", lambda *args: False)
     model, module = fast_model(provider)
     tiny.sample(model, steps=12)
     assert clock.by_model() == [] and module.status.eager_calls == 0
@@ -324,7 +324,7 @@ def test_what_breaks_in_timing_breaks_no_picture(
         raise RuntimeError("a bug of ours")
 
     wanted = tiny.sample(tiny.model(), steps=12)
-    for name in ("situation_of", "has_room"):
+    for name in ("conditions_of_run", "has_memory"):
         with monkeypatch.context() as breaking:
             breaking.setattr(timed_steps, name, broken)
             found = tiny.sample(fast_model(provider)[0], steps=12)
@@ -387,13 +387,13 @@ def test_which_of_several_controlnets_are_in_a_step_is_not_known(provider: Engin
 def test_a_controlnets_own_engine_is_timed_by_its_calls(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_name = controlnet_module._by_name
+    by_name = controlnet_calls._by_name
 
     def slow(control: Any) -> Any:
         clock.now += 5.0
         return by_name(control)
 
-    monkeypatch.setattr(controlnet_module, "_by_name", slow)
+    monkeypatch.setattr(controlnet_calls, "_by_name", slow)
     fast = Fast(provider, levers=Levers(parallel="off"))
     tiny.sample(fast.model, steps=12, **prompts(applied(fast.control)))
     assert "ms a call" not in describe(fast.control_module), "too few"

@@ -22,23 +22,23 @@ from slipstream.core.protocols import Architecture, BuildJob
 from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision
 from slipstream.engine_cache import EngineStore, Entry
-from slipstream.hosts.comfy.autoencoders import HALVES, Half
-from slipstream.hosts.comfy.demo_model import load_demo_model
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.hosts.comfy.vae import open_vae, vae_call
-from slipstream.runtime.bake import baked
-from slipstream.runtime.build import build_engine
-from slipstream.runtime.plan import CallShape, Plan, plans
-from slipstream.runtime.settings import BackendChoice, Resolution, Settings, ShapeChoice
-from slipstream.runtime.verify import relative_error
+from slipstream.hosts.comfy.models.autoencoders import HALVES, Half
+from slipstream.hosts.comfy.models.demo_model import load_demo_model
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import open_vae, vae_call
+from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.checking.verify import relative_error
+from slipstream.runtime.planning.embedded_weights import baked
+from slipstream.runtime.planning.plan import CallShape, Plan, plans
+from slipstream.runtime.settings.model_settings import BackendChoice, Resolution, Settings, ShapeChoice
 from slipstream.tests.comfyui.support import tiny
 from slipstream.trt_backend import TensorRTBackend
 from slipstream.trt_backend.build import PlanBuilder
 from slipstream.trt_backend.export import export_graph, save_graph
 from slipstream.trt_backend.library import find_library
 from slipstream.trt_backend.surgery import PASSES, operate
+from slipstream.trt_backend.surgery.weight_map import WeightMap
 from slipstream.trt_backend.timing_cache import TimingCache
-from slipstream.trt_backend.weight_map import WeightMap
 
 CPU = torch.device("cpu")
 NEEDED = ("onnx", "onnxscript", "onnx_graphsurgeon", "onnxruntime", "tensorrt_rtx_bindings")

@@ -13,13 +13,13 @@ from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy.controlnet import ComfyControlNetSource
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.runtime.bake import baked
-from slipstream.runtime.build import build_engine
-from slipstream.runtime.plan import CallShape, plans
-from slipstream.runtime.settings import BackendChoice, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.checking.verify import relative_error
+from slipstream.runtime.planning.embedded_weights import baked
+from slipstream.runtime.planning.plan import CallShape, plans
+from slipstream.runtime.settings.model_settings import BackendChoice, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.trt_backend.export import export_graph, save_graph
 from slipstream.trt_backend.surgery import PASSES, operate

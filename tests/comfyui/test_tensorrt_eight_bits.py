@@ -17,12 +17,12 @@ from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, ModelSource
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import Precision, Quantised
-from slipstream.hosts.comfy.demo_model import load_demo_model
-from slipstream.hosts.comfy.source import ComfyUNetSource
-from slipstream.runtime.bake import baked
-from slipstream.runtime.plan import CallShape, plans
-from slipstream.runtime.settings import BackendChoice, Settings
-from slipstream.runtime.verify import LIMIT_OF_QUANTISED, relative_error
+from slipstream.hosts.comfy.models.demo_model import load_demo_model
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.runtime.checking.verify import LIMIT_OF_QUANTISED, relative_error
+from slipstream.runtime.planning.embedded_weights import baked
+from slipstream.runtime.planning.plan import CallShape, plans
+from slipstream.runtime.settings.model_settings import BackendChoice, Settings
 from slipstream.tests.comfyui.test_rewrites import MODELS, Shapes
 from slipstream.tests.comfyui.test_tensorrt import (
     FOR_TENSORRT_ALONE,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from slipstream.core.spec import Role
-from slipstream.hosts.comfy.prompt_workshop import prompt_of
-from slipstream.runtime.orders import Wanted
-from slipstream.runtime.settings import Settings
+from slipstream.hosts.comfy.building.prompt_builder import prompt_of
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import Settings
 from slipstream.tests.comfyui.support.browser import ComfyPage, chromium, why_no_browser
 from slipstream.tests.comfyui.support.client import ComfyClient
 from slipstream.tests.comfyui.support.server import ComfyServer

@@ -12,12 +12,12 @@ import torch
 
 from slipstream.core.errors import UnsupportedModel
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy.autoencoders import DECODER, ENCODER, Half
-from slipstream.hosts.comfy.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER, Half
+from slipstream.hosts.comfy.models.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Resolution, Settings
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.settings.model_settings import BuildPolicy, Resolution, Settings
 from slipstream.tests.comfyui.support import tiny
 
 KINDS = {
@@ -64,14 +64,14 @@ def test_what_is_traced_computes_what_the_vae_does(kind: str, half: Half) -> Non
     architecture = pickle.loads(pickle.dumps(source.architecture))  # as in the build process
     assert architecture.fingerprint == source.architecture.fingerprint
     inputs = inputs_of(half)
-    skeleton = architecture.skeleton(source.precision, source.device)
+    placeholder = architecture.placeholder(source.precision, source.device)
     with torch.no_grad():
-        found = torch.func.functional_call(skeleton, dict(source.bind(source.precision).tensors), (), inputs)[0]
+        found = torch.func.functional_call(placeholder, dict(source.bind(source.precision).tensors), (), inputs)[0]
         wanted = source.eager(inputs)
         assert wanted["out"].std() > 0.05
         assert relative_error({"out": found}, wanted) < 1e-5
         assert relative_error(source.reference(inputs), wanted) < 1e-5
-    program = torch.export.export(skeleton, (), inputs, strict=False)
+    program = torch.export.export(placeholder, (), inputs, strict=False)
     operators = [str(node.target) for node in program.graph.nodes]
     assert any("scaled_dot_product" in name for name in operators) == (kind != "taesd")
     assert not any("rand" in name for name in operators), "an encoder gives the mean"

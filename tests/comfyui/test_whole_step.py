@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy import outline, whole_step
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
-from slipstream.hosts.comfy.node_states import state_of
-from slipstream.hosts.comfy.unet_halves import ComfyUNetHalfSource
-from slipstream.runtime.cuda_graphs import CudaGraphs, _call_of
+from slipstream.hosts.comfy.models.unet_halves import ComfyUNetHalfSource
+from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.hosts.comfy.step_graph import first_step, graphed_steps
+from slipstream.runtime.loaded.cuda_graphs import CudaGraphs, _call_of
 from slipstream.runtime.module import AcceleratedModule, Run
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Levers, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support import tiny
 from slipstream.tests.comfyui.support.cases import with_slow
 
@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     def holds(graphs: Any, generation: Any, tensors: Any, what: Any) -> bool:
         return held.get(_call_of(tensors, what)) == generation
 
-    monkeypatch.setattr(whole_step, "can_replay", lambda device: True)
+    monkeypatch.setattr(graphed_steps, "can_replay", lambda device: True)
     monkeypatch.setattr(CudaGraphs, "are_possible", True)
     monkeypatch.setattr(CudaGraphs, "run", run)
     monkeypatch.setattr(CudaGraphs, "holds", holds)
@@ -551,7 +551,7 @@ def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
     plain, control = tiny.model(), tiny.controlnet()
     assert pictures(fast, plain, control, replays) == 4
     with monkeypatch.context() as patched:
-        patched.setattr(outline.Step, "prepare_hints", failing)
+        patched.setattr(first_step.Step, "prepare_hints", failing)
         assert pictures(fast, plain, control, replays) == 4
     assert pictures(fast, plain, control, replays) == 5, "it is known again"
     with monkeypatch.context() as patched:

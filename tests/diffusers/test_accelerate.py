@@ -29,9 +29,9 @@ from slipstream.hosts.diffusers import AcceleratedUNet, accelerate_unet
 from slipstream.hosts.diffusers.source import DiffusersUNetSource
 from slipstream.hosts.diffusers.unet import DiffusersUNet, call
 from slipstream.runtime import provider as provider_module
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.tiny_unet import CONFIG
 
 pytestmark = pytest.mark.diffusers
@@ -155,11 +155,11 @@ root, store, module, config, inputs, output = sys.argv[1:]
 runpy.run_path(root + "/__main__.py", run_name="slipstream_main")["register"]()
 import torch
 from diffusers import UNet2DConditionModel
-from slipstream.compile_backend.toolchain import why_no_cpp_compiler
+from slipstream.compile_backend.cpp.toolchain import why_no_cpp_compiler
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.diffusers import accelerate_unet
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 
 unet = UNet2DConditionModel.from_config(json.loads(config)).eval()
 unet.load_state_dict(torch.load(module))
@@ -593,7 +593,7 @@ def test_the_reference_is_fp32_and_leaves_the_model_alone() -> None:
 def test_weights_are_handed_out_not_copied(unet: UNet2DConditionModel) -> None:
     weights = DiffusersUNetSource(unet).bind(Precision.FP32).tensors
     assert weights["model.conv_in.weight"].data_ptr() == unet.conv_in.weight.data_ptr()
-    skeleton = DiffusersUNet.of(unet).skeleton(Precision.FP32, torch.device("cpu"))
-    assert set(weights) == set(skeleton.state_dict())
-    attention = skeleton.model.mid_block.attentions[0].transformer_blocks[0].attn1
+    placeholder = DiffusersUNet.of(unet).placeholder(Precision.FP32, torch.device("cpu"))
+    assert set(weights) == set(placeholder.state_dict())
+    attention = placeholder.model.mid_block.attentions[0].transformer_blocks[0].attn1
     assert type(attention.processor) is AttnProcessor2_0

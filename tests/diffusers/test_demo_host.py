@@ -14,7 +14,7 @@ from slipstream.demo.through_diffusers import DiffusersHost
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.diffusers import accelerate_unet, skip_steps
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.sampling.presets import PRESETS
 
 pytestmark = [

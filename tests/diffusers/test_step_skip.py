@@ -30,7 +30,7 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.diffusers import accelerate_unet, skip_steps
 from slipstream.hosts.diffusers.schedulers import Terms, Timeline, sampler_name
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.sampling.metrics import latent_psnr
 from slipstream.sampling.presets import PRESETS, Preset, Selection, Use, custom
 from slipstream.sampling.reuse import Reuse

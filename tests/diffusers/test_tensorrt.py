@@ -19,7 +19,7 @@ from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Precision, Role
 from slipstream.demo.model import Sizes, unet
 from slipstream.hosts.diffusers.source import DiffusersUNetSource
-from slipstream.runtime.verify import relative_error
+from slipstream.runtime.checking.verify import relative_error
 from slipstream.trt_backend.export import export_graph, save_graph
 from slipstream.trt_backend.surgery import PASSES, operate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ HOMES: dict[str, set[str]] = {
 LAZY = {*TENSORRT, "torchao", "gradio", "starlette"}
 CORE_MAY_IMPORT = {"torch"}
 
+MOST_FILES = 15
+"""Python files in one folder."""
+
 
 @dataclass(frozen=True)
 class Import:
@@ -62,6 +66,8 @@ class Import:
     line: int
     module: str  # absolute; our own begin with "slipstream."
     lazy: bool  # inside a function, or for the type checker alone
+    names: tuple[str, ...] = ()  # what is imported from it
+    typing: bool = False  # for the type checker alone
 
     @property
     def room(self) -> str:
@@ -82,7 +88,7 @@ class Finder(ast.NodeVisitor):
 
     def __init__(self, file: str) -> None:
         self.file = file
-        self.lazy = False
+        self.lazy = self.typing = False
         self.found: list[Import] = []
 
     def visit_FunctionDef(self, node: ast.AST) -> None:
@@ -92,7 +98,9 @@ class Finder(ast.NodeVisitor):
 
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" in ast.unparse(node.test):
+            before, self.typing = self.typing, True
             self._inside(node)
+            self.typing = before
         else:
             self.generic_visit(node)
 
@@ -107,7 +115,7 @@ class Finder(ast.NodeVisitor):
             for alias in node.names:
                 self._add(node, f"{base}.{alias.name}")
         else:
-            self._add(node, base)
+            self._add(node, base, tuple(alias.name for alias in node.names))
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -116,8 +124,8 @@ class Finder(ast.NodeVisitor):
         kept = package[: len(package) - node.level + 1]
         return ".".join([*kept, *([node.module] if node.module else [])])
 
-    def _add(self, node: ast.AST, module: str) -> None:
-        self.found.append(Import(self.file, getattr(node, "lineno", 0), module, self.lazy))
+    def _add(self, node: ast.AST, module: str, names: tuple[str, ...] = ()) -> None:
+        self.found.append(Import(self.file, getattr(node, "lineno", 0), module, self.lazy, names, self.typing))
 
     def _inside(self, node: ast.AST) -> None:
         before, self.lazy = self.lazy, True
@@ -142,8 +150,9 @@ def wrong(found: Import) -> Iterator[str]:
     if found.top in LAZY and not found.lazy:
         yield f"import {found.top} inside the function that needs it"
     foreign = target is None and found.top not in {*sys.stdlib_module_names, "slipstream"}
-    if found.room == "" and not found.lazy and (foreign or target in ARROWS):
-        yield "the root imports only the standard library at its top level"
+    ours = target in ARROWS and found.module != "slipstream.core.version"
+    if found.room == "" and not found.lazy and (foreign or ours):
+        yield "the root imports only the standard library and its version at its top level"
     if found.room == "core" and foreign and found.top not in CORE_MAY_IMPORT:
         yield f"core may not import {found.top}"
 
@@ -158,25 +167,116 @@ def violations(sources: dict[str, str]) -> list[str]:
     ]
 
 
-def test_imports_point_one_way(root: Path) -> None:
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    root = Path(__file__).resolve().parents[2]
     files = [file for room in ARROWS for file in (root / room).rglob("*.py")]
     files += [root / name for name in ("__init__.py", "__main__.py", "install.py")]
-    sources = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
-    assert len(sources) > 10, "the rooms were not found"
+    found = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    assert len(found) > 10, "the rooms were not found"
+    return found
+
+
+def test_imports_point_one_way(sources: dict[str, str]) -> None:
     assert not violations(sources)
+
+
+Graph = dict[str, set[str]]
+"""Importer → what it imports; files or folders by their paths."""
+
+
+def files_imported(sources: dict[str, str]) -> Graph:
+    """Imports inside of functions count, those for the type checker alone do not."""
+    graph: Graph = {}
+    for file, source in sources.items():
+        graph[file] = set()
+        for found in imports_of(file, source):
+            if found.top == "slipstream" and not found.typing:
+                targets = [f"{found.module}.{name}" for name in found.names]
+                graph[file] |= {_file_of(target, sources) or "" for target in (found.module, *targets)} - {"", file}
+    return graph
+
+
+def _file_of(module: str, sources: dict[str, str]) -> str | None:
+    path = "/".join(module.split(".")[1:])
+    return next((file for file in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if file in sources), None)
+
+
+def folders_imported(files: Graph) -> Graph:
+    graph: Graph = {}
+    for file, imported in files.items():
+        folder = Path(file).parent.as_posix()
+        graph.setdefault(folder, set()).update({Path(other).parent.as_posix() for other in imported} - {folder})
+    return graph
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Return groups in which each reaches each other."""
+    reached = {start: _reached(start, graph) for start in graph}
+    groups = {frozenset({start, *(other for other in reached[start] if start in reached[other])}) for start in graph}
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _reached(start: str, graph: Graph) -> set[str]:
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_no_file_imports_itself_by_way_of_others(sources: dict[str, str]) -> None:
+    assert not circles(files_imported(sources))
+
+
+def test_no_folder_imports_itself_by_way_of_others(sources: dict[str, str]) -> None:
+    assert not circles(folders_imported(files_imported(sources)))
+
+
+def test_a_folder_holds_no_more_files_than_a_reader_overlooks(root: Path) -> None:
+    folders = Counter(
+        file.relative_to(root).parent.as_posix()
+        for room in (*ARROWS, "tools", "tests/unit")
+        for file in (root / room).rglob("*.py")
+    )
+    assert not {folder: count for folder, count in folders.items() if count > MOST_FILES}
+
+
+@pytest.mark.parametrize(
+    "back",
+    ["from . import one", "from .one import x", "def f():\n    from ..a.one import x", "import slipstream.a.one"],
+)
+def test_a_circle_is_found(back: str) -> None:
+    files = files_imported({"a/one.py": "from .two import x", "a/two.py": back})
+    assert circles(files) == [["a/one.py", "a/two.py"]]
+    assert not circles(folders_imported(files))
+
+
+def test_a_circle_of_folders_is_found() -> None:
+    files = files_imported(
+        {"a/x.py": "from ..b.x import y", "b/x.py": "", "b/y.py": "from ..a.y import z", "a/y.py": ""}
+    )
+    assert not circles(files) and circles(folders_imported(files)) == [["a", "b"]]
+
+
+def test_what_only_the_type_checker_imports_makes_no_circle() -> None:
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .one import x"
+    assert not circles(files_imported({"a/one.py": "from .two import x", "a/two.py": typed}))
 
 
 PLANTED = {
     ("core/x.py", "from ..runtime import provider"): "core may not import runtime",
     ("core/x.py", "from .. import engine_cache"): "core may not import engine_cache",
     ("core/x.py", "import safetensors"): "core may not import safetensors",
-    ("engine_cache/x.py", "import slipstream.runtime.queue"): "engine_cache may not import runtime",
+    ("engine_cache/x.py", "import slipstream.runtime.building.build_queue"): "engine_cache may not import runtime",
     ("compile_backend/x.py", "from ..engine_cache.store import Store"): "may not import engine_cache",
     ("trt_backend/deep/x.py", "from ...runtime import x"): "trt_backend may not import runtime",
     ("runtime/x.py", "def f():\n    from ..hosts.comfy import unet"): "runtime may not import hosts",
     ("sampling/x.py", "from ..nodes import x"): "sampling may not import nodes",
     ("hosts/comfy/x.py", "from ...nodes import x"): "hosts may not import nodes",
-    ("cli/x.py", "import slipstream.nodes.inputs"): "cli may not import nodes",
+    ("cli/x.py", "import slipstream.nodes.shared.inputs"): "cli may not import nodes",
     ("ui/x.py", "from ..cli import words"): "ui may not import cli",
     ("ui/x.py", "import gradio"): "import gradio inside the function",
     ("cli/x.py", "from ..benchmarks import rows"): "cli may not import benchmarks",
@@ -192,6 +292,7 @@ PLANTED = {
     ("hosts/x.py", "def f():\n    import gradio"): "only ui may import gradio",
     ("hosts/x.py", "from aiohttp import web"): "only nodes may import aiohttp",
     ("__init__.py", "from .nodes.extension import X"): "only the standard library",
+    ("__init__.py", "from .core.errors import X"): "only the standard library",
     ("__init__.py", "import torch"): "only the standard library",
 }  # fmt: skip
 
@@ -212,6 +313,7 @@ def test_a_wrong_import_is_found(planted: tuple[str, str], why: str) -> None:
         ("trt_backend/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tensorrt"),
         ("core/x.py", "import json, torch\nfrom . import shapes\nfrom .shapes import ShapeRange"),
         ("__init__.py", "import typing\nasync def f():\n    from .nodes import x"),
+        ("__init__.py", "from .core.version import x"),
     ],
 )
 def test_a_right_import_passes(file: str, source: str) -> None:

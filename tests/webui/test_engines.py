@@ -12,11 +12,11 @@ from modules import scripts, sd_models, shared
 
 from slipstream.core.errors import BuildCancelled
 from slipstream.core.spec import Role
-from slipstream.hosts.forge.host import provider
-from slipstream.hosts.forge.workshop import ForgeWorkshop
-from slipstream.runtime.orders import Wanted
+from slipstream.hosts.forge.checkpoint_builder import CheckpointBuilder
+from slipstream.hosts.webui_process import provider
 from slipstream.runtime.provider import HostHooks
-from slipstream.runtime.settings import BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.webui.support import tiny
 from slipstream.tests.webui.support.pictures import ENGINE, ENGINES, OFF, Counting, distance, picture
 
@@ -278,7 +278,7 @@ def test_an_order_that_was_cancelled_while_pictures_were_made_ends_at_once() -> 
     wanted = Wanted("exchanged meanwhile", Role.UNET, settings, 2, 77)
     hooks = HostHooks(check_interrupted=check, interruptions=(BuildCancelled,))
     with pytest.raises(BuildCancelled, match="enough"):
-        list(ForgeWorkshop(provider()).make(wanted, hooks))
+        list(CheckpointBuilder(provider()).make(wanted, hooks))
 
 
 def test_the_page_loads_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,14 +287,14 @@ def test_the_page_loads_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sd_models.model_data, "sd_model", None)
     monkeypatch.setattr(sd_models.model_data, "get_sd_model", load)
-    assert ForgeWorkshop(provider()).models() == []
+    assert CheckpointBuilder(provider()).models() == []
 
 
 def test_the_page_orders_engines_for_the_loaded_checkpoint(model: Any) -> None:
-    workshop = ForgeWorkshop(provider())
+    builder = CheckpointBuilder(provider())
     settings = Settings(policy=BuildPolicy.FIRST_USE, resolutions=parse_resolutions("64x64"))
-    assert workshop.models() == ["tiny"] and (workshop.numbers_in("tiny", Role.UNET) or 0) > 100_000
-    (line,) = workshop.make(Wanted("tiny", Role.UNET, settings, 2, 77), HostHooks())
+    assert builder.models() == ["tiny"] and (builder.parameter_count("tiny", Role.UNET) or 0) > 100_000
+    (line,) = builder.make(Wanted("tiny", Role.UNET, settings, 2, 77), HostHooks())
     assert line.endswith("ready") and "SD15 64×64 batch 2" in line
     with Counting() as counted:
         picture(ENGINE)

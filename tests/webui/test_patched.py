@@ -12,8 +12,8 @@ from modules_forge.forge_sampler import forge_sample, sampling_cleanup, sampling
 from modules_forge.unet_patcher import UnetPatcher
 
 from slipstream.hosts.forge.choices import Choices
-from slipstream.hosts.forge.host import module_of
 from slipstream.hosts.forge.sampling import ENGINES, STEPS, lead_next_sampling
+from slipstream.hosts.webui_process import module_of
 from slipstream.sampling.presets import PRESETS
 
 CONFIG: dict[str, Any] = {

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...core.eight_bits import FP8, LARGEST, LEAST_SCALE, gains
-from ..weight_map import UNIT, Part
 from .graph import Dim, Operation, element_type, lay_out, named_weight
+from .weight_map import UNIT, Part
 
 if TYPE_CHECKING:
     import onnx_graphsurgeon as gs

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..weight_map import WeightMap
-from .names import fresh_name
+from .weight_map import WeightMap
 
 if TYPE_CHECKING:
     import onnx
@@ -269,3 +268,12 @@ def _resize(proto: onnx.TensorProto, kind: int) -> None:
         return
     proto.ClearField(onnx.helper.tensor_dtype_to_field(before))
     proto.raw_data = bytes(length)
+
+
+def fresh_name(name: str, taken: set[str]) -> str:
+    """`name`, or the like, that is not taken; it is from now on."""
+    number, free = 1, name
+    while free in taken:
+        number, free = number + 1, f"{name}_{number}"
+    taken.add(free)
+    return free

@@ -9,12 +9,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ...core.shapes import Shape
-from ..weight_map import WeightMap
 from .attention import mark_attention_decomposable, recover_attention
-from .cleanup import remove_idle
+from .cleanup import forget_empty_sizes, remove_idle
 from .constants import fold_constants, merge_duplicates
 from .eight_bits import quantise_products
-from .empty_sizes import forget_empty_sizes
 from .graph import Dim, Operation, dims
 from .normalization import recover_group_norm, recover_layer_norm
 from .opset import raise_opset
@@ -22,6 +20,7 @@ from .padding import pad_matmul_k
 from .sequences import split_sequences
 from .shapes import settle_shapes
 from .transposes import fold_transposes
+from .weight_map import WeightMap
 
 if TYPE_CHECKING:
     import onnx

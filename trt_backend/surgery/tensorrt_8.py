@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .names import fresh_name
+from .graph import fresh_name
 
 if TYPE_CHECKING:
     import onnx

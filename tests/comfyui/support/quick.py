@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build
+from slipstream.runtime.building import build
 from slipstream.runtime.provider import EngineProvider
 
 

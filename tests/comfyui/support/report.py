@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.runtime.measure import commit
+from slipstream.runtime.checking.measure import commit
 
 from .server import on_gpu
 

@@ -12,8 +12,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from slipstream.hosts.comfy.demo_model import encode_demo_prompt
-from slipstream.hosts.comfy.step_skip import skip_steps
+from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt
+from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.sampling.presets import Preset
 from slipstream.sampling.run import Skipped
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.hosts.comfy import staged_pages, weights
+from slipstream.hosts.comfy.process import current_weights, staged_pages
 
 PAGE = 4096
 DEVICE = torch.device("cpu", 0)
@@ -124,7 +124,7 @@ def switch_on(monkeypatch: pytest.MonkeyPatch) -> type:
         monkeypatch.setattr(pinned, name, lambda *args, **kwargs: None)
     monkeypatch.setattr(staged_pages, "_PAGE_BYTES", PAGE)
     # Small weights are copied from "cpu" to `DEVICE`; on a GPU they lie there already.
-    monkeypatch.setattr(weights.copies, "of", lambda *args: {})
+    monkeypatch.setattr(current_weights.copies, "of", lambda *args: {})
     return kind
 
 

@@ -1,4 +1,4 @@
-"""A process that gives the page out, with a workshop of tiny models. It ends when its standard input does.
+"""A process that gives the page out, with a builder of tiny models. It ends when its standard input does.
 
     python serve.py HOME [--until FILE] [--tab]
 
@@ -25,12 +25,12 @@ import torch  # noqa: E402
 from slipstream.core.progress import Progress  # noqa: E402
 from slipstream.core.spec import Role  # noqa: E402
 from slipstream.engine_cache import EngineStore  # noqa: E402
-from slipstream.runtime import build  # noqa: E402
-from slipstream.runtime.making import LoadedModel, make_engines  # noqa: E402
-from slipstream.runtime.orders import Wanted  # noqa: E402
-from slipstream.runtime.plan import CallShape  # noqa: E402
+from slipstream.runtime.building import build  # noqa: E402
+from slipstream.runtime.planning.plan import CallShape  # noqa: E402
 from slipstream.runtime.provider import EngineProvider, HostHooks  # noqa: E402
-from slipstream.runtime.settings import Resolution  # noqa: E402
+from slipstream.runtime.requests.build_requests import Wanted  # noqa: E402
+from slipstream.runtime.requests.make_engines import LoadedModel, make_engines  # noqa: E402
+from slipstream.runtime.settings.model_settings import Resolution  # noqa: E402
 from slipstream.tests.fakes import FakeSource, make_inputs  # noqa: E402
 from slipstream.tests.unit.cli.support import FakeBackend, fake_model  # noqa: E402
 from slipstream.ui import compat, page, serve  # noqa: E402
@@ -54,7 +54,7 @@ class TinyWorkshop:
     def models(self) -> list[str]:
         return ["tiny", "broken"]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         return NUMBERS
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterator[str]:
@@ -111,7 +111,7 @@ def main() -> None:
     while sys.stdin.read(1):
         pass
     manager.cancel_all()
-    manager.orders.wait(10)
+    manager.requests.wait(10)
     os._exit(0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.benchmarks.in_server import rows as server_rows
-from slipstream.benchmarks.rows import Row, complete
+from slipstream.benchmarks.subjects.rows import Row, complete
 
 
 def row(variant: str, ms: float | None = 10.0, **fields: Any) -> Row:

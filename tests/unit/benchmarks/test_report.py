@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.benchmarks import ladder, page
-from slipstream.benchmarks.cases import CASES
-from slipstream.benchmarks.cold_page import cold_starts
-from slipstream.benchmarks.in_server.summary import read_rows
-from slipstream.benchmarks.ladder import ladders
-from slipstream.benchmarks.page import DOCS, newest, read_all, report
-from slipstream.benchmarks.rows import RESULTS, append
-from slipstream.benchmarks.switch_page import switches
-from slipstream.benchmarks.variants import LADDER_CASE
+from slipstream.benchmarks.pages import ladder, page
+from slipstream.benchmarks.pages.cold_page import cold_starts
+from slipstream.benchmarks.pages.ladder import ladders
+from slipstream.benchmarks.pages.page import DOCS, newest, read_all, report
+from slipstream.benchmarks.pages.server_summary import read_rows
+from slipstream.benchmarks.pages.switch_page import switches
+from slipstream.benchmarks.subjects.cases import CASES
+from slipstream.benchmarks.subjects.rows import RESULTS, append
+from slipstream.benchmarks.subjects.variants import LADDER_CASE
 from slipstream.tests.unit.benchmarks.support import row
 
 ROWS = [

@@ -14,10 +14,10 @@ from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import EngineKey, Verification
-from slipstream.runtime.builder import Built
-from slipstream.runtime.making import LoadedModel
-from slipstream.runtime.plan import CallShape
-from slipstream.runtime.settings import Resolution
+from slipstream.runtime.building.worker_process import Built
+from slipstream.runtime.planning.plan import CallShape
+from slipstream.runtime.requests.make_engines import LoadedModel
+from slipstream.runtime.settings.model_settings import Resolution
 
 CPU = torch.device("cpu")
 WEIGHTS = "b" * 64
@@ -51,7 +51,7 @@ class FakeArchitecture:
     outputs = ("out",)
     fingerprint = ModelFingerprint("c" * 64, "Fake")
 
-    def skeleton(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return torch.nn.Identity()
 
     def random_inputs(

@@ -20,7 +20,7 @@ def backend(request, monkeypatch) -> FakeBackend:
     """In place of all backends; built in this process; `request.param` alters its engines' results."""
     backend = FakeBackend(getattr(request, "param", lambda tensor: tensor))
     provider = functools.partial(EngineProvider, backends=[backend])
-    monkeypatch.setattr("slipstream.runtime.build.run_build", backend.run_build)
+    monkeypatch.setattr("slipstream.runtime.building.build.run_build", backend.run_build)
     monkeypatch.setattr(build, "load_model", lambda *_: fake_model())
     monkeypatch.setattr(home, "EngineProvider", provider)
     return backend
@@ -104,7 +104,7 @@ def test_a_failed_build_is_reported(cli, backend, monkeypatch, store) -> None:
     def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("slipstream.runtime.build.run_build", fail)
+    monkeypatch.setattr("slipstream.runtime.building.build.run_build", fail)
     done = cli("build", *MODEL)
     assert done.status == 1 and "No space left" in done.err and "Traceback" not in done.out
     assert cli("list", "--json").json["engines"] == []

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from slipstream.engine_cache import WeightsMemo
-from slipstream.hosts.comfy import standalone
-from slipstream.hosts.models import load_model
+from slipstream.hosts.comfy.building import without_server
+from slipstream.hosts.standalone.model_by_file import load_model
+from slipstream.runtime.checking.sentinel import Sentinel
 from slipstream.runtime.provider import Offer
-from slipstream.runtime.sentinel import Sentinel
-from slipstream.runtime.settings import Resolution
+from slipstream.runtime.settings.model_settings import Resolution
 
 pytestmark = pytest.mark.diffusers
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.diffusers
 def test_its_engine_is_the_one_that_a_pipeline_asks_for(tmp_path: Path, monkeypatch) -> None:
     from slipstream.hosts.diffusers import accelerate_unet
 
-    monkeypatch.setattr(standalone, "CACHE", tmp_path)
+    monkeypatch.setattr(without_server, "CACHE", tmp_path)
     model = load_model("demo", None, WeightsMemo(tmp_path))
     assert model.host.startswith("diffusers ")
     asked = []

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.core.environment import versions_now
 from slipstream.engine_cache import Speed
-from slipstream.runtime.canary import CAPTURE
+from slipstream.runtime.loaded.canary import CAPTURE
 from slipstream.tests.unit.cli.support import current_key, verification
 from slipstream.tests.unit.runtime.doomed import Doomed
 

@@ -13,10 +13,10 @@ from slipstream.cli.home import open_store, preferences
 from slipstream.core.errors import BackendUnavailable
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import DEFAULT_LIMIT_BYTES, WeightsMemo
-from slipstream.hosts.comfy import standalone
-from slipstream.hosts.models import load_model
-from slipstream.runtime.preferences_file import PreferencesFile
-from slipstream.runtime.settings import Settings
+from slipstream.hosts.comfy.building import without_server
+from slipstream.hosts.standalone.model_by_file import load_model
+from slipstream.runtime.settings.model_settings import Settings
+from slipstream.runtime.settings.preferences_file import PreferencesFile
 
 
 def make_comfyui(folder: Path, code: str = "") -> Path:
@@ -29,7 +29,7 @@ def make_comfyui(folder: Path, code: str = "") -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Instead of the user's own cache folder."""
-    monkeypatch.setattr(standalone, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(without_server, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -40,27 +40,27 @@ def options(home: Path | None = None, comfyui: Path | None = None):
 
 
 def test_the_order_in_which_a_comfyui_is_looked_for(tmp_path: Path, cache: Path, monkeypatch) -> None:
-    assert standalone.find_checkout() is None
+    assert without_server.find_checkout() is None
     cached = make_comfyui(cache / "ComfyUI-2")
     make_comfyui(cache / "ComfyUI-1")
     (cache / "ComfyUI-3").mkdir()  # not a checkout
-    assert standalone.find_checkout() == cached
+    assert without_server.find_checkout() == cached
     own = make_comfyui(tmp_path / "own")
     monkeypatch.setattr(sys, "argv", [str(own / "custom_nodes" / "slipstream")])
-    assert standalone.find_checkout() == own
+    assert without_server.find_checkout() == own
     first = make_comfyui(tmp_path / "first")
     monkeypatch.setenv("COMFYUI_DIR", f"{first}{os.pathsep}{cached}")
-    assert standalone.find_checkout() == first
+    assert without_server.find_checkout() == first
     named = make_comfyui(tmp_path / "named")
-    assert standalone.find_checkout(named) == named
+    assert without_server.find_checkout(named) == named
 
 
 def test_what_is_named_must_be_a_comfyui(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(BackendUnavailable, match="--comfyui names .*no main.py"):
-        standalone.find_checkout(tmp_path)
+        without_server.find_checkout(tmp_path)
     monkeypatch.setenv("COMFYUI_DIR", str(tmp_path))
     with pytest.raises(BackendUnavailable, match="COMFYUI_DIR names"):
-        standalone.models_folder()
+        without_server.models_folder()
 
 
 def test_the_order_in_which_a_store_is_looked_for(tmp_path: Path, cache: Path, monkeypatch) -> None:
@@ -127,9 +127,9 @@ def test_a_model_is_found_by_its_path_or_its_name(tmp_path: Path, monkeypatch) -
     (comfyui / "models" / "checkpoints" / "sd15").mkdir(parents=True)
     named = comfyui / "models" / "checkpoints" / "sd15" / "a.safetensors"
     named.touch()
-    assert standalone.find_file("sd15/a.safetensors", comfyui) == named
+    assert without_server.find_file("sd15/a.safetensors", comfyui) == named
     monkeypatch.chdir(comfyui / "models")
-    assert standalone.find_file("checkpoints/sd15/a.safetensors", comfyui) == named
+    assert without_server.find_file("checkpoints/sd15/a.safetensors", comfyui) == named
 
 
 def test_a_missing_model_is_reported_before_comfyui_is_loaded(process, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from slipstream.cli.interrupt import prompt_interrupts
 from slipstream.core.errors import BuildCancelled
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.queue import BuildQueue
+from slipstream.runtime.building.build_queue import BuildQueue
 
 def build(plan, progress, cancel, may_run):
     with store.scratch("build-x") as folder:

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 
 from slipstream.cli import words
-from slipstream.runtime.settings import Resolution
-from slipstream.runtime.words import say_bytes, say_seconds
+from slipstream.core.formatting import say_bytes, say_seconds
+from slipstream.runtime.settings.model_settings import Resolution
 
 
 @pytest.mark.parametrize(

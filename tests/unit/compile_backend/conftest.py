@@ -12,7 +12,7 @@ import pytest
 from slipstream.compile_backend import AOTInductorBackend, TorchCompileBackend
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.core.protocols import Engine
-from slipstream.runtime.builder import run_build
+from slipstream.runtime.building.worker_process import run_build
 from slipstream.tests.unit.compile_backend.support import Built, make_job
 
 BACKENDS = {"aotinductor": AOTInductorBackend, "torch.compile": TorchCompileBackend}

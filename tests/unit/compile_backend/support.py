@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from slipstream.core.dtypes import dtype_name, dtype_of
+from slipstream.core.placeholder import placeholder_of
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import Artifact, Backend, BuildJob, Engine, Tensors
 from slipstream.core.shapes import ShapeProfile
-from slipstream.core.skeleton import hollow
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 
 CPU = torch.device("cpu")
@@ -118,8 +118,8 @@ class SmallArchitecture:
     outputs: tuple[str, ...] = OUTPUTS
     fingerprint: ModelFingerprint = ModelFingerprint("a" * 64, "Small")
 
-    def skeleton(self, precision: Precision, device: torch.device) -> nn.Module:
-        return hollow(self.build, dtype_of(precision), device)
+    def placeholder(self, precision: Precision, device: torch.device) -> nn.Module:
+        return placeholder_of(self.build, dtype_of(precision), device)
 
     def random_inputs(
         self,

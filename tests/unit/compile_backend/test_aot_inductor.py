@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.compile_backend import AOTInductorBackend, aot_inductor
-from slipstream.compile_backend.options import OURS, of_compiler
+from slipstream.compile_backend.inductor.options import OURS, of_compiler
 from slipstream.compile_backend.program import CONSTANTS, SIGNATURE, ProgramSignature
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
 from slipstream.core.progress import Progress

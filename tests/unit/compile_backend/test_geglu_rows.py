@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slipstream.compile_backend.rewrites import gated, rewrite
+from slipstream.compile_backend.rewrites import rewrite, row_parts
 from slipstream.core.eight_bits import FP8, quantised, scale_of_rows
 from slipstream.core.spec import Quantised
 from slipstream.tests.unit.compile_backend.test_rewrites import Gated, off, spec_of, with_weights
@@ -45,7 +45,7 @@ def inputs(columns: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tenso
     [(5120, (4096, 1024)), (2560, (2048, 512)), (4096, (4096, 0)), (5376, None), (20480, None)],
 )
 def test_rows_that_are_two_powers_of_two_are_held(columns: int, parts: tuple[int, int] | None) -> None:
-    assert gated.parts_of(columns) == parts
+    assert row_parts.parts_of(columns) == parts
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.compile_backend import layouts
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout, use_channels_last
-from slipstream.core.skeleton import hollow
+from slipstream.core.placeholder import placeholder_of
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def filled(weights: LaidOutWeights, host: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_skeleton_in_channels_last_takes_no_memory_and_keeps_its_shapes() -> None:
-    module = hollow(lambda: nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(16, 4)), torch.float16, CPU)
+    module = placeholder_of(lambda: nn.Sequential(nn.Conv2d(8, 16, 3), nn.Linear(16, 4)), torch.float16, CPU)
     before = {name: tensor.shape for name, tensor in module.state_dict().items()}
     storage = module[0].weight.untyped_storage().data_ptr()
     use_channels_last(module)

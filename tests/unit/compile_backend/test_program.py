@@ -21,10 +21,10 @@ from slipstream.compile_backend.program import (
     save_program,
 )
 from slipstream.core.errors import UnsupportedModel
+from slipstream.core.placeholder import placeholder_of
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob
 from slipstream.core.shapes import Shape, ShapeProfile, ShapeRange
-from slipstream.core.skeleton import hollow
 from slipstream.tests.unit.compile_backend.support import (
     CPU,
     SHAPES,
@@ -50,7 +50,7 @@ def export_model(build: Callable[[], nn.Module], folder: Path, shapes: dict[str,
     return signature
 
 
-# ------------------------------------------------------------------------------------------------ hollow
+# ------------------------------------------------------------------------------------------------ placeholders
 
 
 class Deep(nn.Module):
@@ -65,7 +65,7 @@ class Deep(nn.Module):
 
 
 def test_a_large_model_is_exported_in_the_memory_of_its_largest_layer(tmp_path: Path) -> None:
-    module = hollow(Deep, torch.float32, CPU)
+    module = placeholder_of(Deep, torch.float32, CPU)
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in module.parameters()
     }
@@ -77,7 +77,7 @@ def test_a_large_model_is_exported_in_the_memory_of_its_largest_layer(tmp_path: 
 
 def test_hollow_weights_lie_at_addresses_of_their_own() -> None:
     """Compilers merge what lies at one address."""
-    module = hollow(SmallModel, torch.float32, CPU)
+    module = placeholder_of(SmallModel, torch.float32, CPU)
     named = [*module.named_parameters(), *module.named_buffers()]
     assert len({tensor.data_ptr() for _, tensor in named}) == len(named) == len(make_weights())
     assert all(tensor.is_contiguous() for _, tensor in named)
@@ -85,7 +85,7 @@ def test_hollow_weights_lie_at_addresses_of_their_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_hollow_models_have_the_dtype_that_is_built_for(dtype: torch.dtype) -> None:
-    assert {tensor.dtype for tensor in hollow(SmallModel, dtype, CPU).state_dict().values()} == {dtype}
+    assert {tensor.dtype for tensor in placeholder_of(SmallModel, dtype, CPU).state_dict().values()} == {dtype}
 
 
 # --------------------------------------------------------------------------------------------- signature

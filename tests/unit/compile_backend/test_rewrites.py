@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.compile_backend import AOTInductorBackend
-from slipstream.compile_backend.derived import DerivedWeight, Form
-from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
-from slipstream.compile_backend.options import (
+from slipstream.compile_backend.inductor.options import (
     JOINED_PERCENT,
     PACKAGED,
     REWRITES,
@@ -23,7 +21,8 @@ from slipstream.compile_backend.options import (
     fusion_options,
     package_options,
 )
-from slipstream.compile_backend.reductions import whole_rows
+from slipstream.compile_backend.inductor.reductions import whole_rows
+from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
 from slipstream.compile_backend.rewrites import (
     Rewritten,
     eight_bits,
@@ -33,6 +32,7 @@ from slipstream.compile_backend.rewrites import (
     rewrite,
     wide_attention,
 )
+from slipstream.compile_backend.rewrites.derived_weights import DerivedWeight, Form
 from slipstream.core.eight_bits import why_not_on
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.protocols import Tensors

@@ -56,7 +56,7 @@ def test_in_words() -> None:
 
 def test_a_quantised_engine_goes_by_the_word_that_was_chosen() -> None:
     quantised = spec(quantised=Quantised.FP8)
-    assert (quantised.numbers, quantised.precision, spec().numbers) == ("fp8", Precision.FP16, "fp16")
+    assert (quantised.precision_name, quantised.precision, spec().precision_name) == ("fp8", Precision.FP16, "fp16")
     assert quantised.describe() == "SD15 unet fp8 (x 2×4×64×64)"
 
 

@@ -7,7 +7,7 @@ import torch
 
 from slipstream.core.dtypes import dtype_name, dtype_named, dtype_of, precision_of
 from slipstream.core.errors import UnsupportedModel
-from slipstream.core.skeleton import hollow
+from slipstream.core.placeholder import placeholder_of
 from slipstream.core.spec import Precision
 
 
@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
 
 
 def test_a_hollow_model_has_every_shape_and_little_memory() -> None:
-    real, bare = Net().half(), hollow(Net, torch.float16, torch.device("cpu"))
+    real, bare = Net().half(), placeholder_of(Net, torch.float16, torch.device("cpu"))
     expected = {name: (tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in real.state_dict().items()}
     found = {name: (tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in bare.state_dict().items()}
     assert found == expected
@@ -47,6 +47,6 @@ def test_a_hollow_model_has_every_shape_and_little_memory() -> None:
 
 
 def test_no_two_tensors_of_a_hollow_model_begin_at_one_address() -> None:
-    tensors = list(hollow(Net, torch.float32, torch.device("cpu")).state_dict().values())
+    tensors = list(placeholder_of(Net, torch.float32, torch.device("cpu")).state_dict().values())
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
-    assert hollow(Net, torch.float32, torch.device("cpu")).layers(torch.ones(2, 64)).shape == (2, 64)
+    assert placeholder_of(Net, torch.float32, torch.device("cpu")).layers(torch.ones(2, 64)).shape == (2, 64)

@@ -71,14 +71,14 @@ def test_round_trip() -> None:
 
 def test_a_quantised_engine_says_both_what_it_computes_in_and_what_was_chosen() -> None:
     manifest = Manifest.from_json(make_manifest(quantised="fp8").to_json())
-    assert (manifest.precision, manifest.quantised, manifest.numbers) == ("fp16", "fp8", "fp8")
+    assert (manifest.precision, manifest.quantised, manifest.precision_name) == ("fp16", "fp8", "fp8")
 
 
 def test_a_manifest_from_before_there_were_quantised_engines() -> None:
     data = json.loads(make_manifest().to_json())
     del data["quantised"]
     manifest = Manifest.from_json(json.dumps(data))
-    assert (manifest.quantised, manifest.numbers) == (None, "fp16")
+    assert (manifest.quantised, manifest.precision_name) == (None, "fp16")
     with pytest.raises(CorruptEngine, match="'quantised' is a int"):
         Manifest.from_json(damaged(quantised=8))
 

@@ -11,16 +11,16 @@ import torch
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.spec import Role
 from slipstream.hosts.forge.calls import calls_led
+from slipstream.hosts.forge.checkpoint_builder import CheckpointBuilder
 from slipstream.hosts.forge.choices import NO_PRESET, Choices, preset_names
+from slipstream.hosts.forge.fallback_reasons import why_not_this_call, why_not_this_run
 from slipstream.hosts.forge.families import family_of, scaled_dot_product_attention
 from slipstream.hosts.forge.sampling import lead_next_sampling
 from slipstream.hosts.forge.task import task_of
-from slipstream.hosts.forge.vetoes import why_not_this_call, why_not_this_run
-from slipstream.hosts.forge.words import of_engines
-from slipstream.hosts.forge.workshop import ForgeWorkshop
-from slipstream.runtime.orders import Wanted
+from slipstream.hosts.info_text import of_engines
 from slipstream.runtime.provider import HostHooks
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
 
 
 def test_choices_are_the_nodes_own_words() -> None:
@@ -216,4 +216,4 @@ def test_attention_is_the_usual_one() -> None:
 def test_an_engine_that_no_picture_would_ask_for_is_not_built() -> None:
     wanted = Wanted("loaded", Role.UNET, Settings.of_text(resolutions="64x64", bake=True), 1, 77)
     with pytest.raises(UnsupportedModel, match="build without baking"):
-        list(ForgeWorkshop(provider=None).make(wanted, HostHooks()))  # type: ignore[arg-type]
+        list(CheckpointBuilder(provider=None).make(wanted, HostHooks()))  # type: ignore[arg-type]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build as build_module
-from slipstream.runtime import queue as queue_module
+from slipstream.runtime.building import build as build_module
+from slipstream.runtime.building import build_queue as queue_module
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.fakes import FakeSource, FakeWorker, NullBackend
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream.runtime.canary import Canary
+from slipstream.runtime.loaded.canary import Canary
 
 
 class Doomed:

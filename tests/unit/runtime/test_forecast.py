@@ -7,9 +7,9 @@ import pytest
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import provider as provider_module
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, Forecast, HostHooks
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
 from slipstream.tests.fakes import FIRST_USE, MANUAL, FakeSource, NullBackend, make_inputs, run_once
 
 CALL = CallShape.of(make_inputs())

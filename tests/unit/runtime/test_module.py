@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import memory
+from slipstream.runtime.loaded import device_memory
 from slipstream.runtime.module import AcceleratedModule, Run
-from slipstream.runtime.preferences import Preferences
+from slipstream.runtime.planning.build_estimate import past_build
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings, ShapeChoice, parse_resolutions
+from slipstream.runtime.settings.preferences import Preferences
 from slipstream.tests.fakes import (
     BACKGROUND,
     CPU,
@@ -48,6 +51,19 @@ def assert_right(found: torch.Tensor, source: FakeSource, inputs: Tensors = INPU
     wanted = source.eager(inputs)["out"]
     assert found.dtype == wanted.dtype
     assert torch.allclose(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_how_long_the_build_of_a_missing_engine_takes_is_known_beforehand(provider: EngineProvider) -> None:
+    module, source = AcceleratedModule(provider, MANUAL), FakeSource()
+    with module.run(source) as run:
+        call(run, source)
+    assert module.build_seconds is None, "nothing was built here before"
+    (plan,) = provider.plans(source, CallShape.of(INPUTS), MANUAL)
+    other = replace(past_build(plan, 0, 7.0), architecture="b" * 64, layers=0)
+    assert provider.history.add(other) and provider.history.add(past_build(plan, 0, 70.0))
+    with module.run(source) as run:
+        call(run, source)
+    assert module.build_seconds == 70
 
 
 def counts(module: AcceleratedModule) -> tuple[int, int]:
@@ -352,7 +368,7 @@ def test_a_shared_engine_that_fails_is_not_asked_for_any_shape(
 def ooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Torch's count of failed allocations on the device; the last number is the present one."""
     numbers = [0]
-    monkeypatch.setattr(memory, "_times_out_of_memory", lambda _: numbers[-1])
+    monkeypatch.setattr(device_memory, "_times_out_of_memory", lambda _: numbers[-1])
     return numbers
 
 
@@ -406,8 +422,8 @@ def test_where_nobody_counts_little_free_memory_tells(
 ) -> None:
     with module.run(source) as run:
         call(run, source)
-        monkeypatch.setattr(memory, "_counts_nothing", lambda _: True)
-        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+        monkeypatch.setattr(device_memory, "_counts_nothing", lambda _: True)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda _: free)
         backend.call_error = RuntimeError("run_func_ failed")
         call(run, source)
     (reason,) = reasons(module)
@@ -451,7 +467,7 @@ def test_more_free_memory_is_worth_another_attempt(
     module: AcceleratedModule, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [2**30]
-    monkeypatch.setattr(memory, "free_bytes", lambda _: free[-1])
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: free[-1])
     fail_twice(module, source, backend)
     free.append(2**30 + 2**27)
     with module.run(source) as run:
@@ -573,7 +589,7 @@ def test_it_holds_no_tensors_between_runs(module: AcceleratedModule, source: Fak
 
 
 def _shape():  # noqa: ANN202
-    from slipstream.runtime.plan import CallShape
+    from slipstream.runtime.planning.plan import CallShape
 
     return CallShape.of(INPUTS)
 

@@ -27,15 +27,15 @@ from slipstream.core.errors import (
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build as build_module
 from slipstream.runtime import provider as provider_module
-from slipstream.runtime.build import build_engine
-from slipstream.runtime.canary import LOAD, USE
-from slipstream.runtime.describe import summary
-from slipstream.runtime.plan import CallShape
+from slipstream.runtime.building import build as build_module
+from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.building.build_queue import TicketState
+from slipstream.runtime.loaded.canary import LOAD, USE
+from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
-from slipstream.runtime.queue import TicketState
-from slipstream.runtime.settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.runtime.reporting.engine_info import summary
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.fakes import (
     BACKGROUND,
     FIRST_USE,
@@ -506,7 +506,7 @@ def test_room_is_made_for_what_the_engine_held_when_it_was_verified(
     provider: EngineProvider, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    hooks = HostHooks(make_room=lambda device, wanted: asked.append(wanted))
+    hooks = HostHooks(free_device_memory=lambda device, wanted: asked.append(wanted))
     monkeypatch.setattr(backend, "device_bytes", 1000)
     provider.prepare(source, CALL, FIRST_USE, hooks)
     assert asked == [], "nobody knew"
@@ -876,7 +876,7 @@ def test_room_is_made_for_a_build_that_somebody_waits_for(
     provider: EngineProvider, source: FakeSource, backend: NullBackend, worker: FakeWorker
 ) -> None:
     asked: list[int] = []
-    hooks = HostHooks(make_room=lambda device, wanted: asked.append(wanted))
+    hooks = HostHooks(free_device_memory=lambda device, wanted: asked.append(wanted))
     backend.building = 5000
     provider.offer(source, CALL, BACKGROUND, hooks)
     wait_until(lambda: not provider.queue.pending())

@@ -48,7 +48,7 @@ def run_of(computed: Steps = (0, 7), rule: Reuse = Reuse.HOLD, sigmas: Sequence[
     return SkippingRun(sigmas, computed, rule)
 
 
-def is_computed(run: SkippingRun, sigma: float, situation: Any = None, x: Tensor | None = None) -> bool:
+def is_computed(run: SkippingRun, sigma: float, conditions: Any = None, x: Tensor | None = None) -> bool:
     """Whether a call reaches the model; the call is made."""
     before = run.computed_calls + run.skipped_calls
     called: list[bool] = []
@@ -57,7 +57,7 @@ def is_computed(run: SkippingRun, sigma: float, situation: Any = None, x: Tensor
         called.append(True)
         return torch.zeros_like(x if x is not None else latent())
 
-    run(x if x is not None else latent(), sigma, compute, situation)
+    run(x if x is not None else latent(), sigma, compute, conditions)
     assert run.computed_calls + run.skipped_calls == before + 1
     return bool(called)
 

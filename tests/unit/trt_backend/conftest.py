@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.tests.unit.trt_backend.fake_tensorrt import RELEASES
+from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import RELEASES
 
 
 @pytest.fixture(params=RELEASES)

@@ -21,7 +21,7 @@ from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Quantised, Role
 from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
-from slipstream.tests.unit.trt_backend.fake_tensorrt import FakeTensorRT, fake_tensorrt
+from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import FakeTensorRT, fake_tensorrt
 from slipstream.trt_backend.build import PlanBuilder
 from slipstream.trt_backend.engine import TensorRTEngine
 from slipstream.trt_backend.export import ExportedGraph, export_graph, save_graph

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.tests.unit.trt_backend.fake_tensorrt import api_names, fake_tensorrt
+from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import api_names, fake_tensorrt
 
 
 def test_the_installed_tensorrt_has_these_names() -> None:

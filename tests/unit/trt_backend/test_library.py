@@ -15,7 +15,7 @@ import torch
 
 from slipstream.core.errors import BackendUnavailable
 from slipstream.core.spec import Precision
-from slipstream.tests.unit.trt_backend.fake_tensorrt import fake_tensorrt
+from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import fake_tensorrt
 from slipstream.tests.unit.trt_backend.support import library_of
 from slipstream.trt_backend import library
 from slipstream.trt_backend.library import FULL, RTX, Library, find_library

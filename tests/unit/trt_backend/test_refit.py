@@ -10,7 +10,7 @@ import torch
 
 from slipstream.core.errors import IncompatibleEngine
 from slipstream.tests.unit.trt_backend.support import Bench, error, make_inputs, make_weights
-from slipstream.trt_backend.weight_map import WeightSource
+from slipstream.trt_backend.surgery.weight_map import WeightSource
 
 NEW = ("10.0.1", "10.16.1", "11.4.0", "rtx-1.7.1")
 

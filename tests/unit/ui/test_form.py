@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from slipstream.core.spec import Optimize, Precision, Quantised, Role
-from slipstream.runtime.settings import BackendChoice, Resolution, ShapeChoice, parse_resolutions
+from slipstream.runtime.settings.model_settings import BackendChoice, Resolution, ShapeChoice, parse_resolutions
 from slipstream.ui.form import PRESETS, Answers
 
 FILLED = Answers(

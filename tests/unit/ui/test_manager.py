@@ -10,17 +10,17 @@ import torch
 
 from slipstream.core.spec import Role
 from slipstream.engine_cache import EngineStore
-from slipstream.runtime import build
-from slipstream.runtime.hits import Asked
-from slipstream.runtime.orders import Wanted
+from slipstream.runtime.building import build
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.settings import Settings
+from slipstream.runtime.reporting.engine_coverage import Asked
+from slipstream.runtime.requests.build_requests import Wanted
+from slipstream.runtime.settings.model_settings import Settings
 from slipstream.sampling.saved import SavedPreset, save
 from slipstream.tests.fakes import CPU, FakeSource, FakeWorker, NullBackend, run_once
 from slipstream.ui.manager import Manager
 
 
-class Workshop:
+class ModelBuilder:
     """Offers one model and makes nothing of it."""
 
     roles: tuple[Role, ...] = (Role.UNET,)
@@ -31,7 +31,7 @@ class Workshop:
     def models(self) -> list[str]:
         return ["tiny"]
 
-    def numbers_in(self, model: str, role: Role) -> int | None:
+    def parameter_count(self, model: str, role: Role) -> int | None:
         return None
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterable[str]:
@@ -44,7 +44,7 @@ class Workshop:
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Manager:
     backend = NullBackend()
     monkeypatch.setattr(build, "run_build", FakeWorker([backend]))
-    return Manager(EngineProvider(EngineStore(tmp_path / "engines"), [backend]), Workshop())
+    return Manager(EngineProvider(EngineStore(tmp_path / "engines"), [backend]), ModelBuilder())
 
 
 def wanted(model: str = "tiny", role: Role = Role.UNET) -> Wanted:
@@ -53,19 +53,19 @@ def wanted(model: str = "tiny", role: Role = Role.UNET) -> Wanted:
 
 def test_an_order_is_carried_out_and_seen(manager: Manager) -> None:
     before = manager.version()
-    manager.order(wanted())
-    assert manager.orders.wait(30)
+    manager.request_build(wanted())
+    assert manager.requests.wait(30)
     (row,) = manager.progress()
     assert row["state"] == "done" and row["report"] == ["made"] and manager.version() != before
 
 
 @pytest.mark.parametrize(
-    ("order", "told"), [(wanted("../etc/passwd"), "from the list"), (wanted(role=Role.CONTROLNET), "first uses it")]
+    ("asked", "told"), [(wanted("../etc/passwd"), "from the list"), (wanted(role=Role.CONTROLNET), "first uses it")]
 )
-def test_what_is_not_offered_is_not_ordered(manager: Manager, order: Wanted, told: str) -> None:
+def test_what_is_not_offered_is_not_ordered(manager: Manager, asked: Wanted, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        manager.order(order)
-    assert not manager.orders.all()
+        manager.request_build(asked)
+    assert not manager.requests.all()
 
 
 def test_what_was_calibrated_lies_beside_engines(manager: Manager, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_was_calibrated_lies_beside_engines(manager: Manager, tmp_path: Pat
     mine = SavedPreset("Mine", 20, (0, 5, 19), "SD15", "euler", "normal", 4.0, 33.3, "2025-11-30")
     save(mine, tmp_path / "engines" / "step_skipping")
     assert manager.calibrated() == [mine]
-    assert Manager(manager.provider, Workshop(), tmp_path / "elsewhere").calibrated() == []
+    assert Manager(manager.provider, ModelBuilder(), tmp_path / "elsewhere").calibrated() == []
 
 
 def test_an_engine_comes_and_goes(manager: Manager) -> None:
@@ -84,7 +84,7 @@ def test_an_engine_comes_and_goes(manager: Manager) -> None:
     short = engine["digest"][:12]
     assert manager.details(short)["label"] == engine["label"]
     assert manager.verify([short]) == manager.verify() == {engine["digest"]: None}
-    assert manager.hits(Asked(64, 64, 2, 3))["near"]
+    assert manager.coverage(Asked(64, 64, 2, 3))["near"]
     there = manager.version()
     assert manager.delete([short]) == ([engine["digest"]], []), "the pool's own hold on it does not count"
     assert manager.version() != there

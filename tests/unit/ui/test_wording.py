@@ -73,8 +73,8 @@ def test_bars_show_what_goes_on_first_and_escape() -> None:
 
 def test_hits() -> None:
     found = {"hits": [], "near": [{"digest": "ab" * 32, "label": "SD15", "why": ["it is for batch 1, not 2"]}]}
-    assert "No engine would serve" in wording.hits(found) and "batch 1, not 2" in wording.hits(found)
-    assert "- **yes**: `abababababab` SD15" in wording.hits({"hits": found["near"], "near": []})
+    assert "No engine would serve" in wording.coverage(found) and "batch 1, not 2" in wording.coverage(found)
+    assert "- **yes**: `abababababab` SD15" in wording.coverage({"hits": found["near"], "near": []})
 
 
 def test_what_markdown_would_read_is_shown_as_it_is() -> None:

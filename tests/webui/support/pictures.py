@@ -88,7 +88,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def module(choices: tuple[Any, ...] = ENGINE) -> Any:
     """The accelerated module that serves these choices."""
     from slipstream.hosts.forge.choices import Choices
-    from slipstream.hosts.forge.host import module_of
+    from slipstream.hosts.webui_process import module_of
 
     return module_of(Choices.of_text(*choices).settings)
 

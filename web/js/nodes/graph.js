@@ -7,10 +7,16 @@ export const BUILDING = [
   "SlipstreamAccelerateVAE",
   "SlipstreamBuildEngine",
 ];
+const KINDS = { SlipstreamAccelerateControlNet: "controlnet", SlipstreamAccelerateVAE: "vae" };
 const NO_ID = "00000000-0000-0000-0000-000000000000"; // of a graph that was never saved nor queued
 
 export function canBuild(node) {
   return BUILDING.includes(node.comfyClass);
+}
+
+/** Kind of the model that a node builds engines for. */
+export function kindOf(node) {
+  return KINDS[node.comfyClass] ?? "unet";
 }
 
 function root() {

@@ -30,7 +30,7 @@ export function updateAll() {
 function update(node, ids) {
   const mine = widgets.get(node);
   if (!mine || !ids.length) return;
-  const view = viewOf(ids);
+  const view = viewOf(ids, node);
   const wrong = view.button.cancels ? null : wrongSizes(node);
   mine.line.show(wrong ? failure(wrong) : view);
   mine.button.show(view.button);

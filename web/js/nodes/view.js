@@ -4,7 +4,7 @@ import { said } from "../lib/said.js";
 import { buildOf, leftOf, stateOf, store } from "../lib/store.js";
 import { isEnglish, t } from "../lib/words.js";
 import { isGoing, mayCancel, runOf } from "./builder.js";
-import { workflowId } from "./graph.js";
+import { kindOf, workflowId } from "./graph.js";
 
 const ICONS = {
   ready: "bolt",
@@ -18,11 +18,11 @@ const ICONS = {
 };
 
 /** `{kind, icon, text, tip, fraction, figures, button}`; without a fraction there is no bar. */
-export function viewOf(ids) {
+export function viewOf(ids, node) {
   const run = runOf(ids);
   const build = buildOf(ids, workflowId());
   const view = ofRun(run, build) ?? ofBuild(build) ?? ofState(ids, run);
-  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view.kind) };
+  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view.kind, ids, node) };
 }
 
 /** What a line shows of a thing that does not work. */
@@ -106,18 +106,18 @@ function tipOf(state) {
   return [said(why) ?? why, ran ? calls : ""].filter(Boolean).join("\n");
 }
 
-function buttonOf(run, build, kind) {
+function buttonOf(run, build, kind, ids, node) {
   if (isGoing(run)) {
     const label = { asking: t("asking"), ending: t("cancelling") }[run.phase] ?? t("cancel");
     return { label, tip: t("cancel_tip"), waits: !mayCancel(run), cancels: true };
   }
   if (build) return { label: t("cancel"), tip: t("cancel_tip"), waits: false, cancels: true };
-  const label = t("build_engine") + (kind === "ready" ? "" : beforehand()); // what is ready is found at once
+  const label = t("build_engine") + (kind === "ready" ? "" : beforehand(ids, node)); // what is ready is found at once
   return { label, tip: t("build_engine_tip"), waits: false, cancels: false };
 }
 
-/** How long a build is likely to take, said before it is asked for. */
-function beforehand() {
-  const seconds = store.system?.typical_build_s;
+/** How long a build is likely to take: of this node's model once it ran, else of its kind of model. */
+function beforehand(ids, node) {
+  const seconds = stateOf(ids, workflowId())?.build_s ?? store.system?.build_s?.[kindOf(node)];
   return seconds ? ` (${t("about", { time: roughly(seconds) })})` : "";
 }

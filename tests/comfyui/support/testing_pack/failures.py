@@ -102,7 +102,7 @@ class Failures:
         self._around(part("compile_backend.engine").CompiledEngine, "_bind", lambda: self.at("bind"))
         self._around(part("compile_backend.aot_inductor").AOTInductorBackend, "load", lambda: self.at("load"))
         self._around(part("runtime.capture.arena").Graph, "launch", lambda: self.at("launch"))
-        self._around(part("hosts.comfy.step").Step, "_denoised", lambda: self._in_capture_only("step"))
+        self._around(part("hosts.comfy.step_graph.step").Step, "_denoised", lambda: self._in_capture_only("step"))
 
     def _in_capture_only(self, where: str) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -56,8 +56,8 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     def part(name: str) -> Any:
         return importlib.import_module(f"{pack}.{name}")
 
-    part("hosts.comfy.host").provider().backends = [QuickBackend(part)]
-    part("runtime.build").run_build = QuickWorker(part, pace)
+    part("hosts.comfy.process.shared_provider").provider().backends = [QuickBackend(part)]
+    part("runtime.building.build").run_build = QuickWorker(part, pace)
     return pack
 
 
@@ -85,7 +85,7 @@ class QuickWorker:
         (job.directory / "model.pickle").write_bytes(pickle.dumps((job.architecture, job.spec.precision)))
         artifact = self._part("core.protocols").Artifact(job.directory, ("model.pickle",), {"nodes": 3})
         phases = {name: share * self._pace.seconds for name, share in _PHASES.items()}
-        return self._part("runtime.builder").Built(artifact, phases)
+        return self._part("runtime.building.worker_process").Built(artifact, phases)
 
 
 class QuickBackend:
@@ -126,7 +126,7 @@ class _Engine:
 
     def __init__(self, spec: Any, outputs: tuple[str, ...], directory: Path, device: torch.device) -> None:
         architecture, precision = pickle.loads((directory / "model.pickle").read_bytes())
-        self._module, self._outputs = architecture.skeleton(precision, device), outputs
+        self._module, self._outputs = architecture.placeholder(precision, device), outputs
         self._weights: dict[str, torch.Tensor] = {}
         self.profile, self.more_profiles = spec.profile, spec.more_profiles
 

@@ -1,0 +1,1 @@
+"""Measures calls and whole pictures in this process."""

@@ -1,0 +1,1 @@
+"""The documentation's page of benchmarks, made of the rows."""

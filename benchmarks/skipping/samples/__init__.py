@@ -1,0 +1,1 @@
+"""The samples that presets are judged by: made, timed and scored."""

@@ -1,0 +1,1 @@
+"""What is measured: models, jobs and the variants of both."""

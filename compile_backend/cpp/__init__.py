@@ -1,0 +1,1 @@
+"""The C++ compiler that compiled engines need, and what it is given of torch."""

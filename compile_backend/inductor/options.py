@@ -1,0 +1,69 @@
+"""Inductor's options for a build: attacks overhead and bandwidth by fusion, compute by tuned kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...core.spec import EngineSpec, Optimize
+
+OURS = "slipstream."
+"""How the names of those options begin that the compiler itself does not know."""
+
+REWRITES = f"{OURS}rewrites"
+"""Whether the graph is written anew for this kind of device, see `.rewrites`."""
+JOINED_PERCENT = f"{OURS}joined_percent"
+"""Copies of weights that joined layers may take, of all the model's weights."""
+ROWS_AT_ONCE = f"{OURS}rows_at_once"
+"""The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
+
+PACKAGED = f"{OURS}packaged"
+"""Whether the program is compiled where it was made, so that it may have what a saved one cannot: products that widen,
+for attention of very wide heads, which torch 2.11 does not read back, and kernels of our own, which whoever reads it
+back would have to know."""
+
+_ROW = 8192
+
+Options = Mapping[str, str | int | float | bool | None]
+
+# Without weights: the package names every parameter, and the host supplies them all. `always_keep` stops Inductor from
+# writing small constants (such as the output convolution's bias) into the code, where a LoRA could not change them.
+_WITHOUT_WEIGHTS: dict[str, str | int | float | bool | None] = {
+    "always_keep_tensor_constants": True,
+    "aot_inductor.package_constants_in_so": False,
+}
+
+
+def fusion_options(device: torch.device, optimize: Optimize) -> Options:
+    """Options that shape the kernels, for a package as for `torch.compile`."""
+    if device.type != "cuda":
+        return {}
+    if optimize is Optimize.FAST_BUILD:
+        return {}
+    options: dict[str, str | int | float | bool | None] = {
+        "conv_1x1_as_mm": True,
+        REWRITES: True,
+        JOINED_PERCENT: 15,
+        ROWS_AT_ONCE: _ROW,
+    }
+    if optimize is Optimize.MAX:
+        options["coordinate_descent_tuning"] = True  # of the fused kernels; trying other matrix products gained nothing
+        options[JOINED_PERCENT] = 100
+    return options
+
+
+def of_compiler(spec: EngineSpec) -> dict[str, str | int | float | bool | None]:
+    """The options of a build that the compiler itself takes."""
+    return {name: value for name, value in spec.backend.options.items() if not name.startswith(OURS)}
+
+
+def package_options(device: torch.device, optimize: Optimize) -> Options:
+    """Options of an ahead-of-time package."""
+    # Only calls between kernels live in the wrapper: compiled without optimisation it costs microseconds a call, and
+    # nothing at all where a CUDA graph repeats the kernels.
+    quick = device.type == "cuda" or optimize is Optimize.FAST_BUILD
+    wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
+    fusion = fusion_options(device, optimize)
+    packaged = {PACKAGED: True} if REWRITES in fusion else {}
+    return {**_WITHOUT_WEIGHTS, **wrapper, **fusion, **packaged}

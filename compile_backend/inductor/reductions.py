@@ -1,0 +1,56 @@
+"""Which rows a compiled kernel holds whole while it finds their mean or maximum: attacks bandwidth."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ...core.spec import EngineSpec
+from .options import ROWS_AT_ONCE
+
+
+@contextmanager
+def whole_rows(spec: EngineSpec) -> Iterator[None]:
+    """Rows longer than the 1024 numbers that torch takes by itself, as of a layer norm over 1280 channels, are read
+    once instead of twice, and what is computed of them is computed once.
+
+    Newer torch lets the choice be replaced; older ones go on as they are.
+    """
+    longest = spec.backend.options.get(ROWS_AT_ONCE)
+    handler = _handler(int(longest)) if longest else None
+    if handler is None:
+        yield
+        return
+    from torch._inductor.virtualized import V
+
+    with V.set_choices_handler(handler):
+        yield
+
+
+@functools.lru_cache(maxsize=4)
+def _handler(longest: int) -> Any:
+    try:
+        from torch._inductor.choices import InductorChoices
+    except ImportError:
+        return None
+    if not hasattr(InductorChoices, "should_use_persistent_reduction"):
+        return None
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            usual = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+            return bool(usual) or _is_whole(features, longest)
+
+    return Choices()
+
+
+def _is_whole(features: Any, longest: int) -> bool:
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    if features.get_reduction_hint() != ReductionHint.INNER:
+        return False
+    return bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, longest))

@@ -1,0 +1,1 @@
+"""Builds engines outside of sampling, with ComfyUI's server and without."""

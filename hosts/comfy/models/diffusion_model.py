@@ -1,0 +1,239 @@
+"""ComfyUI's diffusion models (UNets and transformers, see `model_classes`) as an `Architecture`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....core.dtypes import dtype_of
+from ....core.errors import UnsupportedModel
+from ....core.placeholder import placeholder_of
+from ....core.protocols import Tensors
+from ....core.spec import ModelFingerprint, Precision, Role
+from ...architecture import (
+    Draw,
+    NetworkArchitecture,
+    Remembered,
+    architecture_digest,
+    fingerprint_of,
+    inputs_unwritten,
+)
+from ...control_residuals import control_of
+from ..process.checkout import use_checkout
+from .model_classes import ModelClass, class_named, class_of
+from .projected_text import take_projected
+from .tracing_layers import PlainNumbers, layers_with_weights, plain_layers
+
+PREFIX = "model."
+"""Of every weight's name in the exported program."""
+
+
+def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
+    """Positional and keyword arguments of a model: each class has names of its own for latent and timesteps."""
+    control, plain = control_of(inputs)
+    rest: dict[str, Any] = {name: tensor for name, tensor in plain.items() if name not in ("x", "timesteps")}
+    if control is not None:
+        rest["control"] = control
+    return (inputs["x"], inputs["timesteps"]), rest
+
+
+class DiffusionModelGraph(torch.nn.Module):
+    """The model as exported: plain inputs, plain attention, no patches.
+
+    Args:
+        attention: see `ModelClass`.
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._attention = attention
+
+    def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor]:
+        """
+        Args:
+            inputs: x [N, C, H, W] or [N, C, frames, H, W], timesteps [N], and what else the class takes by name, such
+                as context [N, tokens, dim], y [N, dim], guidance [N], c_size [N, 2], and the residuals of ControlNets.
+
+        Raises:
+            UnsupportedModel: the model writes into its inputs, which the host's own calls would see.
+        """
+        args, kwargs = split_inputs(inputs)
+        options = {"optimized_attention_override": scaled_dot_product_attention}
+        with inputs_unwritten(inputs), plain_operators(), plain_attention(self._attention):
+            return (self.model(*args, **kwargs, transformer_options=options),)
+
+
+def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """ComfyUI picks its attention by machine; an engine always gets the one operator that compilers know."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch(*args, **kwargs)
+
+
+@contextmanager
+def plain_attention(module: str | None) -> Iterator[None]:
+    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile."""
+    if module is None:
+        yield
+        return
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    names = vars(importlib.import_module(module))
+    before = names["optimized_attention"]
+    names["optimized_attention"] = attention_pytorch
+    try:
+        yield
+    finally:
+        names["optimized_attention"] = before
+
+
+@contextmanager
+def plain_operators() -> Iterator[None]:
+    """Newer ComfyUIs rotate by kernels of their own, which compilers cannot look into, except while they train."""
+    import comfy.model_management as management
+
+    before = getattr(management, "in_training", False)
+    management.in_training = True
+    try:
+        yield
+    finally:
+        management.in_training = before
+
+
+class ComfyDiffusionModel(NetworkArchitecture):
+    """What a ComfyUI diffusion model computes, apart from the model that was loaded.
+
+    Args:
+        projected: whether its text comes projected, see `projected_text`; of UNets.
+    """
+
+    role: Role = Role.UNET
+    outputs: tuple[str, ...] = ("out",)
+
+    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str, projected: bool = False) -> None:
+        self.kind = kind
+        self.config = config
+        self.name = name
+        self.projected = projected
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self.name, self.projected)
+
+    @classmethod
+    def of(cls, model: Any, projected: bool = False) -> ComfyDiffusionModel:
+        """The architecture of a `comfy.model_base.BaseModel`.
+
+        Args:
+            projected: see the class; where its class knows no such thing, it is not.
+
+        Raises:
+            UnsupportedModel: engines cannot stand for its class.
+        """
+        live = getattr(model, "diffusion_model", None)
+        if not isinstance(live, torch.nn.Module):
+            return cls._read(model, projected)
+        return _remembered.get(live, projected, lambda: cls._read(model, projected))
+
+    @classmethod
+    def _read(cls, model: Any, projected: bool) -> ComfyDiffusionModel:
+        live = getattr(model, "diffusion_model", None)
+        name = type(model.model_config).__name__
+        kind = class_of(live)
+        if kind is None:
+            raise UnsupportedModel(
+                f"{name} models ({type(live).__name__}) have no engines yet; the plain model is used"
+            )
+        # Where and in which dtype the host holds its weights is no part of what the model computes.
+        outside = ("dtype", "device", "disable_unet_model_creation")
+        settings = model.model_config.unet_config  # the live model may hold parts of it
+        config = copy.deepcopy({key: value for key, value in settings.items() if key not in outside})
+        return cls(kind, config, name, projected and kind.takes_projected(config))
+
+    @functools.cached_property
+    def fingerprint(self) -> ModelFingerprint:
+        digest = architecture_digest(self.fresh, {**self.config, **self._variant})
+        return fingerprint_of(digest, self.name, self.meta_module)
+
+    @functools.cached_property
+    def fresh(self) -> torch.nn.Module:
+        return self._whole() if self.projected else self.meta_module
+
+    @property
+    def _variant(self) -> dict[str, Any]:
+        """What else tells it from other architectures of the same config."""
+        return {"text": "projected"} if self.projected else {}
+
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        return placeholder_of(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
+
+    def graph(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is exported of `model`."""
+        return DiffusionModelGraph(model, self.kind.attention)
+
+    def caster(self) -> torch.nn.Module:
+        """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""
+        import comfy.ops
+
+        return self._build(comfy.ops.manual_cast)
+
+    @property
+    def draws(self) -> Mapping[str, Draw]:
+        return {"timesteps": self.kind.timesteps, **self.kind.draws}
+
+    def new_meta_module(self) -> torch.nn.Module:
+        return self._build()
+
+    def _build(self, operations: Any = None) -> torch.nn.Module:
+        module = self._whole(operations)
+        if self.projected:
+            take_projected(module)
+        return module
+
+    def _whole(self, operations: Any = None) -> torch.nn.Module:
+        import comfy.ops
+
+        layers = operations or comfy.ops.disable_weight_init
+        options = {"dtype": torch.float32, "device": "meta", "operations": layers}
+        with layers_with_weights(), PlainNumbers():
+            module: torch.nn.Module = self.kind.load()(**self.config, **options)
+        return module.requires_grad_(False).eval()
+
+
+_remembered: Remembered[ComfyDiffusionModel] = Remembered()
+
+
+def input_blocks(config: Mapping[str, Any]) -> int:
+    """Of a UNet: one at its beginning, those of each level, and one between levels."""
+    return 1 + sum(config["num_res_blocks"]) + len(config["channel_mult"]) - 1
+
+
+def checkout_in_use() -> str:
+    """The folder of the ComfyUI that this process runs."""
+    import comfy.ops
+
+    return str(Path(comfy.ops.__file__).resolve().parents[1])
+
+
+def enter_for_layers(checkout: str) -> None:
+    """In the build process: make ComfyUI's code importable, which itself leaves the GPU alone."""
+    if "comfy" not in sys.modules:
+        use_checkout(checkout)
+        from comfy.cli_args import args
+
+        args.cpu = True
+
+
+def _in_another_process(
+    checkout: str, kind: str, config: dict[str, Any], name: str, projected: bool
+) -> ComfyDiffusionModel:
+    enter_for_layers(checkout)
+    return ComfyDiffusionModel(class_named(kind), config, name, projected)

@@ -1,0 +1,1 @@
+"""What each node shows of its engines."""

@@ -1,0 +1,1 @@
+"""The ComfyUI process: its device memory, the weights in it, its server and its prompts."""

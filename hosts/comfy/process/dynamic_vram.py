@@ -1,0 +1,293 @@
+"""Weights that ComfyUI stages on demand (dynamic VRAM), used where they lie.
+
+ComfyUI reserves addresses for a model's large weights once, and puts memory behind them page by page, as layers are
+called; where memory is short it takes pages away again. Small weights are moved to the device at each load of a model.
+For an engine all pages of the model are held at once, so nothing is copied and nothing moves while it computes; the
+small weights, a few megabytes, are copied to places that stay. Nothing is held between runs: ComfyUI may take the
+pages for other models, and what it took is staged again by ComfyUI's own code.
+
+What ComfyUI does at each load of a model, 20 to 200 ms, is left out where all of it is done already.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+from weakref import ref
+
+import torch
+
+from ....core.protocols import BoundWeights
+from ...architecture import Remembered
+from ...live_model.held_weights import version_of
+from ...live_model.layer_walk import layers_of, tensors_of
+from .current_weights import cast_once, current_weights, is_quantized, weights_token
+from .staged_pages import Pages, hold, is_dynamic, letting_go, yielding
+
+log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 64 << 10
+"""A weight up to this size is copied to a place that stays."""
+
+_versions = itertools.count(1)
+
+
+# ------------------------------------------------------------------------------------------------- binding
+
+
+class _Look:
+    """What a network's weights are like; it keeps none of them in memory.
+
+    Tensors are told apart by weak references, and what lies in the pages by the signatures that ComfyUI makes, one each
+    time that it stages a layer: nothing new can be mistaken for one that is gone.
+    """
+
+    def __init__(self, token: Hashable, pages: Pages, network: torch.nn.Module) -> None:
+        layers = layers_of(network)
+        tensors = tensors_of(layers).values()
+        self._facts = token, pages.serials, len(layers), [*map(version_of, tensors)]
+        self._parts = [*map(ref, tensors), *[layer.__dict__.get("_v_signature") for layer in layers.values()]]
+
+    def finds(self, other: _Look) -> bool:
+        """Whether nothing was staged anew, loaded, replaced or written to between the two."""
+        return self._facts == other._facts and all(map(is_, self._parts, other._parts))
+
+
+@dataclass
+class _Staged:
+    """The weights of one network in one dtype, as they were bound last.
+
+    Attributes:
+        look: at them, once all were found.
+        small: copies of small weights, in places that stay.
+        version: see `BoundWeights`.
+    """
+
+    look: _Look | None = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    small: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: int = 0
+
+
+_staged: Remembered[_Staged] = Remembered()
+
+
+def bind_staged(
+    patcher: Any,
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    owner: str = "",
+    prefix: str = "",
+) -> BoundWeights:
+    """Hold a loaded model's weights where they lie.
+
+    Args:
+        network: of the patcher's model, whose weights are wanted.
+        names: of them, by its state dict.
+        owner: see `current_weights.current_weights`.
+        prefix: put before each name.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit into the device's memory beside what sampling needs.
+        UnsupportedModel: some are missing, or copies of those that are not used where they lie do not fit.
+    """
+    device = torch.device(patcher.load_device)
+    pages = hold(patcher)
+    try:
+        if pages is None or not _leaves_memory(device):
+            raise torch.OutOfMemoryError(
+                "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
+            )
+        known = _staged.get(network, (dtype, device, owner, prefix), _Staged)
+        token = weights_token(patcher)
+        if token is None or known.look is None or not known.look.finds(_Look(token, pages, network)):
+            known.look = None
+            found = _found(known.small, network, names, dtype, device, pages, token, owner)
+            known.tensors = {prefix + name: tensor for name, tensor in found.items()}
+            known.look, known.version = _Look(token, pages, network), next(_versions)
+        if token is not None:
+            _loads.get(patcher.model, None, _Load).serials = pages.serials
+        return BoundWeights(known.tensors, known.version, pages.release)
+    except BaseException:
+        if pages is not None:
+            pages.release()
+        raise
+
+
+def _found(
+    small: dict[str, torch.Tensor],
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    pages: Pages,
+    token: Hashable,
+    owner: str,
+) -> dict[str, torch.Tensor]:
+    staged = _staged_weights(network, names, dtype, device, pages)
+    rest = current_weights(network, names - staged.keys(), dtype, device, token, owner)
+    _copy_small(small, {name: tensor for name, tensor in rest.items() if tensor.nbytes <= _SMALL_BYTES})
+    return {**rest, **staged, **small}
+
+
+def _staged_weights(
+    network: torch.nn.Module, names: Set[str], dtype: torch.dtype, device: torch.device, pages: Pages
+) -> dict[str, torch.Tensor]:
+    """Those that ComfyUI stages in the dtype that is wanted, by name; LoRAs are part of them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in layers_of(network).items():
+        if "_v" not in layer.__dict__ or f"{name}.weight" not in names or _is_changed_at_calls(layer):
+            continue
+        if not pages.hold_weights_of(layer):
+            cast_once(layer, dtype, device)
+        parts = {"weight": getattr(layer, "_v_weight", None), "bias": getattr(layer, "_v_bias", None)}
+        if pages.hold_weights_of(layer) and all(_is_plain(tensor, dtype) for tensor in parts.values()):
+            found |= {f"{name}.{part}": tensor.detach() for part, tensor in parts.items() if tensor is not None}
+    return found
+
+
+def _is_changed_at_calls(layer: Any) -> bool:
+    """Whether functions change what is staged at every call of the layer."""
+    return bool(getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
+
+
+def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    return tensor is None or (tensor.dtype == dtype and not is_quantized(tensor))
+
+
+def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Bring the places up to date; one whose weight has another form now is made anew."""
+    for name in [name for name in places if name not in tensors]:
+        del places[name]
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in tensors.items():
+            place = places.get(name)
+            if place is None or (place.shape, place.dtype, place.device) != (tensor.shape, tensor.dtype, tensor.device):
+                places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        if tensors:
+            torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
+
+
+def _leaves_memory(device: torch.device) -> bool:
+    """Whether sampling has what it needs beside this model; what is staged of others gives way."""
+    import comfy.model_management as management
+
+    return int(management.get_free_memory(device)) + yielding(device) >= management.minimum_inference_memory()
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass
+class _Load:
+    """How a model was loaded last while one of our runs looked on.
+
+    Attributes:
+        state: see `_state_of`; None where nobody looked on.
+        serials: of its pages when all of its weights were found to be staged.
+    """
+
+    state: Hashable = None
+    serials: tuple[int, ...] | None = None
+
+
+_loads: Remembered[_Load] = Remembered()
+
+
+@contextmanager
+def loading_once(*patchers: Any) -> Iterator[None]:
+    """Meanwhile ComfyUI does not load those of these models again that are loaded as they are to be.
+
+    Args:
+        patchers: of models; what is none is left alone.
+    """
+    with ExitStack() as ending:
+        for patcher in patchers:
+            if is_dynamic(patcher) and isinstance(patcher.model, torch.nn.Module):
+                ending.enter_context(_loading_once(patcher))
+        yield
+
+
+@contextmanager
+def _loading_once(patcher: Any) -> Iterator[None]:
+    count, load, known = patcher.get_free_memory, patcher.partially_load, _loads.get(patcher.model, None, _Load)
+
+    def get_free_memory(device: Any) -> Any:
+        with letting_go():
+            return count(device)
+
+    def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
+        if not force_patch_weights and _still_loaded(patcher, device_to, known):
+            return None
+        known.state = known.serials = None
+        result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
+        known.state = _state_of(patcher)
+        return result
+
+    with _instead(patcher, "get_free_memory", get_free_memory), _instead(patcher, "partially_load", partially_load):
+        yield
+
+
+@contextmanager
+def _instead(patcher: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile the patcher has another method, unless somebody else has seen to that already."""
+    if name in vars(patcher):
+        yield
+        return
+    setattr(patcher, name, method)
+    try:
+        yield
+    finally:
+        if vars(patcher).get(name) is method:
+            delattr(patcher, name)
+
+
+def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
+    """Whether loading the model would stage nothing anew; all else that a load does is done then.
+
+    No page is held: if one is taken from now on, ComfyUI stages it again where it is used, as after a load.
+    """
+    try:
+        if known.serials is None or device != patcher.load_device:
+            return False
+        if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
+            return False
+        if (pages := hold(patcher)) is None:
+            return False
+        pages.release()
+        if pages.serials != known.serials:
+            return False
+        if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
+            pinning |= {"failed": False, "active": True}
+        with patcher.use_ejected(skip_and_inject_on_exit_only=True):
+            patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
+            patcher.patch_model(load_weights=False)
+        return True
+    except Exception as error:  # whatever it was, a load begins anew
+        log.debug("Slipstream: ComfyUI loads the model as ever: %s", error)
+        return False
+
+
+def _is_simple(patcher: Any) -> bool:
+    """Whether nobody is to be told of a load, or has a part in it."""
+    from comfy.patcher_extension import CallbacksMP
+
+    others = (patcher.injections, patcher.hook_patches, patcher.current_hooks, patcher.forced_hooks)
+    return not any(others) and not patcher.get_all_callbacks(CallbacksMP.ON_LOAD)
+
+
+def _state_of(patcher: Any) -> Hashable:
+    """Changes when the model was loaded for other patches, or unloaded; None where this ComfyUI tells otherwise."""
+    model = patcher.model
+    try:
+        loaded = model.current_weight_patches_uuid, str(model.device), int(model.model_loaded_weight_memory)
+        return patcher.patches_uuid, loaded, len(patcher.backup), len(patcher.backup_buffers)
+    except AttributeError as error:
+        log.debug("Slipstream: ComfyUI loads models as ever: %s", error)
+        return None

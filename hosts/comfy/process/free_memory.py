@@ -1,0 +1,42 @@
+"""Room on a device, by ComfyUI's own accounts."""
+
+from __future__ import annotations
+
+import torch
+
+from .staged_pages import yielding
+
+
+def free_device_memory(device: torch.device, wanted: int) -> None:
+    """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free."""
+    import comfy.model_management as management
+
+    if device.type == "cpu":
+        return
+    used = [loaded for loaded in management.current_loaded_models if loaded.currently_used]
+    management.free_memory(wanted + management.extra_reserved_memory(), device, keep_loaded=used)
+
+
+def memory_beside_sampling(device: torch.device, wanted: int) -> int:
+    """Bytes that are free and not needed for sampling, after ComfyUI made room for `wanted` as far as it can."""
+    import comfy.model_management as management
+
+    reserve = int(management.minimum_inference_memory())
+    short = wanted + reserve - _available(device)
+    if 0 < short <= _unloadable(device):  # else all would be unloaded in vain
+        free_device_memory(device, wanted + reserve)
+    return max(0, _available(device) - reserve)
+
+
+def _unloadable(device: torch.device) -> int:
+    """What ComfyUI could unload, as nothing uses it at this moment."""
+    import comfy.model_management as management
+
+    unused = (it for it in management.current_loaded_models if it.device == device and not it.currently_used)
+    return sum(int(loaded.model_loaded_memory()) for loaded in unused)
+
+
+def _available(device: torch.device) -> int:
+    import comfy.model_management as management
+
+    return int(management.get_free_memory(device)) + yielding(device)

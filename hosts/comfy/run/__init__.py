@@ -1,0 +1,1 @@
+"""What surrounds a sampling run of ComfyUI, and the calls of its models in it."""

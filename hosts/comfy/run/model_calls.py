@@ -1,0 +1,383 @@
+"""The calls of a diffusion model in one sampling run: to an engine, to its two halves, or to the plain model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ....core.errors import SlipstreamError
+from ....core.protocols import Tensors
+from ....runtime.checking.step_timers import is_on_purpose
+from ....runtime.checking.verify import LIMITS, limit_of, relative_error
+from ....runtime.loaded.device_clock import disturb
+from ....runtime.module import AcceleratedModule, Run
+from ....runtime.planning.plan import CallShape
+from ....runtime.provider import Offer
+from ....runtime.settings.model_settings import BackendChoice, Parallel, Settings, ShapeChoice
+from ...control_residuals import kinds_of, residuals_of
+from ...live_model.account import why_changed
+from ...live_model.held_weights import Hold
+from ...model_patches import why_not_in_this_mode, why_not_these_tensors
+from ...stand_in import Plain, undisturbed
+from ..models.fallback_reasons import why_not_this_call
+from ..models.model_classes import ModelClass
+from ..models.projected_text import Within
+from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
+from ..models.unet_source import ComfyUNetSource
+from ..process.build_waiting import waiting_hooks
+
+log = logging.getLogger(__name__)
+
+
+class NotServed(SlipstreamError):
+    """No engine answered a call that only engines may answer."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One call that an engine answered.
+
+    Attributes:
+        counts: whether it is a call of its own, not a part of another.
+    """
+
+    run: Run
+    offer: Offer
+    counts: bool = True
+
+    def count(self) -> None:
+        """Count it once more."""
+        if self.counts:
+            self.run.count(self.offer)
+        else:
+            self.run.note(self.offer)
+
+
+class Tally:
+    """Counts calls, or notes them for somebody who counts."""
+
+    def __init__(self) -> None:
+        self._notes: list[Served] | None = None
+
+    def follow(self, run: Run, counts: bool = True) -> None:
+        """Hear of a run's calls from now on."""
+        run.tally = lambda offer: self._hear(Served(run, offer, counts))
+
+    def _hear(self, served: Served) -> None:
+        if self._notes is None:
+            served.count()
+        else:
+            self._notes.append(served)
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Served]]:
+        """Meanwhile calls are put into a list, not counted."""
+        before, self._notes = self._notes, []
+        try:
+            yield self._notes
+        finally:
+            self._notes = before
+
+
+class ModelCalls:
+    """The calls of a model.
+
+    Args:
+        whole: the run of the whole model.
+        run_veto: why no call of this run may go to an engine.
+        halves: those of its halves; None where they are not wanted.
+
+    Attributes:
+        join: called when a call needs what the ControlNet gives; until then that may be in the making.
+        engines_only: raise `NotServed` instead of asking the plain model.
+        options: `transformer_options` of the last call.
+        texts: projected ones to be used instead of projecting, by the modules that read them.
+        kinds: of the calls that were made, see `_kind_of`.
+    """
+
+    def __init__(
+        self, whole: Run, source: ComfyUNetSource, run_veto: str | None, halves: Halves | None, tally: Tally
+    ) -> None:
+        self.whole = whole
+        self.source = source
+        self.halves = halves
+        self.tally = tally
+        tally.follow(whole)
+        self.join: Callable[[], None] = lambda: None
+        self.engines_only = False
+        self.options: dict[str, Any] = {}
+        self.texts: dict[Within, torch.Tensor] = {}
+        self.kinds: list[Hashable] = []
+        self._in_whole_step = False
+        self._wholes: dict[CallShape, bool] = {}
+        self._kind: ModelClass = source.architecture.kind
+        self._run_veto = run_veto
+        self._hold = Hold()
+
+    def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """See `stand_in.Compute`."""
+        try:
+            given = self._kind.arguments(args, kwargs)
+        except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
+            reason = self.veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
+            return self.whole({}, lambda: self._plain(plain, args, kwargs), reason)["out"]
+        self.options = given.get("transformer_options") or {}
+        control = given.pop("control", None)
+        inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
+        self.kinds.append(_kind_of(inputs, control))
+        if is_on_purpose():
+            return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
+        veto, coming = self._why_not(module, inputs, given), None
+        if veto is None and self.halves is not None and self._in_whole_step:
+            reference = functools.partial(self._undisturbed, plain, args, kwargs)
+            answer = self.halves(inputs, control, self, reference)
+            if isinstance(answer, torch.Tensor):
+                return answer
+            coming = answer
+        self._join()
+        if veto is None and "context" in inputs:
+            inputs["context"] = self.text_of(self.source, inputs["context"])
+        residuals: Tensors | str = {}
+        if veto is None and control:
+            residuals = residuals_of(control, inputs["x"])
+        if isinstance(residuals, str):
+            veto, residuals = residuals, {}
+        if coming is not None and not self._has_whole({**inputs, **residuals}):
+            veto = veto or coming
+        beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
+        return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto, beside)["out"]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Of the model as a whole and of its halves."""
+        return [self.whole, *(self.halves.runs if self.halves is not None else [])]
+
+    @property
+    def are_answered(self) -> bool:
+        """Whether there was a call, or a step that was replayed in its place."""
+        return any(run.answers for run in self.runs)
+
+    def _has_whole(self, inputs: Tensors) -> bool:
+        """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""
+        call = CallShape.of(inputs)
+        if call not in self._wholes:
+            self._wholes[call] = self.whole.why_not(inputs, orders=False) is None
+        return self._wholes[call]
+
+    @contextmanager
+    def whole_steps(self) -> Iterator[None]:
+        """Meanwhile calls are parts of steps that can be replayed as a whole: only there halves gain anything."""
+        before, self._in_whole_step = self._in_whole_step, True
+        try:
+            yield
+        finally:
+            self._in_whole_step = before
+
+    def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
+        """A text as a source's engines take it: projected once where it is the same in every step."""
+        return self.texts[source.within] if source.within in self.texts else source.project(context)
+
+    def _join(self) -> None:
+        self.join()
+
+    def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
+        if veto := self.veto_of_run:
+            return veto
+        if module is not self.source.unet:
+            return "this part of the batch runs on another GPU's copy of the model"
+        if "x" not in inputs:
+            return f"{self._kind.name} is called in an unknown way"
+        if veto := why_not_these_tensors(inputs.values()):
+            return veto
+        return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
+
+    @property
+    def veto_of_run(self) -> str | None:
+        """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
+        known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
+        return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
+
+    def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        if self.engines_only:
+            raise NotServed("the plain model would have to answer")
+        return {"out": plain(*args, **kwargs)}
+
+    def _undisturbed(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        """The plain model's answer; it empties the lists of residuals that it is given."""
+        return self._plain(functools.partial(undisturbed, plain), (args, kwargs), {})
+
+
+def _kind_of(inputs: Tensors, control: Any) -> Hashable:
+    """Equal for calls of the model that are the same work, whoever computes them."""
+    given = control if isinstance(control, Mapping) else {}
+    return CallShape.of(inputs), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
+
+
+class Halves:
+    """A UNet with ControlNet as two engines, between which a step waits for the ControlNet.
+
+    Args:
+        settings: of the run that they are a part of.
+        ending: closes the runs of the halves, which begin with the first call.
+
+    Attributes:
+        is_refused: the model runs whole.
+    """
+
+    _proved: set[tuple[str, str]] = set()
+    """Architecture and weights of models whose halves gave what the whole model gives, in this process."""
+
+    def __init__(
+        self, module: AcceleratedModule, settings: Settings, patcher: Any, ending: ExitStack, tally: Tally
+    ) -> None:
+        self._module, self._patcher, self._ending, self._tally = module, patcher, ending, tally
+        self._settings = settings
+        self._runs: dict[str, Run] = {}
+        self.sources: dict[str, ComfyUNetHalfSource] = {}
+        self.is_refused = False
+        self._missing: dict[CallShape, str | None] = {}
+
+    def __call__(
+        self,
+        inputs: Tensors,
+        control: Any,
+        calls: ModelCalls,
+        reference: Callable[[], Tensors],
+    ) -> torch.Tensor | str | None:
+        """One call of the model; why to wait, where engines for it are being built; None where the model runs whole.
+
+        Args:
+            calls: whose call it is.
+            reference: the plain model's answer to the same call.
+        """
+        if not is_for_halves(control):
+            return None
+        call = CallShape.of(inputs)
+        if call in self._missing or self.is_refused:
+            return self._missing.get(call)
+        run = self.run(ENCODER)
+        given = {**inputs, **self._text(ENCODER, inputs, calls)}
+        middle = run.ask(given)
+        if isinstance(middle, str):
+            is_coming = run.is_coming(given)
+            self._missing[call] = self._with_second(middle, given, inputs, control, calls) if is_coming else None
+            return self._missing[call]
+        rest = self._rest(middle, inputs, control, calls)
+        if rest is None:
+            return None
+        run = self.run(DECODER)
+        result = run.ask(rest)
+        if isinstance(result, str):
+            self.is_refused = True  # in this run: else each step would compute the first half in vain
+            self._missing[call] = result if run.is_coming(rest) else None
+            return self._missing[call]
+        if not self._is_right(result, reference):
+            return None
+        return result["out"]
+
+    def _with_second(self, reason: str, given: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> str | None:
+        """Have the second half built while the first is: the live one shows what it will be given.
+
+        Args:
+            reason: why the first has no engine yet.
+
+        Returns:
+            Why to wait for both; None where the second cannot be had.
+        """
+        try:
+            rest = self._rest(self.sources[ENCODER].eager(given), inputs, control, calls)
+        except waiting_hooks().interruptions:
+            raise
+        except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the whole model will show it
+            log.debug("Slipstream: the model's first half by itself: %s", error)
+            return None
+        if rest is None:
+            return None
+        run = self.run(DECODER)
+        missing = run.why_not(rest)
+        if missing is None:
+            return reason
+        return missing if run.is_coming(rest) else None
+
+    def _rest(self, middle: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> Tensors | None:
+        """What the second half is given, once the ControlNet is done; None where it takes no such residuals."""
+        calls.join()
+        residuals = residuals_of(control, inputs["x"])
+        return None if isinstance(residuals, str) else {**middle, **self._text(DECODER, inputs, calls), **residuals}
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that have begun."""
+        return list(self._runs.values())
+
+    def half_of(self, run: Run) -> str | None:
+        """Whose run it is."""
+        return next((half for half, each in self._runs.items() if each is run), None)
+
+    def answers(self, run: Run) -> bool:
+        """Whether a run is that of the second half, which gives the model's answer."""
+        return self.half_of(run) == DECODER
+
+    def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
+        self.run(half)  # with which its source begins
+        return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
+
+    def run(self, half: str) -> Run:
+        """Of this half."""
+        if half not in self._runs:
+            projected = self._settings.levers.text_once
+            source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
+            self.sources[half] = source
+            run = self._module.run(source, waiting_hooks(), settings=self._settings)
+            self._runs[half] = self._ending.enter_context(run)
+            self._tally.follow(self._runs[half], counts=half == DECODER)  # both together are one call of the model
+        return self._runs[half]
+
+    def _is_right(self, result: Tensors, reference: Callable[[], Tensors]) -> bool:
+        """Each engine was compared with its half; whether the halves are the whole is asked once in a process."""
+        if self.is_proved:
+            return True
+        disturb()
+        error = relative_error(result, reference())
+        source = self.sources[DECODER]
+        precision, quantised = self._settings.compute_precision(source.precision), self._settings.quantised
+        limit = max(LIMITS[source.precision], limit_of(precision, quantised))
+        self.is_refused = not error <= limit
+        if self.is_refused:
+            self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
+        else:
+            self._proved.add(self._case)
+        return not self.is_refused
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether they were found to be what the whole model is."""
+        return self._case in self._proved
+
+    @property
+    def _case(self) -> tuple[str, str]:
+        source = self.sources[DECODER]
+        return source.architecture.fingerprint.architecture, source.weights_digest()
+
+
+def halves_of(
+    module: AcceleratedModule,
+    settings: Settings,
+    source: ComfyUNetSource,
+    patcher: Any,
+    ending: ExitStack,
+    tally: Tally,
+) -> Halves | None:
+    """The halves of a model where they are wanted: on a GPU, where a ControlNet can run beside the first."""
+    kind, wanted = source.architecture.kind, settings.levers.parallel
+    if wanted == Parallel.OFF or (wanted == Parallel.AUTO and source.device.type != "cuda"):
+        return None
+    if settings.backend is BackendChoice.TENSORRT or settings.shapes is not ShapeChoice.EACH or settings.bake:
+        return None
+    return Halves(module, settings, patcher, ending, tally) if can_be_halved(kind, source.architecture.config) else None

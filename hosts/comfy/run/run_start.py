@@ -1,0 +1,76 @@
+"""How a run of an accelerated model, ControlNet or VAE begins, and who hears what happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from ....core.errors import SlipstreamError
+from ....core.protocols import ModelSource
+from ....runtime.module import AcceleratedModule, Run
+from ....runtime.settings.model_settings import SWITCHED_OFF, BackendChoice
+from ..process.build_waiting import waiting_hooks
+
+RunRecorder = Callable[[dict[str, Any]], None]
+"""Given what happened in a run, see `Status.since`."""
+
+_Source = TypeVar("_Source", bound=ModelSource)
+
+
+@contextmanager
+def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterator[None]:
+    """Tell `after_run` what happened meanwhile."""
+    module.status.begin_run()
+    before = module.status.to_json()
+    try:
+        yield
+    finally:
+        if after_run is not None:
+            after_run(module.status.since(before))
+
+
+@contextmanager
+def failing(module: AcceleratedModule) -> Iterator[None]:
+    """Let the page know why a person who asks for engines gets none."""
+    try:
+        yield
+    except waiting_hooks().interruptions:
+        raise
+    except Exception as error:  # whatever a backend raises
+        module.status.fail(str(error) or type(error).__name__)
+        raise
+
+
+def begin_run(
+    module: AcceleratedModule,
+    read: Callable[[], _Source],
+    ending: ExitStack,
+    *,
+    finite_only: bool = False,
+    cold_calls: int | None = None,
+    conditions: Hashable = None,
+) -> tuple[Run, _Source] | str:
+    """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
+
+    Args:
+        read: makes the source.
+        finite_only, cold_calls, conditions: see `AcceleratedModule.run`.
+    """
+    settings = module.settings
+    if settings.backend is BackendChoice.OFF:
+        return SWITCHED_OFF
+    try:
+        source = read()
+        source.precision  # noqa: B018  an unsupported dtype is a reason too
+    except SlipstreamError as error:
+        return str(error)
+    run = module.run(
+        source,
+        waiting_hooks(),
+        finite_only=finite_only,
+        settings=settings,
+        cold_calls=cold_calls,
+        conditions=conditions,
+    )
+    return ending.enter_context(run), source

@@ -1,0 +1,1 @@
+"""Step skipping in ComfyUI, and its calibration."""

@@ -1,0 +1,70 @@
+"""What the presets of step skipping ask about a run of ComfyUI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....sampling.task import Task
+
+_DISTILLED = frozenset({"ModelSamplingDiscreteDistilled", "LCM"})
+"""Of ComfyUI's nodes_model_advanced.py: by name, since its nodes may not be loaded."""
+
+
+def has_parts(latent_shapes: Any) -> bool:
+    """Whether latents were packed into one.
+
+    Args:
+        latent_shapes: as ComfyUI hands them on; None where it does not.
+    """
+    return isinstance(latent_shapes, Sequence) and len(latent_shapes) > 1
+
+
+def are_packed(latents: torch.Tensor) -> bool:
+    """Whether latents have the shape of packed ones, [N, 1, length]."""
+    return latents.ndim == 3 and latents.shape[1] == 1
+
+
+def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, parted: bool) -> Task:
+    """
+    Args:
+        denoise_mask: of the run; None where it inpaints nothing.
+        parted: whether the latents are several that were packed into one.
+    """
+    scale = getattr(guider, "cfg", None)
+    return Task(
+        sampler=sampler_name(sampler),
+        steps=len(sigmas) - 1,
+        guided=_is_guided(guider),
+        has_mask=denoise_mask is not None,
+        has_parts=parted,
+        is_distilled=_is_distilled(guider.model_patcher),
+        sigmas=tuple(sigmas.tolist()),
+        cfg=float(scale) if isinstance(scale, (int, float)) else None,
+        model=model_class(guider.model_patcher),
+    )
+
+
+def sampler_name(sampler: Any) -> str:
+    """ComfyUI's name of a SAMPLER's method, without what tells CPU and GPU noise apart. DDIM's is euler."""
+    function = getattr(sampler, "sampler_function", None)
+    name = str(getattr(function, "__name__", type(sampler).__name__)).removeprefix("sample_")
+    return name.removesuffix("_function").removesuffix("_gpu").replace("unipc", "uni_pc")
+
+
+def model_class(patcher: Any) -> str:
+    """ComfyUI's name of a model's architecture, such as SD15."""
+    return type(patcher.model.model_config).__name__
+
+
+def _is_guided(guider: Any) -> bool:
+    """Whether a negative prompt takes part: CFG above 1, by whichever name a guider has for it."""
+    scales = [getattr(guider, name, None) for name in ("cfg", "cfg1", "cfg2")]
+    return any(isinstance(scale, (int, float)) and scale > 1 for scale in scales)
+
+
+def _is_distilled(patcher: Any) -> bool:
+    kinds = type(patcher.get_model_object("model_sampling")).__mro__
+    return any(kind.__name__ in _DISTILLED for kind in kinds)

@@ -1,0 +1,147 @@
+"""Step skipping in ComfyUI: around the prediction of a step, outside of guidance, ControlNets and accelerated models.
+
+A skipped step calls none of them; the sampler goes on with what `sampling` expects instead, so previews, inpainting and
+progress stay ComfyUI's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ....core.errors import UnsupportedModel
+from ....core.log_once import warn_once
+from ....sampling.presets import Preset
+from ....sampling.run import AfterRun, Skipped, SkippingRun
+from ....sampling.task import Task
+from ...step_conditions import StepConditions
+from ..process.build_waiting import throw_if_cancelled
+from ..run.call_wrappers import put_innermost, wrappers_of
+from ..run.wrapper_keys import ACCELERATE, RECORDING, STEP_SKIP
+from .sampling_task import has_parts, task_of
+
+log = logging.getLogger(__name__)
+
+_INSIDE = (RECORDING, ACCELERATE)
+_OTHERS = ("easycache", "lazycache")
+
+
+def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) -> Any:
+    """A clone of `patcher` whose sampling runs skip steps.
+
+    Args:
+        preset: takes the place of one that was there.
+        after_run: told what happened in each run.
+
+    Raises:
+        UnsupportedModel: EasyCache or LazyCache is in the same model; also at sampling, where it was added later.
+    """
+    from comfy.patcher_extension import WrappersMP
+
+    clone = without_skipping(patcher)
+    _refuse_others(clone.model_options)
+
+    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return _sample(preset, after_run, executor, args, kwargs)
+
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP, outer_sample)
+    return clone
+
+
+def without_skipping(patcher: Any) -> Any:
+    """A clone of `patcher` that computes every step."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone = patcher.clone()
+    clone.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP)
+    return clone
+
+
+def _refuse_others(model_options: dict[str, Any]) -> None:
+    options = model_options.get("transformer_options", {})
+    found = next((options[name] for name in _OTHERS if name in options), None)
+    if found is not None:
+        name = getattr(found, "name", "EasyCache")
+        raise UnsupportedModel(
+            f"{name} and step skipping are in the same model: each would go on from the other's guesses. Remove one of "
+            "the two nodes."
+        )
+
+
+def _sample(
+    preset: Preset, after_run: AfterRun | None, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
+    guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
+    task = task_of(guider, given["sampler"], given["sigmas"], mask, has_parts(shapes))
+    with skipping(guider, preset, task, after_run):
+        return executor(*args, **kwargs)
+
+
+@contextmanager
+def skipping(guider: Any, preset: Preset, task: Task, after_run: AfterRun | None) -> Iterator[None]:
+    """A run of `guider` whose predictions are skipped as `preset` says.
+
+    Args:
+        task: what the run is.
+
+    Raises:
+        UnsupportedModel: something else skips steps in this run already.
+        ValueError: the preset's steps do not belong to a run of that length.
+    """
+    _refuse_others(guider.model_options)
+    steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
+    remark = "" if reason else preset.remark(task)
+    run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
+    if reason:
+        log.warning("Slipstream skips no steps: %s", reason)
+    if remark:
+        warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {remark}")
+    try:
+        with nullcontext() if reason else _led(guider, run):
+            yield
+    finally:
+        run.forget()
+        if after_run is not None:
+            counts = (steps, 0) if reason else (run.computed_calls, run.skipped_calls)
+            after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark))
+
+
+@contextmanager
+def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
+    """Put `run` inside of what other nodes put around a step's prediction, since they may change the guider for it, and
+    outside of what nodes of ours put there, which stands in for the prediction itself.
+    """
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
+    if STEP_SKIP in wrappers:
+        raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
+    inner = {key: wrappers.pop(key) for key in _INSIDE if key in wrappers}
+    put_innermost(wrappers, STEP_SKIP, prediction(guider, run))
+    wrappers.update(inner)
+    try:
+        yield
+    finally:
+        wrappers.pop(STEP_SKIP, None)
+
+
+def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
+    """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
+    conditions = StepConditions(guider)
+
+    def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            result: torch.Tensor = executor(x, timestep, *rest, **more)
+            return result
+
+        throw_if_cancelled()
+        sigma = float(timestep.flatten()[0])
+        return run(x, sigma, compute, conditions.next(sigma))
+
+    return predict

@@ -1,0 +1,1 @@
+"""A whole step of a sampling run as one CUDA graph."""

@@ -1,0 +1,65 @@
+"""What ComfyUI, and the WebUIs whose code comes from it, let extensions patch in one call of a model.
+
+Each check gives one reason why an engine cannot serve the call, or None.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+
+def why_not_in_this_mode(device: torch.device) -> str | None:
+    """Reasons that lie in what torch does with each of its functions just now, compiled code's apart."""
+    if torch.is_autocast_enabled(device.type):
+        return "another node has torch compute in lower precision (autocast)"
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    if other := next((mode for mode in modes if not isinstance(mode, DeviceContext)), None):
+        return f"another node changes what torch's functions do ({type(other).__name__})"
+    return None
+
+
+def why_not_these_tensors(tensors: Iterable[torch.Tensor]) -> str | None:
+    """Reasons that lie in the tensors that a call is given."""
+    if any(tensor.requires_grad for tensor in tensors):
+        return "gradients are asked for, which engines do not give"
+    return None
+
+
+def why_not_these_options(options: Mapping[str, Any]) -> str | None:
+    """Reasons in a call's `transformer_options`."""
+    patches = options.get("patches", {})
+    if any(patches.values()) and not _are_idle(patches, options):
+        names = sorted(name for name, those in patches.items() if those)
+        return f"another node patches the model ({', '.join(names)})"
+    if any(options.get("patches_replace", {}).values()):
+        names = sorted(name for name, patches in options["patches_replace"].items() if patches)
+        return f"another node replaces parts of the model ({', '.join(names)}), as IP-Adapter and PAG do"
+    if "optimized_attention_override" in options:
+        return "another node replaces the attention function"
+    if options.get("rope_options"):
+        return "another node scales or shifts the model's positions (rope_options)"
+    return None
+
+
+_DEEP_SHRINK = "comfy_extras.nodes_model_downscale"
+
+
+def _are_idle(patches: Mapping[str, Iterable[Any]], options: Mapping[str, Any]) -> bool:
+    """Whether all patches are those of Kohya Deep Shrink, at a noise level at which it leaves everything as it is."""
+    functions = [each for those in patches.values() for each in those]
+    if any(getattr(each, "__globals__", {}).get("__name__") != _DEEP_SHRINK for each in functions):
+        return False
+    sigmas = options.get("sigmas")
+    if sigmas is None:
+        return False
+    sigma = float(sigmas[0])
+    windows = [inspect.getclosurevars(each).nonlocals for each in functions]
+    begins = [(each["sigma_end"], each["sigma_start"]) for each in windows if "sigma_start" in each]
+    return bool(begins) and not any(end <= sigma <= start for end, start in begins)

@@ -1,0 +1,1 @@
+"""What several nodes have in common."""

@@ -1,0 +1,1 @@
+"""Builds engines in a process of their own, one at a time."""

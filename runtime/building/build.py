@@ -1,0 +1,111 @@
+"""Build one engine from plan to store: traced and compiled in the worker, kept only when it is whole."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...core.dtypes import dtype_of
+from ...core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
+from ...core.progress import CancelToken, Progress, ProgressCallback
+from ...core.protocols import BuildJob
+from ...core.spec import EngineSpec
+from ...engine_cache import BuildHistory, BuildRecord, EngineStore, Entry
+from ...engine_cache.files import store_errors
+from ..capture.compiling import compile_in_background
+from ..planning.build_estimate import estimator, past_build
+from ..planning.plan import Plan
+from .worker_process import run_build
+
+log = logging.getLogger(__name__)
+
+_NEEDED_BYTES = 512 * 1024**2
+_WEIGHTS = "weights.safetensors"
+
+
+def build_engine(
+    plan: Plan,
+    store: EngineStore,
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    may_run: Callable[[], bool] = lambda: True,
+) -> Entry:
+    """Build `plan`, or return the engine that another process built meanwhile.
+
+    Raises:
+        BuildCancelled, BuildFailed, UnsupportedModel, BackendUnavailable, StoreError: nothing was kept.
+    """
+    if reason := plan.backend.why_cannot_build(plan.device) or plan.backend.why_unsupported(plan.spec):
+        raise BackendUnavailable(f"{plan} cannot be built here: {reason}")
+
+    def waiting(seconds: float) -> None:
+        cancel.raise_if_cancelled(f"The build of {plan}")
+        progress(Progress("waiting", None, "another process is building this engine"))
+
+    with store.reserve(plan.key.digest, wait=waiting):
+        if (entry := store.lookup(plan.key.digest)) is not None:
+            return entry
+        store.clean()  # what processes that were killed left behind
+        return _build(plan, store, progress, cancel, may_run)
+
+
+def _build(
+    plan: Plan,
+    store: EngineStore,
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    may_run: Callable[[], bool],
+) -> Entry:
+    with store.scratch("build-" + plan.key.short) as directory:
+        _check_space(directory, plan)
+        cancel.raise_if_cancelled(f"The build of {plan}")
+        job = _job(plan, store, directory, progress)
+        cancel.raise_if_cancelled(f"The build of {plan}")  # writing numbers may have taken a while
+        history = BuildHistory(store.root)
+        try:
+            built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
+        except BuildCancelled:
+            raise
+        except BuildFailed:
+            _check_space(directory, plan)  # compilers fail in many ways on a full disk
+            raise
+        phases = {name: round(seconds, 2) for name, seconds in built.phases.items()}
+        record = BuildRecord(round(sum(phases.values()), 2), phases)
+        log.info("Slipstream: built %s in %.0f s", plan, record.seconds)
+        progress(Progress("store", 0.99, "storing the engine"))
+        entry = store.put(plan.key, built.artifact, label=str(plan), build=record)
+        history.add(past_build(plan, int(built.artifact.details.get("nodes", 0)), record.seconds))
+        return entry
+
+
+def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCallback) -> BuildJob:
+    with store_errors("Preparing a build", store.root):
+        store.keep.mkdir(exist_ok=True)
+    if plan.device.type == "cuda":
+        compile_in_background(store.keep)
+    job = BuildJob(directory, plan.spec, plan.architecture, plan.device, plan.key.environment, keep=store.keep)
+    if plan.save_weights is None:
+        return job
+    progress(Progress("weights", None, "writing the model's weights for the engine"))
+    weights = directory / _WEIGHTS
+    plan.save_weights(weights)
+    return replace(job, weights=weights)
+
+
+def needed_bytes(spec: EngineSpec) -> int:
+    """On disk; baked weights lie there as they come, in the graph, in the artifact, and in its copy in the store."""
+    if not spec.backend.contains_weights:
+        return _NEEDED_BYTES
+    return _NEEDED_BYTES + 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
+
+
+def _check_space(directory: Path, plan: Plan) -> None:
+    free, needed = shutil.disk_usage(directory).free, needed_bytes(plan.spec)
+    if free < needed:
+        raise StoreError(
+            f"Building {plan} needs about {needed >> 20} MB in {directory.parent}, {free >> 20} MB are free; "
+            "free some space, prune the engines, or set SLIPSTREAM_HOME to a larger disk"
+        )

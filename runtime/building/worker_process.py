@@ -1,0 +1,269 @@
+"""The host's side of a build: starts the worker process, follows it, and can end it at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from ...core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError, UnsupportedModel
+from ...core.progress import CancelToken, Progress, ProgressCallback
+from ...core.protocols import Artifact, BuildJob
+from .job_file import write_job
+from .worker import OUT_OF_MEMORY, RESULT
+
+_LOG = "worker.log"
+_POLL_SECONDS = 0.2
+_USUAL_SECONDS = 60.0
+_AWKWARD = re.compile(r"""[\s'"]""")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made, and the seconds that each of its phases ran, pauses left out."""
+
+    artifact: Artifact
+    phases: Mapping[str, float]
+
+
+def run_build(
+    job: BuildJob,
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    *,
+    timeout: float = 3600.0,
+    expected: Callable[[int], float | None] = lambda operations: None,
+    may_run: Callable[[], bool] = lambda: True,
+) -> Built:
+    """Build `job` in a process of its own.
+
+    Args:
+        timeout: seconds of running time after which the build is given up.
+        expected: seconds that it will take, by the operations of the graph (0 until they are counted), as far as is
+            known; only moves the progress bar.
+        may_run: asked again and again; while it says no the worker is paused (where the system can).
+
+    Raises:
+        BuildCancelled: `cancel` was set; the worker and all that it started are gone.
+        UnsupportedModel: the model cannot be traced, or the worker does not have the code that the host runs.
+        BuildFailed: the worker failed; BuildOutOfMemory: for want of memory; BuildDied: it was killed or ran out of
+            time.
+        StoreError: the job's folder cannot be written.
+    """
+    with ExitStack() as ending:
+        temporary = _temporary_folder(job.directory, ending)
+        process = _start(job, temporary, ending)
+        ending.callback(_kill, process)
+        phases = _follow(process, progress, cancel, timeout, expected, may_run)
+    return Built(_result(job, process.returncode), phases)
+
+
+def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
+    """Where compilers work: in the job's folder, so that nothing outlives it; but compilers stumble over blanks."""
+    if not _AWKWARD.search(str(directory)) or _AWKWARD.search(tempfile.gettempdir()):
+        return directory
+    return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
+
+
+def _start(job: BuildJob, temporary: Path, ending: ExitStack) -> subprocess.Popen[bytes]:
+    try:
+        write_job(job)
+        log = ending.enter_context(open(job.directory / _LOG, "wb"))
+    except OSError as error:
+        raise StoreError(f"The build's folder cannot be written: {error}; free some space, then queue again") from error
+    root = Path(__file__).resolve().parents[2]
+    new_group: dict[str, Any] = (
+        {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
+        if os.name == "nt"
+        else {"start_new_session": True}
+    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, *_flags(), str(root), "worker", str(job.directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=_environment(temporary),
+            cwd=job.directory,
+            **new_group,
+        )
+    except OSError as error:
+        raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
+
+
+def _flags() -> list[str]:
+    """Those of the host that decide which packages Python finds: ComfyUI's Windows portable starts with -s."""
+    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
+    return [flag for flag, is_set in flags.items() if is_set]
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Compilers keep their intermediate files here, unless the user has a cache for them.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary / "inductor"))
+    environment.setdefault("TRITON_CACHE_DIR", str(temporary / "triton"))
+    # A compiler that is killed leaves its temporary files behind; here they go with the job.
+    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    progress: ProgressCallback,
+    cancel: CancelToken,
+    timeout: float,
+    expected: Callable[[int], float | None],
+    may_run: Callable[[], bool],
+) -> dict[str, float]:
+    lines = _read_lines(process)
+    clock, report = _Clock(), _Report()
+    phases: dict[str, float] = {}
+    done = 0.0
+    while process.poll() is None:
+        cancel.raise_if_cancelled("The build")
+        before = clock.seconds
+        report.read(lines)
+        # Not before its first word: a worker paused earlier would not notice if this process died.
+        clock.pause(process, report.has_spoken and not may_run())
+        if clock.seconds > timeout:
+            raise BuildDied(f"The build did not end within {timeout:.0f} s and was stopped; nothing of it was kept")
+        done = max(done, _fraction(clock.seconds, expected(report.operations)))
+        progress(Progress(report.phase, done, "paused while pictures are made" if clock.paused else report.message))
+        cancel.wait(_POLL_SECONDS)
+        phases[report.phase] = phases.get(report.phase, 0.0) + clock.seconds - before
+    return phases
+
+
+@dataclass
+class _Report:
+    """What the worker said last."""
+
+    phase: str = "start"
+    message: str = "starting the build process"
+    operations: int = 0
+    has_spoken: bool = field(default=False, init=False)
+
+    def read(self, lines: SimpleQueue[str]) -> None:
+        """Take in what was said since; a library may have written to the worker's stdout before it was claimed."""
+        while True:
+            try:
+                said = json.loads(lines.get_nowait())
+                told = str(said["phase"]), str(said["message"]), int(said["operations"])
+            except Empty:
+                return
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            self.phase, self.message, self.operations = told
+            self.has_spoken = True
+
+
+class _Clock:
+    """Running time of a worker, pauses left out."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._paused_at: float | None = None
+
+    @property
+    def paused(self) -> bool:
+        return self._paused_at is not None
+
+    @property
+    def seconds(self) -> float:
+        return (self._paused_at or time.monotonic()) - self._start
+
+    def pause(self, process: subprocess.Popen[bytes], pause: bool) -> None:
+        if pause == self.paused or not _signal_group(process, "SIGSTOP" if pause else "SIGCONT"):
+            return
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+        else:
+            self._start += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+
+def _fraction(seconds: float, expected: float | None) -> float:
+    """Approaches, but never reaches, 1: half of the bar at 70 % of the expected time."""
+    return min(0.99, 1.0 - math.pow(2.0, -seconds / (0.7 * (expected or _USUAL_SECONDS))))
+
+
+def _read_lines(process: subprocess.Popen[bytes]) -> SimpleQueue[str]:
+    lines: SimpleQueue[str] = SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with process.stdout as pipe:  # closed here: closing it elsewhere waits for a stray child that holds it open
+            for line in pipe:
+                lines.put(line.decode("utf-8", "replace"))
+
+    threading.Thread(target=read, daemon=True, name="slipstream-build-output").start()
+    return lines
+
+
+def _result(job: BuildJob, code: int | None) -> Artifact:
+    try:
+        data = json.loads((job.directory / RESULT).read_text(encoding="utf-8"))
+        if "error" not in data:
+            return Artifact(job.directory, tuple(data["files"]), dict(data["details"]))
+        kind, message = data["error"], data["message"]
+        ran_out = data.get(OUT_OF_MEMORY) is True
+    except (OSError, ValueError, TypeError, KeyError):
+        raise _died(code, _last_words(job.directory)) from None
+    if kind == UnsupportedModel.__name__:
+        raise UnsupportedModel(message)
+    error = BuildOutOfMemory if ran_out else BuildFailed
+    raise error(f"The engine could not be built: {kind}: {message}")
+
+
+def _died(code: int | None, last_words: str) -> BuildFailed:
+    killed = code in (-9, -15, 137, 143)
+    what = f"The build process ended with code {code} before it was done" + (", killed from outside" if killed else "")
+    message = f"{what}. Nothing was kept; free some memory if it ran out, and queue again. Last words: {last_words}"
+    return BuildDied(message) if killed else BuildFailed(message)
+
+
+def _last_words(directory: Path) -> str:
+    try:
+        lines = (directory / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    telling = [line for line in lines if "rror" in line] or lines[-3:]
+    return " | ".join(line[:300] for line in telling[:3]) or "none"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the worker with all that it started, such as C++ compilers: they outlive a worker that was killed."""
+    if os.name == "nt" and process.poll() is None:
+        subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
+    elif not _signal_group(process, "SIGKILL"):
+        process.kill()
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _signal_group(process: subprocess.Popen[bytes], name: str) -> bool:
+    """Send a signal to the worker's process group; False where the system has no such thing."""
+    number = getattr(signal, name, None)
+    if number is None or not hasattr(os, "killpg"):
+        return False
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS forbids what is dead
+        return False
+    return True

@@ -1,0 +1,306 @@
+"""How long steps take with engines and without, measured on the pictures that are made: no engine stays that is slower.
+
+A step that engines computed is compared with steps of the same work that the user's model computed by itself. Such
+steps there are before an engine is built; later a few are made on purpose, see `is_due`. An engine that seems slower
+beyond noise is suspected, since the machine may only have been busier with its steps than with the model's. One that
+is slower in new steps of both kinds as well is retired: its manifest says so, with the versions for which that holds.
+Where the model computes none any more, as with a VAE whose every call an engine answers, there are figures, but no
+engine is retired.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+
+from ...core.environment import versions_now
+from ...core.errors import SlipstreamError
+from ...core.formatting import say_precisely
+from ...engine_cache import EngineStore, Entry, Manifest, Speed
+from ..loaded.device_clock import Clock, clock_of
+
+log = logging.getLogger(__name__)
+
+_SAMPLES_KEPT = 64
+_STEPS_KEPT, _UNREAD_KEPT = 256, 1024
+_LEAST_ENGINE, _LEAST_EAGER = 5, 3
+"""Samples without which nothing is said."""
+_SLOWER, _MS_SLOWER = 1.03, 0.2
+"""By how much an engine must be slower: times as long, and ms besides."""
+_CHANGED = 0.05
+"""By what share a time must have changed to be written down again."""
+_TRIES, _RUNS_BETWEEN = 3, 200
+
+EngineId = tuple[str, str]
+"""An engine's digest, and when it was built: one that is built anew is another."""
+
+
+def id_of(entry: Entry) -> EngineId:
+    return entry.digest, entry.manifest.created
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """What computed a step of sampling, or a call of a VAE or ControlNet.
+
+    Attributes:
+        work: equal for steps that do the same, whoever computes them; None for one that is not to be compared.
+        engines: those of the model, in order; none where the model computed by itself.
+        others: engines of ControlNets that took part.
+    """
+
+    work: Hashable
+    engines: tuple[EngineId, ...] = ()
+    others: tuple[EngineId, ...] = ()
+
+
+@dataclass
+class _Turns:
+    """Runs with engines that did some work, and those of them in which steps were computed without, to compare."""
+
+    runs: int = 0
+    tries: int = 0
+    last: int = 0
+
+
+_Unread = tuple[Clock, TimedStep, Any, Any]
+
+
+class StepTimes:
+    """What this process has measured. Safe to use from any thread, `settle` apart.
+
+    Args:
+        versions: of the host, by its name.
+        retires: whether engines that are slower are retired, and those that were are not used.
+        compares: whether steps may be computed by the user's model on purpose.
+
+    Attributes:
+        is_busy: whether anything else of ours uses the device, such as a build.
+        on_change: called when an engine's figures have changed. It should be quick.
+    """
+
+    def __init__(
+        self,
+        store: EngineStore,
+        versions: Mapping[str, str] | None = None,
+        clock_of: Callable[[torch.device], Clock] = clock_of,
+        *,
+        retires: bool = True,
+        compares: bool = True,
+    ) -> None:
+        self.clock_of = clock_of
+        self.is_busy: Callable[[], bool] = lambda: False
+        self.on_change: Callable[[], None] = lambda: None
+        self._store = store
+        now = versions_now()
+        self._versions = {"Slipstream": now["Slipstream"], **(versions or {}), **now}
+        self._retires, self._compares = retires, compares
+        self._samples: OrderedDict[TimedStep, deque[float]] = OrderedDict()
+        self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
+        self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
+        self._suspects: set[TimedStep] = set()
+        self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
+        """Of the model, by the work, from before an engine was suspected: for figures alone."""
+        self._unwritten: dict[EngineId, Speed] = {}
+        self._lock = threading.RLock()
+
+    # Measuring
+
+    def add(self, clock: Clock, step: TimedStep, begin: Any, end: Any) -> None:
+        """Count a step between two marks, once they can be read."""
+        with self._lock:
+            self._unread.append((clock, step, begin, end))
+
+    def has_met(self, step: TimedStep) -> bool:
+        """Whether this was asked before: what computes for the first time is not warm."""
+        with self._lock:
+            known = step in self._samples
+            self._samples_of(step)
+            return known
+
+    def settle(self) -> None:
+        """Read what the device has got to by now, and see what follows.
+
+        Only from a thread that computes: a question to the device from another one could void what is captured there.
+        """
+        try:
+            with self._lock:
+                works = self._read()
+                for step in [each for each in self._samples if each.engines and each.work in works]:
+                    self._judge(step)
+        except Exception:  # whatever a driver or a file system raises: no picture may end for a figure
+            log.debug("Slipstream: times of steps were lost", exc_info=True)
+            self._unread.clear()
+
+    def _read(self) -> set[Hashable]:
+        """The work of steps whose times can be read now."""
+        works: set[Hashable] = set()
+        while self._unread:
+            clock, step, begin, end = self._unread[0]
+            took = clock.milliseconds(begin, end)
+            if took is None:
+                break
+            self._unread.popleft()
+            self._samples_of(step).append(took)
+            works.add(step.work)
+        return works
+
+    def _samples_of(self, step: TimedStep) -> deque[float]:
+        found = self._samples.setdefault(step, deque(maxlen=_SAMPLES_KEPT))
+        _keep(self._samples, step)
+        return found
+
+    # Comparing
+
+    def is_due(self, step: TimedStep) -> bool:
+        """Whether a run that does this work by engines should do some of it without, to compare.
+
+        Ask once a run. It is at most in three runs, until enough is known, and in one of 200 from then on.
+        """
+        with self._lock:
+            turns = self._turns.setdefault(step.work, _Turns())
+            _keep(self._turns, step.work)
+            turns.runs += 1
+            is_unknown = len(self._samples.get(TimedStep(step.work), ())) < _LEAST_EAGER and turns.tries < _TRIES
+            if not self._compares or not (is_unknown or turns.runs - turns.last >= _RUNS_BETWEEN):
+                return False
+            turns.tries, turns.last = turns.tries + 1, turns.runs
+            return True
+
+    def stop_comparing(self) -> None:
+        """Compute no more steps without engines in this process: there is no room for them."""
+        self._compares = False
+
+    def _judge(self, step: TimedStep) -> None:
+        ours: Sequence[float] = self._samples.get(step, ())
+        plain: Sequence[float] = self._samples.get(TimedStep(step.work), ())
+        if are_new := len(plain) >= _LEAST_EAGER:
+            self._earlier.pop(step.work, None)
+        else:
+            plain = self._earlier.get(step.work, ())
+        if len(ours) < _LEAST_ENGINE or len(plain) < _LEAST_EAGER:
+            return
+        entries = self._entries_of(step)
+        engine_ms, eager_ms = round(median(ours), 3), round(median(plain), 3)
+        if any(map(self.why_not, entries)) or min(engine_ms, eager_ms) <= 0:  # less than the clock can tell
+            return
+        slower = self._retires and are_new and is_slower(ours, plain)
+        is_sure = slower and step in self._suspects
+        self._note(entries, Speed(engine_ms, eager_ms, retired=self._versions if is_sure else {}))
+        if slower and not is_sure:
+            self._suspect(step)
+        elif are_new:
+            self._suspects.discard(step)
+
+    def _suspect(self, step: TimedStep) -> None:
+        """Have steps of both kinds timed anew, side by side where steps are computed on purpose."""
+        self._suspects.add(step)
+        self._earlier[step.work] = list(self._samples_of(TimedStep(step.work)))
+        _keep(self._earlier, step.work)
+        for each in (step, TimedStep(step.work)):
+            self._samples_of(each).clear()
+        self._turns.pop(step.work, None)
+
+    def _note(self, entries: Iterable[Entry], speed: Speed) -> None:
+        for entry in entries:
+            if _is_news(speed, self.speed_of(entry)):
+                self._record(entry, speed)
+            if speed.retired:
+                log.warning("Slipstream: %s: %s", entry.manifest.label, say_retired(speed, entry.manifest.timed_by))
+
+    def _entries_of(self, step: TimedStep) -> list[Entry]:
+        found = [(engine, self._store.lookup(engine[0])) for engine in step.engines]
+        return [entry for engine, entry in found if entry is not None and id_of(entry) == engine]
+
+    # What is known
+
+    def speed_of(self, entry: Entry) -> Speed | None:
+        """The figures of an engine; None where there are none yet."""
+        return self._unwritten.get(id_of(entry), entry.manifest.speed)
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Why an engine is not used, in words; None where it is."""
+        speed = self.speed_of(entry)
+        if speed is None or not self._retires or not _holds(speed.retired, self._versions):
+            return None
+        return say_retired(speed, entry.manifest.timed_by)
+
+    def forgive(self, entry: Entry) -> Entry:
+        """Somebody asks for this engine by hand: a retired one is used and measured again."""
+        with self._lock:
+            speed, engine = self.speed_of(entry), id_of(entry)
+            if speed is None or not speed.retired:
+                return entry
+            for step in [each for each in self._samples if engine in each.engines]:
+                del self._samples[step]
+                self._suspects.discard(step)
+            return self._record(entry, replace(speed, retired={}))
+
+    def _record(self, entry: Entry, speed: Speed) -> Entry:
+        try:
+            entry = self._store.record_speed(entry, speed)
+            self._unwritten.pop(id_of(entry), None)
+        except SlipstreamError as error:  # a read-only store: known to this process alone
+            log.debug("Slipstream: %s", error)
+            self._unwritten[id_of(entry)] = speed
+        self._tell()
+        return entry
+
+    def _tell(self) -> None:
+        try:
+            self.on_change()
+        except Exception:  # whoever listens must not cost the figures
+            log.exception("Slipstream: telling of an engine's times broke")
+
+
+def is_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:
+    """Whether steps with an engine take longer than the model's own, by more than noise explains.
+
+    Args:
+        engine, eager: milliseconds, at least two of each.
+    """
+    shortest, middle, _ = quantiles(engine, n=4, method="inclusive")
+    _, usual, longest = quantiles(eager, n=4, method="inclusive")
+    return middle > _SLOWER * usual + _MS_SLOWER and shortest > longest
+
+
+def why_retired(manifest: Manifest) -> str | None:
+    """Why an engine is not used, as far as a process without the host can tell; None where it is used."""
+    speed = manifest.speed
+    return say_retired(speed, manifest.timed_by) if speed and _holds(speed.retired, versions_now()) else None
+
+
+def say_retired(speed: Speed, timed_by: str) -> str:
+    """Why an engine of this speed is not used."""
+    *most, last = speed.retired
+    updates = " or ".join(filter(None, (", ".join(most), last)))
+    return (
+        f"the engine takes {say_precisely(speed.engine_ms)} ms a {timed_by} where your model without "
+        f"Slipstream takes {say_precisely(speed.eager_ms)} ms, so it is not used; tried again after an update of "
+        f"{updates}, or when you press Build engine"
+    )
+
+
+def _holds(retired: Mapping[str, str], versions: Mapping[str, str]) -> bool:
+    """Whether an engine is retired with these versions; those that are not known here count as unchanged."""
+    return bool(retired) and all(versions.get(name, version) == version for name, version in retired.items())
+
+
+def _is_news(speed: Speed, known: Speed | None) -> bool:
+    if known is None or known.retired != speed.retired:
+        return True
+    pairs = (speed.engine_ms, known.engine_ms), (speed.eager_ms, known.eager_ms)
+    return any(abs(now - before) > _CHANGED * before for now, before in pairs)
+
+
+def _keep(kept: OrderedDict[Any, Any], newest: Hashable) -> None:
+    kept.move_to_end(newest)
+    while len(kept) > _STEPS_KEPT:
+        kept.popitem(last=False)

@@ -1,0 +1,401 @@
+"""Engines replayed as CUDA graphs: a whole call is launched at once, which reduces launch overhead.
+
+A graph repeats kernels with the addresses of its capture. So inputs are copied to fixed places first, what comes out is
+copied to fresh memory, and when the weights lie elsewhere the graph is captured anew. Captures allocate nothing, see
+`capture`: one that fails harms neither the process nor the picture.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ...core.protocols import Engine, Tensors
+from ...core.shapes import ShapeProfile
+from ...core.streams import capture_stream, side_stream, wait_for_streams
+from ..capture.arena import Arena, Graph, capture, give_back, prepare_libraries
+from ..capture.compiling import compile_in_background
+from ..capture.library import CaptureError, CaptureLibrary, loaded_library
+from .canary import EngineCanary
+from .device_clock import disturb
+
+log = logging.getLogger(__name__)
+
+_GRAPHS_KEPT = 4
+"""Sets of shapes of one engine between which one may change without another capture."""
+
+_PASSES = 4
+"""Calls, at most, until a call needs no memory that an earlier one had not set aside."""
+
+_Call = tuple[Hashable, tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]]
+"""What is computed; names, shapes, dtypes and devices of a call's inputs."""
+
+Compute = Callable[..., Tensors]
+"""Takes tensors by name and gives tensors by name."""
+
+
+_local = threading.local()
+
+_capturing = threading.RLock()
+"""One capture at a time: they share a stream. Meanwhile no graph is closed, nor its memory freed."""
+
+
+@contextmanager
+def inlined() -> Iterator[None]:
+    """Engines that this thread calls meanwhile run without graphs of their own: they are part of a larger one."""
+    before = is_inlined()
+    _local.inlined = True
+    try:
+        yield
+    finally:
+        _local.inlined = before
+
+
+def is_inlined() -> bool:
+    return getattr(_local, "inlined", False)
+
+
+class Graphing:
+    """What an engine's graphs need beside a device.
+
+    Args:
+        folder: where the capture library lies; None: nothing is captured.
+        canary: of the engine.
+    """
+
+    def __init__(self, folder: Path | None = None, canary: EngineCanary | None = None) -> None:
+        self._folder = folder
+        self.canary = canary or EngineCanary(None, "")
+
+    def library(self) -> CaptureLibrary | None:
+        """The library, where captures may be made; one that is missing is compiled in the background."""
+        if self._folder is None or not self.canary.allows_graphs:
+            return None
+        library = loaded_library(self._folder)
+        if library is None:
+            compile_in_background(self._folder)
+        return library
+
+
+class CudaGraphs:
+    """What a function computes, as CUDA graphs: one for each set of shapes, of those that were used last.
+
+    Work is done on streams of its own, joined with the caller's by events: never on the default stream, and without
+    waiting on the host. The graphs run one after the other, so they compute in the same memory.
+    """
+
+    def __init__(self, device: torch.device, graphing: Graphing | None = None) -> None:
+        self._device = device
+        self._graphing = graphing or Graphing()
+        self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
+        self._arena: Arena | None = None
+        self._hopeless: set[Hashable] = set()
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether graphs can be captured here and now."""
+        return self._graphing.library() is not None
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all graphs together, in bytes."""
+        computed_in = self._arena.bytes if self._arena else 0
+        return computed_in + sum(graph.bytes for graph in self._graphs.values())
+
+    def run(
+        self,
+        compute: Compute,
+        generation: Hashable,
+        tensors: Tensors,
+        what: Hashable = None,
+        constant: frozenset[str] = frozenset(),
+        or_raise: bool = False,
+    ) -> Tensors:
+        """What `compute` makes of `tensors`, in fresh tensors.
+
+        Args:
+            generation: another one voids what was captured before.
+            what: tells functions apart.
+            constant: names of tensors that hold the same values for as long as they are the same object; they are
+                copied to where the graph reads them only when another one comes.
+            or_raise: where no graph can be had, raise instead of computing without.
+
+        Raises:
+            RuntimeError: see `or_raise`.
+        """
+        call = _call_of(tensors, what)
+        if what not in self._hopeless:
+            known = self._graphs.get(call)
+            if known is None or known.generation != generation:
+                self._capture(call, compute, generation, tensors, constant, or_raise)
+        if (graph := self._graphs.get(call)) is None:
+            if or_raise:
+                raise CaptureError("it cannot be a CUDA graph")
+            return compute(**tensors)
+        self._graphs.move_to_end(call)
+        return graph.replay(tensors)
+
+    def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
+        """Whether `run` would replay what was captured before."""
+        known = self._graphs.get(_call_of(tensors, what))
+        return known is not None and known.generation == generation
+
+    def forget(self, what: Hashable, for_good: bool = False) -> None:
+        """Drop the graphs of one function.
+
+        Args:
+            for_good: it is not to be captured again.
+        """
+        if for_good:
+            self._hopeless.add(what)
+        self._close([call for call in self._graphs if call[0] == what])
+        if for_good and not self._graphs:
+            self.drop()
+
+    def drop(self) -> None:
+        """Give back all memory."""
+        if self._arena is None:
+            return
+        with _capturing:
+            self._close([*self._graphs])
+            self._arena.close()
+            give_back(self._arena.library)
+            self._arena = None
+
+    def _close(self, calls: Iterable[_Call]) -> None:
+        for call in calls:
+            with _capturing:
+                wait_for_streams(self._device)  # a graph that still runs must keep its memory
+                self._graphs.pop(call).close()
+
+    def _capture(
+        self,
+        call: _Call,
+        compute: Compute,
+        generation: Hashable,
+        tensors: Tensors,
+        constant: frozenset[str],
+        or_raise: bool,
+    ) -> None:
+        """Capture a call, where that can be done.
+
+        Raises:
+            Exception: what `compute` raises outside of a capture; the other graphs stay.
+            CaptureError: it cannot be captured, and `or_raise` is given.
+        """
+        if (library := self._graphing.library()) is None:
+            return
+        disturb()
+        try:
+            self._try_to_capture(library, call, compute, generation, tensors, constant)
+            return
+        except CaptureError as error:
+            reason = str(error)
+        # Out here the error is gone, and with it the frames that kept tensors alive.
+        self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
+        self.drop()
+        if or_raise:
+            raise CaptureError(reason)
+        log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", reason)
+
+    def _try_to_capture(
+        self,
+        library: CaptureLibrary,
+        call: _Call,
+        compute: Compute,
+        generation: Hashable,
+        tensors: Tensors,
+        constant: frozenset[str],
+    ) -> None:
+        if self._arena is None:
+            self._arena = Arena(library, self._device)
+        # What is kept here outlives a host's inference mode.
+        with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
+            wait_for_streams(self._device)
+            give_back(library)
+            prepare_libraries(library, self._device)
+            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
+            try:
+                with self._graphing.canary.capturing():
+                    graph.capture(compute, generation, library, stream)
+            except BaseException:
+                self.drop()
+                raise
+
+    def _added(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> _Graph:
+        assert self._arena is not None
+        try:
+            with self._arena.inside(grows=True):
+                like = {name: tensor.to("meta") for name, tensor in compute(**tensors).items()}
+        except BaseException:
+            if not self._graphs:
+                self.drop()
+            raise
+        if len(self._graphs) >= _GRAPHS_KEPT:
+            self._close([next(iter(self._graphs))])
+        self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant)
+        return self._graphs[call]
+
+
+class GraphedEngine:
+    """An engine whose calls are CUDA graphs."""
+
+    def __init__(self, engine: Engine, device: torch.device, graphing: Graphing | None = None) -> None:
+        self._engine = engine
+        self._graphs = CudaGraphs(device, graphing)
+        self._has_weights = False
+
+    @property
+    def profile(self) -> ShapeProfile:
+        return self._engine.profile
+
+    @property
+    def device_bytes(self) -> int:
+        return self._engine.device_bytes + self._graphs.bytes
+
+    @property
+    def generation(self) -> int:
+        return self._engine.generation
+
+    @property
+    def copies_weights(self) -> bool:
+        return self._engine.copies_weights
+
+    def __call__(self, **tensors: torch.Tensor) -> Tensors:
+        if is_inlined() or not self._has_weights:
+            return self._engine(**tensors)  # which also says what is wrong
+        return self._graphs.run(self._engine, self._engine.generation, tensors)
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
+        self._has_weights = False
+        self._engine.update_weights(weights, version)
+        self._has_weights = True
+
+    def release_weights(self) -> None:
+        """The graphs are kept: they are right again as soon as weights lie where they were."""
+        self._has_weights = False
+        self._engine.release_weights()
+
+    def close(self) -> None:
+        self._graphs.drop()
+        self._has_weights = False
+        self._engine.close()
+
+
+def _call_of(tensors: Tensors, what: Hashable = None) -> _Call:
+    described = ((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in sorted(tensors.items()))
+    return what, tuple(described)
+
+
+class _Graph:
+    """One captured call and the places that it reads and writes.
+
+    Args:
+        inputs: of a call like those to come.
+        like: its results, on the meta device.
+        arena: in which it computes; shared with graphs that never run at the same time.
+        constant: see `CudaGraphs.run`.
+    """
+
+    def __init__(
+        self, inputs: Tensors, like: Tensors, device: torch.device, arena: Arena, constant: frozenset[str]
+    ) -> None:
+        self._device = device
+        # Results leave the arena for ordinary memory, which the next replay does not write to.
+        with torch.cuda.stream(torch.cuda.default_stream(device)):  # see `capture_stream`
+            self._inputs = {name: torch.empty_like(tensor) for name, tensor in inputs.items()}
+            self._outputs = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._arena = arena
+        self._graph: Graph | None = None
+        self._constant = constant
+        self._copied: dict[str, weakref.ref[torch.Tensor]] = {}
+        self.generation: Hashable = None
+
+    @property
+    def bytes(self) -> int:
+        """Device memory in bytes, without that which it computes in."""
+        return sum(tensor.nbytes for tensor in (*self._inputs.values(), *self._outputs.values()))
+
+    def capture(
+        self, compute: Compute, generation: Hashable, library: CaptureLibrary, stream: torch.cuda.Stream
+    ) -> None:
+        """Record the call as it is now, on the current stream, and launch it once.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        self._set_memory_aside(compute)
+        stream.synchronize()
+        try:
+            with _no_garbage_collection(), self._arena.inside(grows=False):
+                graph = capture(library, stream, lambda: self._record(compute))
+        except CaptureError:
+            raise
+        except Exception as error:  # outside of a capture it computed: what a graph cannot hold is to blame
+            raise CaptureError(str(error)) from error
+        graph.launch(stream)
+        wait_for_streams(self._device)
+        self.close()
+        self._graph, self.generation = graph, generation
+
+    def _set_memory_aside(self, compute: Compute) -> None:
+        """Compute until the arena holds all that a call needs; kernels are loaded and libraries have chosen theirs."""
+        for _ in range(_PASSES):
+            before = self._arena.bytes
+            with self._arena.inside(grows=True):
+                self._record(compute)
+            if self._arena.bytes == before:
+                return
+
+    def _record(self, compute: Compute) -> None:
+        # A function of its own: what it allocated is free again when it ends.
+        for name, tensor in compute(**self._inputs).items():
+            self._outputs[name].copy_(tensor)
+
+    def replay(self, tensors: Tensors) -> Tensors:
+        assert self._graph is not None
+        results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
+        with side_stream(self._device) as stream, torch.no_grad():
+            for name, tensor in tensors.items():
+                self._put(name, tensor)
+            self._graph.launch(stream)
+            for name, result in results.items():
+                result.copy_(self._outputs[name])
+        return results
+
+    def _put(self, name: str, tensor: torch.Tensor) -> None:
+        """Into the graph's own place, unless it is there already."""
+        if name in self._constant:
+            if (copied := self._copied.get(name)) is not None and copied() is tensor:
+                return
+            self._copied[name] = weakref.ref(tensor)
+        self._inputs[name].copy_(tensor)
+
+    def close(self) -> None:
+        """The device must be done with it."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What is collected in the midst of a capture could wait for the device, which would void it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

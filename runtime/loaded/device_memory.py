@@ -1,0 +1,117 @@
+"""Device memory: how much is free, whether it ran out, and which engines found too little of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ...core.formatting import say_bytes
+
+_ATTEMPTS = 2
+"""Times that an engine may run out of memory before it is left alone."""
+_TELLING_BYTES = 256 << 20
+"""So much more free memory makes another attempt worth its while."""
+_TIGHT_BYTES = 1 << 30
+"""With less than this free, an error that says nothing is put down to memory where nobody counts."""
+_ADVICE = "Make smaller pictures or batches, unload other models, or close other programs that use the GPU"
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can be had on `device`, torch's own reserve included; None where nobody knows."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def give_back_unused(device: torch.device) -> None:
+    """Let other allocators, such as those of CUDA graphs, have what torch only keeps in reserve."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+class MemoryWatch:
+    """Tells whether memory ran out since it was made, also where the error does not say so."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = _times_out_of_memory(device)
+
+    def ran_out(self, error: BaseException) -> bool:
+        """Whether `error` comes of it: compiled packages raise a plain `RuntimeError` for whatever goes wrong."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        if "out of memory" in str(error).lower() or _times_out_of_memory(self._device) > self._before:
+            return True
+        free = free_bytes(self._device) if _counts_nothing(self._device) else None
+        return free is not None and free < _TIGHT_BYTES
+
+
+def _times_out_of_memory(device: torch.device) -> int:
+    if _counts_nothing(device):
+        return 0
+    stats: Mapping[str, int] = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(stats.get("num_ooms", 0))
+
+
+def _counts_nothing(device: torch.device) -> bool:
+    """CUDA's own asynchronous allocator, which ComfyUI prefers, does not count, and must not be asked in a capture."""
+    return device.type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native"
+
+
+@dataclass
+class _Shortage:
+    times: int
+    free: int | None
+
+
+class Shortages:
+    """Engines for which memory did not suffice in this process. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.device], _Shortage] = {}
+        self._lock = threading.Lock()
+
+    def note(self, digest: str, device: torch.device, needed: int) -> str:
+        """Count an attempt that failed. Call it once the engine's own memory has been given back.
+
+        Args:
+            needed: bytes beside the model's weights; 0 where unknown.
+
+        Returns:
+            What happened and what to do, in words.
+        """
+        with self._lock:
+            earlier = self._known.get((digest, device))
+            times = earlier.times + 1 if earlier else 1
+            self._known[digest, device] = _Shortage(times, free_bytes(device))
+        beside = f" (it needs about {say_bytes(needed)} beside the model)" if needed else ""
+        what = f"the engine ran out of GPU memory{beside}; the plain model is used"
+        return f"{what}. {_ADVICE}" if times < _ATTEMPTS else f"{what}. {_left_alone(times)}"
+
+    def why_not(self, digest: str, device: torch.device) -> str | None:
+        """Why another attempt would be in vain; None where it may work."""
+        with self._lock:
+            known = self._known.get((digest, device))
+            if known is None or known.times < _ATTEMPTS:
+                return None
+            now = free_bytes(device)
+            if now is not None and known.free is not None and now - known.free >= _TELLING_BYTES:
+                del self._known[digest, device]
+                return None
+        return f"the engine ran out of GPU memory. {_left_alone(known.times)}"
+
+    def forget(self, digest: str) -> None:
+        """Somebody asks for this engine by hand: earlier attempts count no more."""
+        with self._lock:
+            self._known = {place: known for place, known in self._known.items() if place[0] != digest}
+
+
+def _left_alone(times: int) -> str:
+    return f"After {times} attempts it is left alone until more memory is free, or Build Engine is run. {_ADVICE}"

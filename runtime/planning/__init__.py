@@ -1,0 +1,1 @@
+"""From a call of a model to the engine that is wanted for it."""

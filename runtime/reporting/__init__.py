@@ -1,0 +1,1 @@
+"""Facts about engines, builds and runs as plain data, for people."""

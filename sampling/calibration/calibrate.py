@@ -1,0 +1,192 @@
+"""Choose which K of N steps are computed, for one model, sampler, schedule and guidance.
+
+The search first skips every gap alone and adds up what that costs, see `paths`; then moves single steps of the closest
+start by one, as long as the pictures come closer to the full run: the hill climbing of Lei et al., "Budget-Constrained
+Step-Level Diffusion Caching" (BudCache, arXiv 2606.13496), without its annealing. What comes out is judged on other
+pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..presets import PRESETS, Preset
+from ..schedule import Steps, count_of, power_law
+from .calibrated import FOUND, SHORTENED, Calibration, Candidate, Choice
+from .paths import cheapest_selections, gaps_up_to, least_gap, with_gap
+from .trial import Sample, Trial, mean
+
+Shortened = Callable[[Steps], Tensor]
+"""The final latents [B, ...] of the plain sampler on the sigmas of these steps alone."""
+
+AfterRun = Callable[[int, int], None]
+"""Called after each run with the runs so far and the most there will be; what it raises ends the calibration."""
+
+_CLOSER = 1e-6
+"""In dB: less is rounding."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How much is tried. The runs of a calibration are bounded by `most_runs`.
+
+    Attributes:
+        longest_gap: the widest gap that is measured by itself; wider where K steps are too few for it. Each is a run.
+        swap_runs: for moving steps.
+        powers: of the power laws among which the search starts.
+    """
+
+    longest_gap: int = 4
+    swap_runs: int = 40
+    powers: tuple[float, ...] = (1.5, 2.0)
+
+    def longest_for(self, count: int, steps: int) -> int:
+        """Enough for K steps to reach the end, and one to spare."""
+        return max(self.longest_gap, least_gap(count, steps) + 1)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What is sampled; no picture of one is in the other.
+
+    Attributes:
+        fitted: that the search looks at.
+        held_out: that it never sees.
+        shortened: the held-out ones on fewer sigmas.
+    """
+
+    fitted: Sample
+    held_out: Sample
+    shortened: Shortened
+
+
+def most_runs(steps: int, count: int, others: Sequence[int] = (), search: Search | None = None) -> int:
+    """The most runs of a whole set that `calibrate` makes: about 3 N for the gaps, the swaps, and 9 for each number."""
+    search = search or Search()
+    numbers = len({count, *others})
+    gaps = len(gaps_up_to(search.longest_for(count, steps), steps))
+    starts = 2 + len(search.powers) + 1
+    return 2 + gaps + search.swap_runs + numbers * (starts + 4)
+
+
+def calibrate(
+    pictures: Pictures,
+    steps: int,
+    count: int,
+    others: Sequence[int] = (),
+    search: Search | None = None,
+    after_run: AfterRun | None = None,
+) -> Calibration:
+    """
+    Args:
+        steps: of the run, N.
+        count: of computed steps, K.
+        others: further numbers, for comparison; their best start is taken as it is.
+
+    Raises:
+        ValueError: a number of computed steps that leaves none to skip, or is less than 2; or see `Trial`.
+    """
+    search, numbers = search or Search(), sorted({count, *others})
+    _check(numbers, steps)
+    ran = _progress(after_run, most_runs(steps, count, others, search))
+    trial = Trial(pictures.fitted, ran)
+    paths = _paths(trial, steps, search.longest_for(count, steps))
+    found = {number: _closest(trial, _starts(number, steps, paths, search)) for number in numbers}
+    found[count] = moved(trial, found[count], search.swap_runs)
+    judge = Trial(pictures.held_out, ran)
+    choices = tuple(_choice(trial, judge, pictures.shortened, found[number], steps) for number in numbers)
+    return Calibration(steps, count, choices, trial.runs, judge.runs)
+
+
+def nearest_preset(count: int, steps: int) -> Preset:
+    """The built-in preset, of those that choose by a law, whose own number of computed steps is nearest."""
+    ordinary = [each for each in PRESETS.values() if not (each.selection.counts_down or each.selection.listed)]
+    return min(ordinary, key=lambda preset: abs(count_of(preset.selection.share, steps) - count))
+
+
+def moved(trial: Trial, start: Steps, most: int) -> Steps:
+    """Move one step after another by one, wherever that is closer on the trial's pictures.
+
+    Args:
+        most: runs.
+    """
+    best, end = start, trial.runs + most
+    while (closer := _closer(trial, best, end)) is not None:
+        best = closer
+    return best
+
+
+def _closer(trial: Trial, best: Steps, end: int) -> Steps | None:
+    for neighbour in _neighbours(best):
+        if trial.runs >= end:
+            return None
+        if trial.mean(neighbour) > trial.mean(best) + _CLOSER:
+            return neighbour
+    return None
+
+
+def _neighbours(computed: Steps) -> Iterator[Steps]:
+    """All selections in which one step is moved by one; the first and the last stay."""
+    for k in range(1, len(computed) - 1):
+        for step in (computed[k] - 1, computed[k] + 1):
+            if computed[k - 1] < step < computed[k + 1]:
+                yield (*computed[:k], step, *computed[k + 1 :])
+
+
+def _paths(trial: Trial, steps: int, longest: int) -> list[dict[int, Steps]]:
+    """By the sum of the gaps' errors, to first order an upper bound, and of their squares, as if all were unrelated."""
+    errors = {gap: trial.error(with_gap(gap, steps)) for gap in gaps_up_to(longest, steps)}
+    squares = {gap: error**2 for gap, error in errors.items()}
+    return [cheapest_selections(costs, steps) for costs in (errors, squares)]
+
+
+def _starts(number: int, steps: int, paths: list[dict[int, Steps]], search: Search) -> list[Steps]:
+    laws = [_preset_steps(number, steps), *(power_law(steps, number, power) for power in search.powers)]
+    return [*laws, *(path[number] for path in paths if number in path)]
+
+
+def _closest(trial: Trial, selections: list[Steps]) -> Steps:
+    return max(selections, key=trial.mean)
+
+
+def _preset_steps(count: int, steps: int) -> Steps:
+    return replace(nearest_preset(count, steps).selection, count=count).computed(steps)
+
+
+def _choice(trial: Trial, judge: Trial, shortened: Shortened, found: Steps, steps: int) -> Choice:
+    count = len(found)
+    preset, name = _preset_steps(count, steps), f"{nearest_preset(count, steps).name} ({count} steps)"
+    plain = [_shortened(judge, shortened, each) for each in dict.fromkeys((found, preset))]
+    return Choice(
+        Candidate(FOUND, found, judge.of(found), trial.of(found)),
+        Candidate(name, preset, judge.of(preset), trial.of(preset)),
+        max(plain, key=lambda candidate: mean(candidate.held_out)),
+    )
+
+
+def _shortened(judge: Trial, shortened: Shortened, computed: Steps) -> Candidate:
+    return Candidate(SHORTENED, computed, judge.compared(lambda: shortened(computed)))
+
+
+def _progress(after_run: AfterRun | None, most: int) -> Callable[[], None]:
+    runs = 0
+
+    def ran() -> None:
+        nonlocal runs
+        runs += 1
+        if after_run is not None:
+            after_run(runs, most)
+
+    return ran
+
+
+def _check(numbers: Sequence[int], steps: int) -> None:
+    wrong = next((number for number in numbers if not 2 <= number < steps), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{wrong} of {steps} steps cannot be chosen: compute at least 2, and fewer than all, so that some are "
+            "skipped."
+        )

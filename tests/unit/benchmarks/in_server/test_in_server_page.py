@@ -1,0 +1,76 @@
+"""The page's tables of pictures from a ComfyUI server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.benchmarks.pages import page as whole_page
+from slipstream.benchmarks.pages.server_page import section
+from slipstream.benchmarks.pages.server_summary import by_machine, read_rows
+from slipstream.benchmarks.subjects.rows import append
+from slipstream.tests.unit.benchmarks.support import row as row_of_a_call
+from slipstream.tests.unit.benchmarks.support import server_row
+
+SD15 = "sd15-512-20"
+FASTER = {"client_s": [1.5, 1.5], "sampler_s": [0.5, 0.75], "decoder_s": [0.25, 0.25], "step_ms": [20.0, 20.0]}
+ROWS = [
+    server_row("plain"),
+    server_row("torch-compile", samples={**FASTER, "sampler_s": [0.75, 1.25]}),
+    server_row("slipstream", samples=FASTER),
+    server_row("slipstream", samples={**FASTER, "sampler_s": [0.75, 1.0]}, turn=2),
+    server_row("fast", flags=["--fast"], samples={**FASTER, "sampler_s": [1.0, 1.5]}),
+]
+
+
+def lines_of(text: str, first: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith(f"| {first} |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_tables_say_what_the_rows_say() -> None:
+    text = section(ROWS)
+    assert "### NVIDIA H200, ComfyUI 0.33.0" in text
+    headline, plain, compiled, ours, fast = lines_of(text, SD15)
+    assert headline == [SD15, "2.25 (2.50)", "1.25 (1.50)", "1.00 (1.50)", "2.25× (1.67×)", "1.25× (1.00×)"]
+    assert plain[1:] == ["`plain`", "50.0", "51.00", "10.0", "500.0", "9.0", "5000", "7000", "1.0e-02", ""]
+    assert compiled[1] == "`torch-compile`" and ours[1:4] == ["`slipstream`", "", "20.00"] and ours[-1] == "98 %"
+    assert fast[1:] == ["`--fast`", "`fast`", "1.500", "1.500", "1.50×", "1.0e-02", ""]
+    assert "commit cccccccccccc; timed pictures a turn: 2, after 2 others." in text and "What went wrong" not in text
+
+
+def test_what_does_not_count_has_no_speed_but_a_reason() -> None:
+    ended = {"died": True, "failed": "the server ended | <b>", "pictures": 0, "error": None}
+    dead = server_row("slipstream", samples={"warmup_s": []}, **ended)
+    headline, *_ = lines_of(section([ROWS[0], dead]), SD15)
+    assert headline == [SD15, "2.25 (2.50)", "", "", "", ""]
+    assert "turn 1: the server died: the server ended \\| &lt;b>" in section([ROWS[0], dead])
+    eager = server_row("slipstream", engine_calls=10, eager_calls=30, reasons={"a rare shape": 30})
+    assert lines_of(section([ROWS[0], eager]), SD15)[0][3] == ""
+    assert "engines computed 25 % of the calls: a rare shape" in section([eager])
+
+
+def test_the_last_whole_run_of_a_case_is_shown() -> None:
+    later = [{**found, "run": "second", "samples": FASTER} for found in (ROWS[0], ROWS[2])]
+    lone = server_row("slipstream+fp8", run="third", samples=FASTER)
+    ((case,),) = by_machine([*ROWS, *later, lone]).values()
+    assert {turns.run for turns in case.shown} == {"second"}
+    assert [turns.variant for turns in case.others] == ["torch-compile", "fast", "slipstream+fp8"]
+    fast, eight_bits = lines_of(section([*ROWS, *later, lone]), SD15)[-2:]
+    assert (fast[1], fast[5]) == ("`--fast`", "1.50×"), "compared with its own run's plain workflow"
+    assert (eight_bits[2], eight_bits[5]) == ("`slipstream+fp8`", ""), "whose run has none"
+
+
+def test_the_page_begins_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "results"
+    append(folder / "server-nvidia-h200-2026-01-31.jsonl", ROWS)
+    calls = [row_of_a_call("eager", in_a_row_ms=8.0), row_of_a_call("slipstream:compiled", 5.0)]
+    append(folder / "nvidia-h200-2026-01-31.jsonl", calls)
+    monkeypatch.setattr(whole_page, "RESULTS", folder)
+    monkeypatch.setattr(whole_page, "DOCS", tmp_path / "docs")
+    assert len(read_rows(folder)) == 5 and whole_page.main() == 0
+    text = (tmp_path / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text.index("## Pictures from a ComfyUI server") < text.index("Single calls, each from an idle GPU")
+    eager, ours, *_ = lines_of(text, "sd15-512-b2")
+    assert eager[2:5] == ["10.00", "8.00", "1.00×"] and ours[2:5] == ["5.00", "", "2.00×"]
