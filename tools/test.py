@@ -208,8 +208,8 @@ def _planned(
     of_page = [path for path in chosen if _is_below(UI_TESTS, path)]
     of_webui = [path for path in chosen if _is_below(WEBUI_TESTS, path)]
     outside = [path for path in chosen if path not in (*inside, *of_page, *of_webui)]
-    folders = [] if chosen else _plain_tiers()
-    tiers = [Tier(folder.name, python, [str(folder), *options]) for folder in folders]
+    parts = {} if chosen else _plain_tiers()
+    tiers = [Tier(title, python, [*paths, *options]) for title, paths in parts.items()]
     if outside:
         tiers.append(Tier("chosen", python, [*outside, *options]))
     if inside or not chosen:
@@ -250,10 +250,13 @@ def _chosen(arguments: Sequence[str]) -> list[str]:
     return [argument for argument in arguments if Path(argument.split("::")[0]).exists()]
 
 
-def _plain_tiers() -> list[Path]:
-    """Return the test folders that need no ComfyUI, WebUI or Gradio."""
+def _plain_tiers() -> dict[str, list[str]]:
+    """Return pytest's arguments for each process of tests that need no ComfyUI, WebUI or Gradio, by its title."""
     folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
-    return [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
+    plain = [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
+    backends = [str(folder) for folder in sorted((ROOT / "tests" / "unit").glob("*_backend"))]
+    without = {"unit": [f"--ignore={folder}" for folder in backends]}
+    return {"unit backends": backends} | {folder.name: [str(folder), *without.get(folder.name, [])] for folder in plain}
 
 
 def _is_below(folder: Path, argument: str) -> bool:
