@@ -51,16 +51,17 @@ WITHOUT_SLOW = "--without-slow"
 SLOW = "slow: "
 """How the reason of such a skip begins."""
 ONCE = (
-    "test_benchmarks.py", "test_cli.py", "test_tensorrt.py", "test_tensorrt_controlnet.py",
-    "test_tensorrt_eight_bits.py",
+    "server/test_benchmarks.py", "server/test_cli.py", "models/test_tensorrt.py", "models/test_tensorrt_controlnet.py",
+    "models/test_tensorrt_eight_bits.py",
 )  # fmt: skip
 """Of the tests in ComfyUI: those that are not about its version. They take minutes, and run in the last one alone."""
 SEAMS = (
-    "test_harness.py", "test_live_model.py", "test_main_job.py", "test_node_texts.py", "test_one_step.py",
-    "test_route_guard.py", "test_routes.py", "test_step_skip.py", "test_unet_engines.py", "test_whole_workflow.py",
+    "live_model/test_live_model.py", "models/test_unet_engines.py", "run/test_one_step.py", "server/test_harness.py",
+    "server/test_main_job.py", "server/test_node_texts.py", "server/test_route_guard.py", "server/test_routes.py",
+    "server/test_whole_workflow.py", "skip/test_step_skip.py",
 )  # fmt: skip
 """Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
-PAGE = ("test_page.py", "test_page_templates.py", "test_ui.py")
+PAGE = ("page/test_page.py", "page/test_page_templates.py", "page/test_ui.py")
 """Those that drive ComfyUI's page in a browser: a process of their own, so that two cores share the work."""
 NEWEST_WEBUI = "webui-neo"
 GET_COMFYUI = (

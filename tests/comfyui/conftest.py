@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from slipstream.tests.comfyui.support.client import ComfyClient
-    from slipstream.tests.comfyui.support.model_files import ModelFiles
+    from slipstream.tests.comfyui.support.models.model_files import ModelFiles
     from slipstream.tests.comfyui.support.server import ComfyServer
 
 HOW_TO = "run `python tools/test.py`, or set COMFYUI_DIR to one ComfyUI checkout and use its Python"
@@ -51,7 +51,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from slipstream.tests.comfyui.support.browser import why_no_browser
 
     if why := why_no_browser():
-        terminalreporter.write_line(f"tests/comfyui/test_page.py left out: {why}", red=True)
+        terminalreporter.write_line(f"tests/comfyui/page/test_page.py left out: {why}", red=True)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def _base_directory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     """Random-weight model files that ComfyUI's stock loaders accept, made when first asked for."""
-    from slipstream.tests.comfyui.support.model_files import ModelFiles
+    from slipstream.tests.comfyui.support.models.model_files import ModelFiles
 
     return ModelFiles(tmp_path_factory.mktemp("models"))
 

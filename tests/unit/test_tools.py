@@ -188,7 +188,8 @@ def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tm
         return {tier.title: list(tier.arguments) for tier in tiers if tier.checkout}
 
     def ignored(arguments: list[str]) -> list[str]:
-        return [Path(word).name for word in arguments if word.startswith("--ignore=")]
+        ignored = (Path(word.removeprefix("--ignore=")) for word in arguments if word.startswith("--ignore="))
+        return [path.relative_to(command.COMFYUI_TESTS).as_posix() for path in ignored]
 
     usual, whole = planned(False), planned(True)
     page = [str(command.COMFYUI_TESTS / name) for name in command.PAGE]
@@ -200,7 +201,7 @@ def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tm
     assert ignored(whole["comfyui older"]) == [*command.PAGE, *command.ONCE]
     named = (*command.ONCE, *command.SEAMS, *command.PAGE)
     assert all((command.COMFYUI_TESTS / name).is_file() for name in named)
-    chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "test_cli.py")])
+    chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "server" / "test_cli.py")])
     assert [tier.title for tier in chosen] == ["comfyui older", "comfyui newer"]
     assert all(not word.startswith("--") for tier in chosen for word in tier.arguments)
 
@@ -227,11 +228,15 @@ def test_what_was_left_out_is_said_apart_and_counted_as_skipped(
     command._report([], tiers, elsewhere, left_out)
     not_here, by_choice = capsys.readouterr().out.split("not run here:")[1].split("LEFT OUT TO SAVE TIME")
     assert "a: 1 x no GPU" in not_here and "slow" not in not_here
-    assert "--everything" in by_choice and "4 slow tests" in by_choice and "older ran only test_harness" in by_choice
+    assert (
+        "--everything" in by_choice
+        and "4 slow tests" in by_choice
+        and f"older ran only {command.SEAMS[0]}" in by_choice
+    )
     assert "Gradio 3.41.2" in by_choice and [tier.skipped for tier in tiers] == [3, 3]
     assert command._left_out(tiers, hosts, [], True) == command._left_out(tiers, hosts, [__file__], False) == []
     (line,) = command._left_to_others(hosts, [], True)
-    assert "older ran all but test_benchmarks.py" in line
+    assert f"older ran all but {command.ONCE[0]}" in line
 
 
 @pytest.mark.parametrize("given", [[], [NO_SLOW]])

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from slipstream.tests.comfyui.support import tiny
-from slipstream.tests.comfyui.support.architectures import TINY_SD15, TINY_SDXL
+from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.models.architectures import TINY_SD15, TINY_SDXL
 
 from .faces import EvaClip, FaceAnalysis, put_in_place
 from .loading import TOGETHER, call, call_all
@@ -183,7 +183,7 @@ def _ip_adapter_weights() -> dict[str, Any]:
 def _clip_vision() -> Any:
     from comfy.clip_vision import ClipVisionModel
 
-    from slipstream.tests.comfyui.support.weights import randomise
+    from slipstream.tests.comfyui.support.models.weights import randomise
 
     model = ClipVisionModel({
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 14,
@@ -415,7 +415,7 @@ def _unquantised_file() -> Path:
     """The small SD1.5 UNet that ComfyUI's detection knows."""
     import folder_paths
 
-    from slipstream.tests.comfyui.support.model_files import ModelFiles
+    from slipstream.tests.comfyui.support.models.model_files import ModelFiles
 
     files = ModelFiles(Path(folder_paths.models_dir) / "made")
     return files.folder / "diffusion_models" / files.unet("sd15", 1)

@@ -14,7 +14,7 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.support import tiny
+from slipstream.tests.comfyui.support.models import tiny
 
 from .loading import PackFailed
 

@@ -1,0 +1,609 @@
+"""With DynamicVRAM, ComfyUI builds layers that have no weights yet: engines are still those of the same model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import comfy.lora
+import comfy.model_management
+import comfy.ops
+import pytest
+import torch
+
+from slipstream.core.protocols import BoundWeights
+from slipstream.core.spec import Precision
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.models.autoencoders import HALVES, KINDS
+from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
+from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
+from slipstream.hosts.comfy.models.vae import ComfyVaeHalf
+from slipstream.hosts.comfy.process import dynamic_vram, staged_pages
+from slipstream.hosts.comfy.process.dynamic_vram import loading_once
+from slipstream.hosts.live_model.account import live_model
+from slipstream.runtime.loaded.engine_pool import LoadedEngine
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def aimdo_enabled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What switches the layers' construction; the rest of DynamicVRAM needs a GPU."""
+    try:
+        memory = importlib.import_module("comfy.memory_management")
+    except ImportError:
+        pytest.skip("this ComfyUI has no DynamicVRAM")
+
+    def switch_on() -> None:
+        monkeypatch.setattr(memory, "aimdo_enabled", True)
+
+    switch_on.memory = memory  # type: ignore[attr-defined]
+    return switch_on
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd3"])
+def test_a_model_is_the_same_with_and_without(family: str, aimdo_enabled: Any) -> None:
+    model = tiny.transformer(family) if family == "sd3" else tiny.model(family)
+    without = ComfyDiffusionModel.of(model.model)
+    wanted = without.fingerprint, without.weight_names
+    aimdo_enabled()
+    found = ComfyDiffusionModel.of(model.model)
+    assert (found.fingerprint, found.weight_names) == wanted
+    placeholder = found.placeholder(Precision.FP32, CPU)
+    assert {name.removeprefix("model.") for name, _ in placeholder.named_parameters()} <= found.weight_names
+    assert any(isinstance(layer, torch.nn.Linear) and layer.weight is not None for layer in placeholder.modules())
+    assert aimdo_enabled.memory.aimdo_enabled, "ComfyUI's own models are built as before"
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=lambda half: half.part)
+def test_a_vae_is_the_same_with_and_without(half: Any, aimdo_enabled: Any) -> None:
+    layers = {
+        "ch": 32, "widths": [32, 64], "num_res_blocks": 1, "out_ch": 3, "in_channels": 3, "z_channels": 4,
+        "attn_resolutions": [], "resolution": 64, "double_z": True,
+    }  # fmt: skip
+    config = {"layers": layers, "embed_dim": 4}
+    wanted = ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint
+    aimdo_enabled()
+    assert ComfyVaeHalf(KINDS["VAE"], half, config).fingerprint == wanted
+
+
+# -------------------------------------------------------------------------------- weights where ComfyUI stages them
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a tiny SD1.5 whose weights ComfyUI stages."""
+    kind = staging.switch_on(monkeypatch)
+
+    def make(seed: int = 1) -> Any:
+        model = tiny.model("sd15", seed).model
+        comfy.model_management.archive_model_dtypes(model)
+        return kind(model, staging.DEVICE, CPU)
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["sd15", "sd2", "sdxl", *tiny.TRANSFORMERS])
+def test_what_staging_leaves_on_layers_is_no_change(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = staging.switch_on(monkeypatch)
+    model = (tiny.transformer(family) if family in tiny.TRANSFORMERS else tiny.model(family)).model
+    comfy.model_management.archive_model_dtypes(model)
+    tiny.sample(kind(model, staging.DEVICE, CPU), family)
+    assert any(hasattr(layer, "seed_key") for layer in model.diffusion_model.modules())
+    assert live_model(model.diffusion_model, ComfyDiffusionModel.of(model)).why_changed() is None
+
+
+def test_engines_answer_from_the_first_picture_on(staged: Any, tmp_path: Path) -> None:
+    patcher = staged()
+    with quick_provider(EngineStore(tmp_path)) as provider:
+        module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE))
+        found = tiny.sample(accelerate_model(patcher, module))
+    assert (module.status.engine_calls, module.status.to_json()["reasons"]) == (3, {})
+    torch.testing.assert_close(found, tiny.sample(patcher), rtol=1e-4, atol=1e-4)
+
+
+def load(patcher: Any) -> None:
+    """As ComfyUI does before each run."""
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+
+
+def bound(patcher: Any) -> BoundWeights:
+    return ComfyUNetSource(patcher).bind(Precision.FP32)
+
+
+def wanted(patcher: Any) -> dict[str, torch.Tensor]:
+    """By ComfyUI's own account of a model's weights, patches included."""
+    found = {}
+    for name, value in patcher.get_key_patches("diffusion_model.").items():
+        weight = value[0][0].clone()
+        found["model." + name.removeprefix("diffusion_model.")] = (
+            comfy.lora.calculate_weight(value[1:], weight, name) if len(value) > 1 else weight
+        )
+    return found
+
+
+def assert_right(weights: BoundWeights, expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in weights.tensors.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def pages_of(patcher: Any) -> staging.Pages:
+    (pages,) = patcher.model.dynamic_vbars.values()
+    return pages
+
+
+def with_lora(patcher: Any, strength: float) -> Any:
+    clone = patcher.clone()
+    names = [name for name in clone.model.state_dict() if name.startswith("diffusion_model.") and "weight" in name]
+    patches = {name: ("diff", (torch.ones_like(clone.model.state_dict()[name]),)) for name in names}
+    assert clone.add_patches(patches, strength)
+    return clone
+
+
+def places(weights: BoundWeights) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+
+
+def test_weights_are_used_where_they_lie_and_held_until_released(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    weights, pages = bound(patcher), pages_of(patcher)
+    assert_right(weights, expected)
+    inside = [p for p in places(weights).values() if pages.base_addr <= p < pages.base_addr + len(pages.memory)]
+    assert len(inside) > 50 and pages.held == len(pages.resident)
+    pages.take_away()
+    assert_right(weights, expected)
+    weights.release()
+    assert pages.held == 0
+    pages.take_away()
+    assert not pages.resident
+
+
+def test_nothing_is_done_again_while_nothing_changes(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    casts: list[Any] = []
+    monkeypatch.setattr(dynamic_vram, "cast_once", lambda layer, *_: casts.append(layer))
+    loads: list[Any] = []
+    monkeypatch.setattr(type(patcher), "load", lambda self, *args, **kwargs: loads.append(self))
+    for _ in range(3):
+        with loading_once(patcher):
+            patcher.partially_load(patcher.load_device, 0)
+            again = bound(patcher)
+            assert again.version == first.version and places(again) == places(first)
+            again.release()
+    assert not casts and not loads
+
+
+def test_no_page_is_held_while_comfyui_counts_memory(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write a warning for each one that is, in each step."""
+    patcher, seen = staged(), []
+    load(patcher)
+    pages = pages_of(patcher)
+    monkeypatch.setattr(type(patcher), "get_free_memory", lambda self, device: seen.append(pages.held) or 17)
+    with loading_once(patcher):
+        first, second = bound(patcher), bound(patcher)
+        assert patcher.get_free_memory(patcher.load_device) == 17 and seen == [0] and pages.held > 0
+        second.release()
+        assert pages.held > 0
+        first.release()
+        assert pages.held == 0
+    assert patcher.get_free_memory(patcher.load_device) == 17 and pages.held == 0
+
+
+def test_pages_that_went_while_memory_was_counted_are_noticed(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    pages = pages_of(patcher)
+    monkeypatch.setattr(type(patcher), "get_free_memory", lambda self, device: pages.take_away(0))
+    with loading_once(patcher):
+        weights = bound(patcher)
+        with pytest.raises(RuntimeError, match="took weights away"):
+            patcher.get_free_memory(patcher.load_device)
+        weights.release()
+
+
+def test_what_was_taken_away_is_staged_again_in_the_same_place(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    first = bound(patcher)
+    before = places(first)
+    first.release()
+    pages = pages_of(patcher)
+    for taken in ([0], [3, 5], list(pages.resident)):
+        pages.take_away(*taken)
+        load(patcher)
+        again = bound(patcher)
+        assert_right(again, expected)
+        assert places(again) == before and again.version != first.version
+        again.release()
+    assert pages.held == 0
+
+
+def test_loras_are_part_of_them_and_go_again(staged: Any) -> None:
+    patcher = staged()
+    one, other = with_lora(patcher, 0.5), with_lora(patcher, -0.25)
+    versions = set()
+    for each in (patcher, one, other, one, patcher, other):
+        expected = wanted(each)
+        load(each)
+        weights = bound(each)
+        assert_right(weights, expected)
+        versions.add(weights.version)
+        weights.release()
+    assert len(versions) == 6, "each change is another version"
+    assert pages_of(patcher).held == 0
+
+
+def test_a_plain_load_in_between_moves_small_weights_and_no_engine(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    patcher.clone().partially_load(patcher.load_device, 0)
+    load(patcher)
+    again = bound(patcher)
+    assert places(again) == places(first)
+    assert_right(again, wanted(patcher))
+    again.release()
+
+
+def test_a_weight_that_somebody_replaced_is_seen(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    name, layer = next(
+        (name, layer)
+        for name, layer in patcher.model.diffusion_model.named_modules()
+        if isinstance(layer, torch.nn.GroupNorm)
+    )
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    again = bound(patcher)
+    assert again.version != first.version
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], layer.weight.detach())
+    again.release()
+
+
+def test_unloading_is_noticed(staged: Any) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    bound(patcher).release()
+    patcher.detach()
+    assert not pages_of(patcher).resident
+    load(patcher)
+    again = bound(patcher)
+    assert_right(again, expected)
+    again.release()
+
+
+def test_where_not_all_fits_the_plain_model_runs(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    pages = pages_of(patcher)
+    pages.capacity = 5
+    with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
+        bound(patcher)
+    assert pages.held == 0
+    pages.capacity = 1 << 20
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
+def test_room_for_sampling_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    with monkeypatch.context() as short:
+        short.setattr(comfy.model_management, "get_free_memory", lambda device: 1 << 20)
+        with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
+            bound(patcher)
+    assert pages_of(patcher).held == 0
+
+
+def loads_of(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that ComfyUI does itself from now on."""
+    loads: list[Any] = []
+    real = type(patcher).load
+
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loads.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(patcher), "load", load)
+    return loads
+
+
+@pytest.mark.parametrize("change", ["callback", "hooks", "injection", "current", "forced"])
+def test_a_load_that_others_have_a_part_in_is_not_left_out(
+    change: str, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from comfy.hooks import HookGroup, WeightHook
+    from comfy.patcher_extension import CallbacksMP
+
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    loads: list[Any] = []
+    monkeypatch.setattr(type(patcher), "load", lambda *args, **kwargs: loads.append(args))
+    load(patcher)
+    assert not loads
+    hooks = HookGroup()
+    hooks.add(WeightHook())
+    if change == "callback":
+        patcher.add_callback(CallbacksMP.ON_LOAD, lambda *args: None)
+    elif change == "hooks":
+        patcher.hook_patches = {"hook": {}}
+    elif change == "injection":
+        patcher.injections = {"key": []}
+    elif change == "current":
+        patcher.current_hooks = hooks
+    else:
+        patcher.forced_hooks = hooks
+    load(patcher)
+    assert loads
+
+
+def test_a_load_that_is_left_out_holds_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an engine leaves all weights to ComfyUI, which may take their pages whenever it wants to."""
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    bound(patcher).release()
+    pages, loads = pages_of(patcher), loads_of(patcher, monkeypatch)
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+        assert pages.held == 0 and not loads
+        assert patcher.model.dynamic_pins[patcher.load_device]["active"]
+        assert pages.free_memory(3 * staging.PAGE) == 3 * staging.PAGE
+        pages.take_away(0, 2)
+        for name, layer in patcher.model.diffusion_model.named_modules():
+            if "_v" in vars(layer):
+                found, _ = cast(layer)
+                torch.testing.assert_close(found, expected[f"model.{name}.weight"], rtol=1e-5, atol=1e-6)
+        pages.take_away()
+        weights = bound(patcher)
+        assert_right(weights, expected)
+        weights.release()
+    assert pages.held == 0
+
+
+def cast(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's weight and bias as a call of it computes with them."""
+    weight, bias, stream = comfy.ops.cast_bias_weight(
+        layer, dtype=torch.float32, device=staging.DEVICE, bias_dtype=torch.float32, offloadable=True
+    )
+    found = weight.clone(), None if bias is None else bias.clone()
+    comfy.ops.uncast_bias_weight(layer, weight, bias, stream)
+    return found
+
+
+def test_pages_that_are_held_are_held_again_when_memory_was_short(staged: Any) -> None:
+    """A ControlNet, a half or another shape binds in the middle of a run."""
+    patcher = staged()
+    load(patcher)
+    first, pages = bound(patcher), pages_of(patcher)
+    assert pages.free_memory(staging.PAGE) == 0 and pages.watermark == 0
+    again = bound(patcher)
+    assert places(again) == places(first) and again.version == first.version
+    first.release()
+    pages.take_away()
+    assert_right(again, wanted(patcher))
+    again.release()
+    assert pages.held == 0
+
+
+def out_of_reach(*_: Any) -> Any:
+    raise RuntimeError("Fault failed: 2")
+
+
+def test_pages_that_cannot_be_had_count_as_memory_that_does_not_suffice(
+    staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    pages = pages_of(patcher)
+    with monkeypatch.context() as broken:
+        broken.setattr(pages, "fault", out_of_reach)
+        with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
+            bound(patcher)
+        loads = loads_of(patcher, broken)
+        load(patcher)
+        assert loads and pages.held == 0
+
+
+@pytest.mark.parametrize("failing", ["patch_model", "unpatch_model"])
+def test_a_load_that_cannot_be_left_out_is_done(failing: str, staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    loads, real = loads_of(patcher, monkeypatch), getattr(patcher, failing)
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        setattr(patcher, failing, real)
+        raise RuntimeError("fails")
+
+    setattr(patcher, failing, fails_once)
+    load(patcher)
+    assert loads == [patcher] and pages_of(patcher).held == 0
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
+def test_what_somebody_else_did_to_loads_stays(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    assert "partially_load" not in vars(patcher)
+    seen: list[Any] = []
+
+    def override(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return type(patcher).partially_load(patcher, *args, **kwargs)
+
+    patcher.partially_load = override
+    load(patcher)
+    assert vars(patcher)["partially_load"] is override and len(seen) == 1
+    del patcher.partially_load
+    with loading_once(patcher):
+        patcher.partially_load = override
+    assert vars(patcher)["partially_load"] is override
+
+
+def test_what_another_lora_left_in_the_pages_is_seen(staged: Any) -> None:
+    """Without a page that was taken away, and without a tensor that was replaced."""
+    patcher = staged()
+    other = with_lora(patcher, 0.5)
+    load(patcher)
+    name, layer = next((n, m) for n, m in patcher.model.diffusion_model.named_modules() if "_v" in vars(m))
+    network = torch.nn.Sequential(layer)
+    expected = {f"0.{part}": wanted(patcher)[f"model.{name}.{part}"] for part in ("weight", "bias")}
+
+    def bind() -> BoundWeights:
+        return dynamic_vram.bind_staged(patcher, network, set(expected), torch.float32)
+
+    first = bind()
+    first.release()
+    other.partially_load(other.load_device, 0)
+    cast(layer)
+    patcher.partially_load(patcher.load_device, 0)
+    again = bind()
+    assert_right(again, expected)
+    assert again.version != first.version
+    again.release()
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_seen(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    first = bound(patcher)
+    first.release()
+    name, layer = next(
+        (name, layer)
+        for name, layer in patcher.model.diffusion_model.named_modules()
+        if isinstance(layer, torch.nn.GroupNorm)
+    )
+    value, before = torch.full_like(layer.weight, 3), id(layer.weight)
+    version, others = layer.weight._version, []
+    layer.weight = None
+    for _ in range(1000):  # Python puts a new object where one of the same size lay
+        others.append(torch.nn.Parameter(value, requires_grad=False))
+        if id(others[-1]) == before:
+            break
+    layer.weight = others[-1]
+    with torch.no_grad():
+        for _ in range(version):
+            layer.weight.add_(0)
+    assert id(layer.weight) == before and layer.weight._version == version
+    again = bound(patcher)
+    assert again.version != first.version
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], value)
+    again.release()
+
+
+@pytest.mark.parametrize(
+    ("version", "counts"),
+    [("0.2.14", False), ("0.3.0", True), ("0.4.13.dev2", True), ("1.0", True), (None, False)],
+)
+def test_weights_are_copied_where_a_page_has_one_holder(
+    version: str | None, counts: bool, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before comfy-aimdo 0.3.0, whoever lets go of a page lets go of it for all."""
+
+    def installed(name: str) -> str:
+        assert name == "comfy-aimdo"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    monkeypatch.setattr(staged_pages, "_counts_holders", staged_pages._counts_holders.__wrapped__)
+    monkeypatch.setattr(staging.Pages, "counts_holders", counts)
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    weights, pages = bound(patcher), pages_of(patcher)
+    for layer in patcher.model.diffusion_model.modules():
+        if "_v" in vars(layer):
+            cast(layer)  # a step of the plain model
+    pages.take_away()
+    if not counts:
+        pages.memory.fill_(255)
+    assert_right(weights, expected)
+    assert bool(pages.held) == counts
+    weights.release()
+    assert pages.held == 0
+
+
+def test_pages_that_are_held_are_not_counted_as_giving_way(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are not asked for by ComfyUI's count, which warns of each page that is held."""
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()  # all pages are staged
+    loaded = comfy.model_management.LoadedModel(patcher)
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", [loaded])
+    everything = pages_of(patcher).loaded_size()
+    assert everything > 0 and staged_pages.yielding(patcher.load_device) == everything
+    with bound(patcher):
+        assert staged_pages.yielding(patcher.load_device) == 0
+    assert staged_pages.yielding(patcher.load_device) == everything
+    assert staged_pages.yielding(torch.device("meta")) == 0
+
+
+def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    other = patcher.clone()
+    other.add_object_patch("model_sampling", patcher.model.model_sampling)
+    marker = object()
+    other.add_object_patch("latent_format", marker)
+    with loading_once(other):
+        other.partially_load(other.load_device, 0)
+        assert other.model.latent_format is marker
+    with loading_once(patcher):
+        patcher.partially_load(patcher.load_device, 0)
+        assert patcher.model.latent_format is not marker
+
+
+def test_an_engine_lets_go_when_it_rests(staged: Any, tmp_path: Any) -> None:
+    """The pool's engines hold the weights for as long as they are in use, whatever happens."""
+    patcher = staged()
+    load(patcher)
+    weights = bound(patcher)
+
+    class Refusing:
+        device_bytes = 0
+
+        def update_weights(self, tensors: Any, version: Any = None) -> None:
+            raise RuntimeError("refused")
+
+        def release_weights(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    loaded = object.__new__(LoadedEngine)
+    loaded._held, loaded._bound, loaded.engine = ExitStack(), None, Refusing()
+    with pytest.raises(RuntimeError):
+        loaded.bind(weights)
+    assert pages_of(patcher).held
+    loaded.rest()
+    assert pages_of(patcher).held == 0
