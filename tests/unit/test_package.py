@@ -108,6 +108,15 @@ def test_the_tests_see_the_package_and_no_stray_nodes(root: Path) -> None:
     assert inspect.iscoroutinefunction(slipstream.comfy_entrypoint)
 
 
+def test_a_clones_folder_may_have_any_name(root: Path) -> None:
+    """pytest runs the package's file as one of no package where the folder's name is no Python name."""
+    spec = importlib.util.spec_from_file_location("no_package", root / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert callable(module.comfy_entrypoint)
+
+
 def test_every_room_is_packaged(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     left_out = {"tests", "tools", "benchmarks", "build", "dist"}
