@@ -27,13 +27,13 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
         self.norm, self.other_norm = nn.GroupNorm(2, 4), nn.GroupNorm(2, 4)
         self.more = nn.Sequential()
-        self.comfy_note, self.comfy_last_note = "a", "b"  # not read, and written by the host as it likes
         self.factors: list[float] = []
         self.sizes = {"one": [1.0, 2.0], "other": 3.0}
         self.pair = [1.0], 2.0
         self.settings = SimpleNamespace()
         factor = 1.0
         self.scaled = lambda x: x * factor
+        self.comfy_note, self.comfy_last_note = "a", "b"  # not read, and written by the host as it likes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.more(self.scaled(self.second(self.norm(self.first(x)))))
