@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -440,8 +440,15 @@ def _settings(value: Any) -> dict[str, Any]:
 
 
 def _cells(function: FunctionType) -> list[Any]:
-    contents = [cell.cell_contents for cell in function.__closure__ or ()]
+    contents = [_content(cell) for cell in function.__closure__ or ()]
     return [each if _is_number(each) else type(each) for each in contents]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it was given none yet
+        return None
 
 
 def _is_number(value: Any) -> bool:

@@ -168,6 +168,18 @@ def test_another_look_finds_what_a_first_one_finds(change: Callable[[Any], None]
     assert account.why_changed("blocks.1") == wanted.why_changed("blocks.1")
 
 
+def test_a_function_that_knows_what_is_not_there_yet() -> None:
+    model: Any = Model()
+
+    def early(x: torch.Tensor) -> torch.Tensor:
+        return x * later
+
+    model.blocks[1].scaled = early
+    account = account_of(model)
+    assert "scaled" in str(account.why_changed()) and "scaled" in str(account.why_changed())
+    later = 2.0
+
+
 def test_other_bases_of_a_class_are_seen() -> None:
     class Base(nn.Linear):
         pass
