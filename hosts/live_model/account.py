@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
 
 from .held_weights import Hold
-from .layer_walk import layers_of
+from .layer_walk import layers_of, names_in
 from .source_code import HostCode, pack_of
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
@@ -84,8 +84,8 @@ def live_model(
 ) -> LiveModel:
     """The account of a live model, the same one each time."""
     accounts = vars(live).get(_ACCOUNTS)
-    if accounts is None:
-        accounts = vars(live)[_ACCOUNTS] = _Accounts()
+    if accounts is None or accounts.live() is not live:  # a shallow copy has those of the other
+        accounts = vars(live)[_ACCOUNTS] = _Accounts(live)
     case = architecture.role, type(live)  # an extension may make it one of another class
     if case not in accounts.by_case:
         accounts.by_case[case] = LiveModel(live, lambda: architecture.fresh, is_part, code)
@@ -99,7 +99,8 @@ _ACCOUNTS = "_slipstream_accounts"
 class _Accounts:
     """Those of one model; a copy of the model has none."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: torch.nn.Module) -> None:
+        self.live = weakref.ref(live)
         self.by_case: dict[Hashable, LiveModel] = {}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -260,9 +261,9 @@ class _Part:
             (itemgetter(*_ALWAYS, *names), own) for own, names in zip(self._owns, watched.values(), strict=True)
         ]
         self._hooks = [own[hooks] for own in self._owns for hooks in _HOOKS]
-        self._parts = [own["_modules"] for own in self._owns if own["_modules"]]
+        self._parts = [own["_modules"] for own in self._owns]
         held = ((own, name) for own, names in zip(self._owns, watched.values(), strict=True) for name in names)
-        self._held = [(own, name) for own, name in held if _contents(own[name])]  # may be changed where they are
+        self._held = [(own, name) for own, name in held if _may_change(own[name])]  # where they are
         self._facts, self._values = self._look()
 
     def is_as_it_was(self, first: torch.nn.Module | None) -> bool:
@@ -279,14 +280,16 @@ class _Part:
         is_as_much = facts == self._facts and len(values) == len(self._values)
         return is_there and is_as_much and all(map(is_, values, self._values))
 
-    def _look(self) -> tuple[tuple[list[Any], ...], list[Any]]:
-        last = [*map(next, map(reversed, self._owns))]  # names: a new one comes at the end
+    def _look(self) -> tuple[tuple[Any, ...], list[Any]]:
+        names = names_in([*self._owns, *self._parts])
         hooks = [*map(len, self._hooks), *[len(getattr(torch.nn.modules.module, name, ())) for name in _GLOBAL_HOOKS]]
-        values = [*chain.from_iterable([get(own) for get, own in self._gets])]
-        values += chain.from_iterable(map(dict.values, self._parts))
+        values: list[Any] = [layer.__dict__ for layer in self.layers]
+        values += chain.from_iterable([get(own) for get, own in self._gets])
+        values += chain.from_iterable(map(dict.values, filter(None, self._parts)))
         for own, name in self._held:
             values += _contents(own[name])
-        return ([*map(type, self.layers)], [*map(len, self._owns)], last, hooks), values
+        kinds = [*map(type, self.layers)]
+        return (kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)], names, hooks), values
 
 
 def _own(layer: torch.nn.Module, read: Set[str]) -> dict[str, Any]:
@@ -294,14 +297,30 @@ def _own(layer: torch.nn.Module, read: Set[str]) -> dict[str, Any]:
     return {name: vars(layer)[name] for name in names}
 
 
-def _contents(value: Any) -> list[Any]:
-    """Of a list, a dict or an object of settings; of anything else none."""
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, list):
-        return value
-    is_plain = isinstance(value, (type, FunctionType, torch.nn.Module, torch.Tensor))
-    return [] if is_plain else [*getattr(value, "__dict__", {}).values()]
+def _may_change(value: Any) -> bool:
+    """Whether something can be changed where it is."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return isinstance(value, (list, dict, FunctionType)) or _has_settings(value)
+
+
+def _has_settings(value: Any) -> bool:
+    return not isinstance(value, (type, torch.nn.Module, torch.Tensor)) and hasattr(value, "__dict__")
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """Of a list or a dict, those in it included, of a function or of an object of settings; of anything else none."""
+    if isinstance(value, FunctionType):
+        yield value.__code__
+        yield from _cells(value)
+    elif isinstance(value, (list, tuple, dict)):
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield each
+            if isinstance(each, (list, tuple, dict)):
+                yield from _contents(each)
+    elif _has_settings(value):
+        yield from vars(value)
+        yield from vars(value).values()
 
 
 def _layer_at(live: torch.nn.Module, name: str) -> torch.nn.Module | None:
@@ -421,8 +440,15 @@ def _settings(value: Any) -> dict[str, Any]:
 
 
 def _cells(function: FunctionType) -> list[Any]:
-    contents = [cell.cell_contents for cell in function.__closure__ or ()]
+    contents = [_content(cell) for cell in function.__closure__ or ()]
     return [each if _is_number(each) else type(each) for each in contents]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it was given none yet
+        return None
 
 
 def _is_number(value: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import is_, itemgetter
 from typing import Any
 from weakref import ref
 
 import torch
+
+from .layer_walk import Names, names_in
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
 """Classes of tensors whose values lie where they say."""
@@ -26,11 +28,12 @@ class HeldWeights:
 
     def __init__(self, layers: Mapping[str, torch.nn.Module], with_values: bool = False) -> None:
         owns = [layer.__dict__ for layer in layers.values()]
-        holders = [each for own in owns for each in (own["_parameters"], own["_buffers"]) if each]
-        tensors = [each for each in chain.from_iterable([held.values() for held in holders]) if each is not None]
-        self._parts = [*map(ref, tensors), *_functions(owns)]
+        tensors, named = _tensors_in(_holders_in(owns))
+        functions = [*_functions(owns)]
+        self._parts = [*map(ref, tensors), *(_known(function) for _, function in functions)]
         are_plain = PLAIN.issuperset(map(type, tensors))
-        self._facts = [*map(torch.Tensor.data_ptr, tensors if are_plain else filter(_is_plain, tensors))]
+        self._facts: list[Any] = [named, [place for place, _ in functions]]
+        self._facts += map(torch.Tensor.data_ptr, tensors if are_plain else filter(_is_plain, tensors))
         self._facts += map(version_of, tensors) if with_values else ()
 
     def are(self, others: HeldWeights) -> bool:
@@ -42,52 +45,77 @@ class Hold:
     """The weights that a run began with; one for each run."""
 
     def __init__(self) -> None:
-        self._first: _Held | None = None
+        self._held: _Held | None = None
 
     def why_changed(self, layers: Sequence[torch.nn.Module]) -> str | None:
         """What is so where layers hold others than when it was asked first, with the model loaded; None where not.
 
         Args:
-            layers: those of the model.
+            layers: those of the model, another list where they may hold them otherwise than when it was asked last.
         """
-        if self._first is None:
-            self._first = _Held(layers)
-        return None if self._first.are(layers) else "the model's weights were changed in the midst of the run"
+        if self._held is not None and self._held.layers is layers:
+            is_same = self._held.is_as_it_was()
+        else:
+            held = _Held(layers)
+            is_same = self._held is None or held.is_like(self._held)
+            self._held = held if is_same else self._held
+        return None if is_same else "the model's weights were changed in the midst of the run"
 
 
 class _Held:
-    """As `HeldWeights`, laid out so that another look at the same layers is quick."""
+    """As `HeldWeights`, laid out so that another look at the same layers is quick, while they have the same dicts."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._layers = layers
+        self.layers = layers
         owns = [layer.__dict__ for layer in layers]
-        self._holders = [each for own in owns for each in (own["_parameters"], own["_buffers"]) if each]
-        named = ((own, [name for name in _FUNCTIONS if name in own]) for own in owns)
-        self._functions = [(itemgetter(*names, names[0]), own) for own, names in named if names]
-        tensors, self._called = self._look()
+        self._holders = _holders_in(owns)
+        named = [(at, own, [name for name in _FUNCTIONS if name in own]) for at, own in enumerate(owns)]
+        self._functions = [(itemgetter(*names, names[0]), own) for _, own, names in named if names]
+        self._places = [(at, name) for at, _, names in named if names for name in (*names, names[0])]
+        tensors, self._called, facts = self._look()
         self._are_plain = PLAIN.issuperset(map(type, tensors))
-        self._places = self._places_of(tensors)
+        self._facts = facts, self._addresses(tensors)
         self._tensors = [*map(ref, tensors)]
 
-    def are(self, layers: Sequence[torch.nn.Module]) -> bool:
-        """Whether these are the same layers, in which nothing was exchanged or moved since."""
-        if layers is not self._layers and not _are_same(layers, self._layers):
-            return False
-        tensors, called = self._look()
-        if not _are_same(tensors, [known() for known in self._tensors]) or not _are_same(called, self._called):
-            return False
-        return self._places_of(tensors) == self._places
+    def is_as_it_was(self) -> bool:
+        """Whether nothing was exchanged or moved since."""
+        tensors, called, facts = self._look()
+        return self._are(tensors, called) and (facts, self._addresses(tensors)) == self._facts
 
-    def _look(self) -> tuple[list[torch.Tensor], list[Any]]:
-        tensors = [each for each in chain.from_iterable(map(dict.values, self._holders)) if each is not None]
+    def is_like(self, other: _Held) -> bool:
+        """Whether nothing was exchanged or moved between the two."""
+        tensors = [tensor for known in self._tensors if (tensor := known()) is not None]
+        is_same = _are_same(self.layers, other.layers) and self._facts == other._facts
+        return is_same and other._are(tensors, self._called)
+
+    def _are(self, tensors: Sequence[torch.Tensor], called: Sequence[Any]) -> bool:
+        return _are_same(tensors, [known() for known in self._tensors]) and _are_same(called, self._called)
+
+    def _look(self) -> tuple[list[torch.Tensor], list[Any], tuple[Any, ...]]:
+        tensors, named = _tensors_in(self._holders)
         called: list[Any] = []
-        for each in chain.from_iterable([get(own) for get, own in self._functions]):
+        places: list[tuple[int, str]] = []
+        found = [*chain.from_iterable([get(own) for get, own in self._functions])]
+        for place, each in zip(self._places, found, strict=True) if any(found) else ():
             if each:
-                called += each if isinstance(each, (list, tuple)) else [each]
-        return tensors, called
+                functions = each if isinstance(each, (list, tuple)) else [each]
+                called += functions
+                places += [place] * len(functions)
+        return tensors, called, (named, places)
 
-    def _places_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+    def _addresses(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         return [*map(torch.Tensor.data_ptr, tensors if self._are_plain else filter(_is_plain, tensors))]
+
+
+def _holders_in(owns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [each for own in owns for each in (own["_parameters"], own["_buffers"])]
+
+
+def _tensors_in(holders: Sequence[dict[str, Any]]) -> tuple[list[torch.Tensor], tuple[Names, list[bool]]]:
+    """Tensors, and what tells which of them are called what."""
+    values = [*chain.from_iterable(map(dict.values, filter(None, holders)))]
+    are_there = [each is not None for each in values]
+    return [*compress(values, are_there)], (names_in(holders), are_there)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -103,10 +131,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN
 
 
-def _functions(owns: list[dict[str, Any]]) -> Iterator[Any]:
-    for name in _FUNCTIONS:
-        for value in filter(None, [own[name] for own in owns if name in own]):
-            yield from map(_known, value if isinstance(value, (list, tuple)) else [value])
+def _functions(owns: Iterable[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, str], Any]]:
+    """Functions, and where each of them is."""
+    for at, own in enumerate(owns):
+        for name in _FUNCTIONS:
+            if value := own.get(name):
+                yield from (((at, name), each) for each in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _known(function: Any) -> Any:

@@ -9,6 +9,9 @@ from weakref import ref
 
 import torch
 
+Names = tuple[list[int], list[str]]
+"""How many things each of several dicts holds, and what all of them are called there."""
+
 
 class Layers(dict[str, torch.nn.Module]):
     """Layers by name, the model itself as "".
@@ -47,8 +50,9 @@ def tensors_of(layers: Layers) -> dict[str, torch.Tensor]:
     return layers.walk.tensors(layers)
 
 
-_Own = tuple[list[int], list[str]]
-"""How many things each of several dicts holds, and what all of them are called there."""
+def names_in(holders: Sequence[Mapping[str, Any]]) -> Names:
+    """What tells whether dicts hold things of other names, or in another order, than before."""
+    return [*map(len, holders)], [*chain.from_iterable([each.keys() for each in holders if each])]  # most have none
 
 
 class _Walk:
@@ -58,7 +62,7 @@ class _Walk:
         self._names = list(found)
         self._layers = [ref(layer) for layer in found.values()]
         self._parts = _parts_of(found.values())
-        self._named: tuple[_Own, list[str]] | None = None
+        self._named: tuple[Names, list[str]] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -75,24 +79,20 @@ class _Walk:
     def tensors(self, layers: Layers) -> dict[str, torch.Tensor]:
         """Of these layers, which are those of this walk. Only names are kept, for as long as no layer has others."""
         holders = [each for layer in layers.values() for each in (layer._parameters, layer._buffers)]
-        own, values = _own_of(holders), _values_of(holders)
-        while own != (again := _own_of(holders)):  # another thread changes them, and must not mix them up
+        own, values = names_in(holders), _values_of(holders)
+        while own != (again := names_in(holders)):  # another thread changes them, and must not mix them up
             own, values = again, _values_of(holders)
         named = self._named
         if named is None or named[0] != own:
             named = self._named = own, [*self._names_of(own)]
         return {name: tensor for name, tensor in zip(named[1], values, strict=True) if tensor is not None}
 
-    def _names_of(self, own: _Own) -> Iterator[str]:
+    def _names_of(self, own: Names) -> Iterator[str]:
         """Also of those that are None."""
         counts, keys = own[0], iter(own[1])
         for name, parameters, buffers in zip(self._names, counts[::2], counts[1::2], strict=True):
             for _ in range(parameters + buffers):
                 yield f"{name}.{next(keys)}" if name else next(keys)
-
-
-def _own_of(holders: Sequence[Mapping[str, Any]]) -> _Own:
-    return [*map(len, holders)], [*chain.from_iterable([each.keys() for each in holders if each])]  # most have none
 
 
 def _values_of(holders: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -102,7 +102,7 @@ def _values_of(holders: Sequence[Mapping[str, Any]]) -> list[Any]:
 def _parts_of(layers: Iterable[torch.nn.Module]) -> tuple[list[int], list[str], list[int]]:
     """What tells their parts from others, while all of them live: how many each has, names, and which they are."""
     parts = [layer._modules for layer in layers]
-    return *_own_of(parts), [*map(id, _values_of(parts))]
+    return *names_in(parts), [*map(id, _values_of(parts))]
 
 
 def _walked(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
