@@ -365,19 +365,12 @@ class Run:
         if self._wanted:
             self._ordered[call] = self._wanted
         if offer.engine is None:
-            module.build_seconds = self._expected(call, settings)
+            module.build_seconds = offer.build_seconds
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:
             module.status.miss(offer.reason, self._wanted)
         return offer
-
-    def _expected(self, call: CallShape, settings: Settings) -> float | None:
-        try:
-            return self._module.provider.expected(self._source, call, settings)
-        except Exception as error:  # no engine would serve, for whatever reason: the offer says it
-            log.debug("Slipstream: how long a build takes is not known: %s", error)
-            return None
 
     def _want(self, digest: str) -> None:
         self._wanted = digest

@@ -38,7 +38,7 @@ from .loaded.device_memory import MemoryWatch, Shortages, give_back_unused
 from .loaded.engine_pool import EnginePool, LoadedEngine, is_graphed
 from .planning import embedded_weights
 from .planning.backends import default_backends
-from .planning.build_estimate import estimate, say_estimate
+from .planning.build_estimate import estimate, say_estimate, say_roughly
 from .planning.fp16_overflow import ADVICE, Overflows
 from .planning.plan import CallShape, Plan, plans
 from .settings.model_settings import BuildPolicy, Settings
@@ -82,11 +82,41 @@ _NO_HOOKS = HostHooks()
 
 @dataclass(frozen=True)
 class Offer:
-    """The answer to "is there an engine?": one that is ready to compute, or a reason."""
+    """The answer to "is there an engine?": one that is ready to compute, or a reason.
+
+    Attributes:
+        build_seconds: how long a build of the missing engine is expected to take; None where none is missing, or no
+            earlier build tells.
+    """
 
     engine: LoadedEngine | None = None
     plan: Plan | None = None
     reason: str = ""
+    build_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """An engine that was built, or found in the store, and compared with its model.
+
+    Attributes:
+        expected: seconds that the build was expected to take; None where nothing was to be built, or no earlier build
+            tells.
+        error: relative error in that comparison; None where none is recorded.
+    """
+
+    plan: Plan
+    entry: Entry
+    expected: float | None
+    error: float | None
+
+    def __str__(self) -> str:
+        """One line for people."""
+        built = f"built in {self.entry.manifest.build.seconds:.0f} s"
+        expected = f" ({say_roughly(self.expected)} expected)" if self.expected else ""
+        error = "" if self.error is None else f", error {self.error:.1e}"
+        spec = self.plan.spec
+        return f"{self.plan}: {spec.backend.name} {spec.precision_name}, {built}{expected}{error}, ready"
 
 
 @dataclass(frozen=True)
@@ -207,9 +237,17 @@ class EngineProvider:
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
     def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
-        found = self._find_or_obtain(source, call, settings, hooks)
+        wanted = self.plans(source, call, settings)
+        found: tuple[Plan, Entry] | str | None = self._find(wanted, source)
+        seconds = self.estimate(wanted[0]) if found is None else None
+        try:
+            found = found or self._obtain(wanted, source, settings, hooks)
+        except hooks.interruptions:
+            raise
+        except SlipstreamError as error:
+            found = str(error)
         if isinstance(found, str):
-            return Offer(reason=found)
+            return Offer(reason=found, build_seconds=seconds)
         plan, entry = found
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
@@ -237,8 +275,11 @@ class EngineProvider:
             SlipstreamError: why there is none.
         """
         wanted = self.plans(source, call, settings)
-        if (found := self._find(wanted, source)) is not None:
-            return found
+        return self._find(wanted, source) or self._build_now(wanted, source, settings, hooks)
+
+    def _build_now(
+        self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks
+    ) -> tuple[Plan, Entry]:
         for plan in wanted:
             self.queue.forget(plan)
         built = self._obtain(wanted, source, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
@@ -247,17 +288,23 @@ class EngineProvider:
         return built
 
     def prepare(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
-        """An engine on disk that was loaded and compared with this model, ready for the first picture.
+        """The plan and entry of what `make` makes."""
+        made = self.make(source, call, settings, hooks)
+        return made.plan, made.entry
+
+    def make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
+        """Build or find an engine, load it and compare it with this model, so that it is ready for the first picture.
 
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
-        return self._or_in_bf16(source, settings, lambda: self._prepare(source, call, settings, hooks))
+        return self._or_in_bf16(source, settings, lambda: self._make(source, call, settings, hooks))
 
-    def _prepare(
-        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
-    ) -> tuple[Plan, Entry]:
-        plan, entry = self.obtain(source, call, settings, hooks)
+    def _make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
+        wanted = self.plans(source, call, settings)
+        found = self._find(wanted, source)
+        expected = self.estimate(wanted[0]) if found is None else None
+        plan, entry = found or self._build_now(wanted, source, settings, hooks)
         self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
@@ -266,13 +313,8 @@ class EngineProvider:
         if isinstance(ready, str):
             raise UnsupportedModel(f"{ready[0].upper()}{ready[1:]}")
         self.pool.give_back(ready)
-        return plan, ready.entry
-
-    def _find_or_obtain(
-        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
-    ) -> tuple[Plan, Entry] | str:
-        wanted = self.plans(source, call, settings)
-        return self._find(wanted, source) or self._obtain(wanted, source, settings, hooks)
+        checked = ready.entry.manifest.verifications.get(source.weights_digest())
+        return Made(plan, ready.entry, expected, checked.relative_error if checked else None)
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):
@@ -355,11 +397,6 @@ class EngineProvider:
     def estimate(self, plan: Plan) -> float | None:
         """Seconds that a build will take, by earlier ones on this machine; None where nothing is known."""
         return estimate(self.history, plan)
-
-    def expected(self, source: ModelSource, call: CallShape, settings: Settings) -> float | None:
-        """Seconds that `prepare` will spend on a build; None where the engine is there, or nothing is known."""
-        wanted = self.plans(source, call, settings)
-        return None if self._find(wanted, source) else self.estimate(wanted[0])
 
     def forecast(self, source: ModelSource, call: CallShape, settings: Settings) -> Forecast | None:
         """What a call would take of memory; None where no engine is there, or nobody knows what it holds.
