@@ -16,11 +16,14 @@ import torch
 
 from ..core.dtypes import WHOLE_NUMBERS
 from ..core.errors import UnsupportedModel
-from ..core.protocols import Tensors
+from ..core.protocols import BoundWeights, Tensors
 from ..core.shapes import Shape
 from ..core.spec import ModelFingerprint
 from .live_model.held_weights import version_of
 from .live_model.source_code import source_digest
+
+PREFIX = "model."
+"""Of every weight's name in the exported program."""
 
 RECIPE = 4
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
@@ -193,6 +196,13 @@ def cast_inputs(inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """Inputs for a module that computes in `dtype`."""
     keep = {name for name, tensor in inputs.items() if name in WHOLE_NUMBERS or not tensor.is_floating_point()}
     return {name: tensor if name in keep else tensor.to(dtype) for name, tensor in inputs.items()}
+
+
+def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> BoundWeights:
+    """Weights as an engine that computes in `dtype` takes them; only those of another floating dtype are copied."""
+    return BoundWeights(
+        {PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    )
 
 
 def _zeros_and_ones(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:

@@ -63,6 +63,11 @@ class AcceleratedModule:
         """What the user chose for it, and where that is `auto`, for everything; asked anew in each run."""
         return self.provider.with_preferences(self._chosen)
 
+    def count_eager(self, reason: str) -> None:
+        """Count a call that the host's own model answers, and log the reason where it is a new one."""
+        if self.status.count_eager(reason):
+            log.warning("Slipstream uses the plain model: %s", reason)
+
     @contextmanager
     def run(
         self,
@@ -186,8 +191,7 @@ class Run:
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
-        if self._module.status.count_eager(result):
-            log.warning("Slipstream uses the plain model: %s", result)
+        self._module.count_eager(result)
         self.answers.append(Answer(is_vetoed=veto is not None))
         return eager()
 
@@ -228,8 +232,7 @@ class Run:
             provider.sentinel.compared(self._case)
             return found
         if is_first:
-            if self._module.status.count_eager(self.wrong):
-                log.warning("Slipstream uses the plain model: %s", self.wrong)
+            self._module.count_eager(self.wrong)
             return wanted
         self.has_to_start_again = True
         raise StartAgain(self.wrong)

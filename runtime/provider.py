@@ -411,7 +411,7 @@ class EngineProvider:
             return None
         plan, entry = found
         self._trust.check_not_refused(source, entry)
-        needed = _known_bytes(entry)
+        needed = known_device_bytes(entry)
         if self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
             return None
         if not needed and plan.device.type != "cpu":
@@ -478,7 +478,7 @@ class EngineProvider:
         """
         self._trust.check_not_refused(source, entry)  # before memory is spent on it
         self._check_not_fatal(entry)
-        if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
+        if (needed := known_device_bytes(entry)) and not self.pool.has_idle(entry, source.device):
             hooks.free_device_memory(source.device, needed)
         watch = MemoryWatch(source.device)
         bound = source.bind(plan.spec.precision)  # before memory is spent on an engine that could not have its weights
@@ -558,12 +558,12 @@ class EngineProvider:
         except torch.OutOfMemoryError as error:
             log.debug("Slipstream: %s", error)
         # Out here the error is gone, and with it the frames that kept tensors alive.
-        return self._short(plan, _known_bytes(entry), hooks)
+        return self._short(plan, known_device_bytes(entry), hooks)
 
     def out_of_memory(self, offer: Offer, hooks: HostHooks) -> str:
         """Close an engine that ran out of memory in a run, so that the plain model has room; what to tell people."""
         assert offer.engine is not None and offer.plan is not None
-        needed = max(offer.engine.engine.device_bytes, _known_bytes(offer.engine.entry))
+        needed = max(offer.engine.engine.device_bytes, known_device_bytes(offer.engine.entry))
         self.pool.discard(offer.engine)
         return self._short(offer.plan, needed, hooks)
 
@@ -579,8 +579,8 @@ def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:
     return loaded.engine.copies_weights and not isinstance(error, UnsupportedModel)
 
 
-def _known_bytes(entry: Entry) -> int:
-    """Device memory that the engine held when it was verified; 0 where nobody knows."""
+def known_device_bytes(entry: Entry) -> int:
+    """Bytes of device memory that the engine held when it was verified; 0 where that was not recorded."""
     verified = (known.device_bytes for known in entry.manifest.verifications.values())
     return max(verified, default=int(entry.manifest.details.get("device_bytes", 0)))
 

@@ -20,9 +20,6 @@ from ...core.protocols import Tensors
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of
 
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
-
 _CLASS = "UNetModel"
 _MODULE = "modules.diffusionmodules.openaimodel"
 _PACKAGES = ("ldm", "sgm")

@@ -13,10 +13,10 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
-from ..architecture import cast_inputs
+from ..architecture import cast_inputs, cast_weights
 from ..fp32_reference import fill_layer_while_computing
 from .fallback_reasons import why_not_these_layers
-from .unet import PREFIX, DiffusersUNet, call
+from .unet import DiffusersUNet, call
 
 
 class DiffusersUNetSource:
@@ -29,7 +29,7 @@ class DiffusersUNetSource:
     def __init__(self, unet: UNet2DConditionModel) -> None:
         self.unet = unet
         self.architecture = DiffusersUNet.of(unet)
-        if reason := why_not_these_layers(unet, self.architecture.plain):
+        if reason := why_not_these_layers(unet, self.architecture.meta_module):
             raise UnsupportedModel(reason)
         self._seen = _identity(unet)
         self._digest: str | None = None
@@ -59,13 +59,7 @@ class DiffusersUNetSource:
 
     def bind(self, precision: Precision) -> BoundWeights:
         """The UNet's own parameters; copies only where the engine computes in another dtype."""
-        dtype = dtype_of(precision)
-        return BoundWeights(
-            {
-                PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in self._tensors().items()
-            }
-        )
+        return cast_weights(self._tensors(), dtype_of(precision))
 
     def eager(self, inputs: Tensors) -> Tensors:
         return call(self.unet, cast_inputs(inputs, self.unet.dtype))

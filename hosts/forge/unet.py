@@ -17,9 +17,6 @@ from ..architecture import NetworkArchitecture, Remembered, architecture_digest,
 from ..control_residuals import control_of
 from .families import FAMILIES, Family, enter_for_layers
 
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
-
 
 def call(unet: torch.nn.Module, inputs: Tensors) -> torch.Tensor:
     """Call a UNet with the runtime's names."""

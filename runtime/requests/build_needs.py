@@ -19,7 +19,7 @@ from ..loaded.device_memory import free_bytes
 from ..planning.backends import candidates
 from ..planning.build_estimate import say_roughly, typical
 from ..planning.engine_shapes import profiles_wanted
-from ..provider import EngineProvider
+from ..provider import EngineProvider, known_device_bytes
 from ..settings.model_settings import PIXELS, Resolution, Settings
 from .build_requests import Wanted
 
@@ -90,7 +90,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
         disk_bytes=needed_bytes(spec),
         kept_bytes=_times(engines, _middle([entry.bytes for entry in alike]) if not baked else weights),
         build_bytes=backend.build_bytes(spec) if numbers is not None else None,
-        engine_bytes=_middle([known for entry in alike if (known := _device_bytes(entry))]),
+        engine_bytes=_middle([known for entry in alike if (known := known_device_bytes(entry))]),
         seconds=None if each is None else engines * each,
         free_disk=provider.store.free_bytes(),
         free_device=free_bytes(device),
@@ -169,11 +169,6 @@ def _is_alike(entry: Entry, spec: EngineSpec) -> bool:
     made = entry.manifest
     quantised = spec.quantised.value if spec.quantised else None
     return (made.role, made.backend, made.quantised) == (spec.role.value, spec.backend.name, quantised)
-
-
-def _device_bytes(entry: Entry) -> int:
-    known = (result.device_bytes for result in entry.manifest.verifications.values())
-    return max(known, default=int(entry.manifest.details.get("device_bytes", 0)))
 
 
 def _middle(numbers: Sequence[int]) -> int | None:

@@ -18,16 +18,13 @@ from ....core.errors import UnsupportedModel
 from ....core.placeholder import placeholder_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.spec import ModelFingerprint, Precision, Role
-from ...architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ...architecture import PREFIX, Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
 from ...live_model.account import why_changed
 from ...live_model.held_weights import Hold
 from ...model_patches import why_not_in_this_mode
-from ..process.current_weights import current_weights
-from ..process.dynamic_vram import bind_staged
-from ..process.staged_pages import is_dynamic
+from ..process.dynamic_vram import bind_weights
 from .checkpoint_file import original_digest
 from .diffusion_model import (
-    PREFIX,
     checkout_in_use,
     enter_for_layers,
     input_blocks,
@@ -340,7 +337,4 @@ class ComfyControlNetSource:
 
     def _bound(self, dtype: torch.dtype) -> BoundWeights:
         patcher, names = self._control.control_model_wrapped, frozenset(self.architecture.weight_shapes)
-        if is_dynamic(patcher):
-            return bind_staged(patcher, self.network, names, dtype, prefix=PREFIX)
-        found = current_weights(self.network, names, dtype, self.device)
-        return BoundWeights({PREFIX + name: tensor for name, tensor in found.items()})
+        return bind_weights(patcher, self.network, names, dtype, prefix=PREFIX)
