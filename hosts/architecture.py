@@ -57,11 +57,11 @@ class Remembered(Generic[_Known]):
 
 
 class NetworkArchitecture(ABC):
-    """What the architectures of all hosts' networks find out from the network without numbers."""
+    """What the architectures of all hosts' networks derive from a meta module of the network."""
 
     @abstractmethod
     def new_meta_module(self) -> torch.nn.Module:
-        """A new network without numbers, of the host's own code."""
+        """A new network on the meta device, built by the host's own code."""
 
     @property
     def draws(self) -> Mapping[str, Draw]:
@@ -149,7 +149,7 @@ _DRAWS: Mapping[str, Draw] = {
 
 
 def architecture_digest(module: torch.nn.Module, config: Mapping[str, Any]) -> str:
-    """Of all that decides what a model computes, its numbers left out.
+    """A SHA-256 of everything that decides what a model computes, apart from its weights.
 
     Args:
         module: built from `config`; may lie on the meta device.

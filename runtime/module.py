@@ -42,7 +42,8 @@ class AcceleratedModule:
     Attributes:
         asked: the settings of the last run.
         host_precision: that the model had in it; None before that.
-        build_seconds: that a build of the engine it lacked last will take; None where nothing is known.
+        build_seconds: how long a build of the engine that was missing last is expected to take; None where no earlier
+            build tells.
     """
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
@@ -83,8 +84,8 @@ class AcceleratedModule:
 
         Args:
             cold_calls: its calls are timed, but for so many at the beginning; None: they are not.
-            finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
-                are neither, the plain model computes instead, and fp16 is not used again for this model.
+            finite_only: look at each result of an engine, which waits for it: where finite inputs give NaN or
+                Inf, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
             conditions: what else of the run may change what its model computes; see `Sentinel`.
         """
@@ -149,7 +150,7 @@ class Run:
         self._module = module
         self._source = source
         self._wanted = ""
-        self._ordered: dict[CallShape, str] = {}
+        self._requested: dict[CallShape, str] = {}
         self._hooks = replace(hooks, wants=self._want, by_hand=module.by_hand)
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
@@ -247,18 +248,18 @@ class Run:
 
     def is_coming(self, inputs: Tensors) -> bool:
         """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
-        digest = self._ordered.get(CallShape.of(inputs))
+        digest = self._requested.get(CallShape.of(inputs))
         return digest is not None and self._module.provider.queue.find(digest) is not None
 
-    def why_not(self, inputs: Tensors, orders: bool = True) -> str | None:
-        """Why no engine would answer, which is asked for as in a call; None where one would.
+    def why_not(self, inputs: Tensors, may_build: bool = True) -> str | None:
+        """Why no engine would answer a call with these inputs; None where one would. It is loaded as for a call.
 
         Args:
-            orders: have an engine built that is missing, as the settings say; otherwise none is, and a later call asks
-                anew.
+            may_build: request a build of a missing engine, as the settings say; if not, a later call looks for an
+                engine again.
         """
         call = CallShape.of(inputs)
-        if orders or call in self._offers:
+        if may_build or call in self._offers:
             offer = self.offer_for(call)
         elif (offer := self._new_offer(call, replace(self.settings, policy=BuildPolicy.MANUAL))).engine is not None:
             self._offers[call] = offer
@@ -305,12 +306,12 @@ class Run:
         """Why there is no answer. This run's engines of the same precision are not asked again: fp16 gives way to bf16
         where the user leaves that open, and everything else to the plain model."""
         assert offer.plan is not None
-        numbers = offer.plan.spec.precision_name
+        precision = offer.plan.spec.precision_name
         reason = self._module.provider.overflowed(self._source, offer.plan)
         for call, other in list(self._offers.items()):
-            if other is offer or (other.plan is not None and other.plan.spec.precision_name == numbers):
+            if other is offer or (other.plan is not None and other.plan.spec.precision_name == precision):
                 self._forget(call, other)
-                if numbers != Precision.FP16.value:
+                if precision != Precision.FP16.value:
                     self._offers[call] = Offer(reason=reason)
         return reason
 
@@ -366,7 +367,7 @@ class Run:
         module, self._wanted = self._module, ""
         offer = module.provider.offer(self._source, call, settings, self._hooks)
         if self._wanted:
-            self._ordered[call] = self._wanted
+            self._requested[call] = self._wanted
         if offer.engine is None:
             module.build_seconds = offer.build_seconds
         if offer.engine is not None and offer.plan is not None:
@@ -415,7 +416,7 @@ def _check_finite(result: Tensors, inputs: Tensors, plan: Plan) -> None:
         inputs: as the host gave them, before they were cast for the engine.
 
     Raises:
-        NotFinite: numbers that were finite became NaN or Inf.
+        NotFinite: finite inputs gave NaN or Inf.
     """
     if not is_finite(result) and is_finite(inputs):
         raise NotFinite(f"The engine for {plan} computed NaN or Inf")

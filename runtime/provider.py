@@ -64,8 +64,8 @@ class HostHooks:
         free_device_memory: unloads what this run does not need until so many bytes of a device are free.
         drop_copies: forgets copies of weights on a device that the host keeps for engines alone.
         wants: told the digest of each engine whose build is asked for.
-        by_hand: a person asked for the engines: earlier failures count no more, and the run ends, by the first of
-            `interruptions`, where the build that it waits for is cancelled.
+        by_hand: a person asked for the engines: earlier failures are ignored, and where the build that the run waits
+            for is cancelled, the run ends with the first of `interruptions`.
     """
 
     progress: ProgressCallback = ignore_progress
@@ -124,8 +124,8 @@ class Forecast:
     """What the next call on an engine takes of its device, beside the call's own tensors.
 
     Attributes:
-        engine_bytes: that the engine will hold and does not hold yet.
-        compares: whether it will be compared with the plain model first, which takes what that takes.
+        engine_bytes: memory in bytes that the engine will hold and does not hold yet.
+        compares: whether it will be compared with the plain model first, which needs that model's memory too.
     """
 
     engine_bytes: int
@@ -233,7 +233,7 @@ class EngineProvider:
         except SlipstreamError as error:
             return Offer(reason=str(error))
         except Exception as error:
-            log.exception("Slipstream: looking for an engine broke")
+            log.exception("Slipstream: looking for an engine failed with an unexpected error")
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
     def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
@@ -399,7 +399,7 @@ class EngineProvider:
         return estimate(self.history, plan)
 
     def forecast(self, source: ModelSource, call: CallShape, settings: Settings) -> Forecast | None:
-        """What a call would take of memory; None where no engine is there, or nobody knows what it holds.
+        """How much device memory a call would need; None where there is no engine, or its size is not known.
 
         Raises:
             SlipstreamError: no engine would serve.
@@ -435,9 +435,9 @@ class EngineProvider:
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)
-        numbers = plan.spec.precision_name
-        what = f"the engine for {plan} computed NaN or Inf in {numbers}, and the plain model took over"
-        return f"{what}. {ADVICE}" if numbers == Precision.FP16.value else what
+        precision = plan.spec.precision_name
+        what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
+        return f"{what}. {ADVICE}" if precision == Precision.FP16.value else what
 
     def why_wrong(
         self, source: ModelSource, offer: Offer, inputs: Tensors, found: Tensors, wanted: Tensors
@@ -541,9 +541,9 @@ class EngineProvider:
                 self._used.add(digest)
 
     def try_again(self, digest: str) -> None:
-        """Use an engine with all that it has, whatever happened when it was used before.
+        """Use an engine again, with CUDA graphs, although a process ended when it was used before.
 
-        From the next run on: one in use is closed when it is given back.
+        This holds from the next run on: an engine in use is closed when its run ends.
         """
         self.canary.forget(digest)
         self._used.discard(digest)

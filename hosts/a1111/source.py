@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's UNet in the words of the runtime."""
+"""AUTOMATIC1111's UNet as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class LdmUNet(NetworkArchitecture):
         return placeholder_of(lambda: UNetGraph(self.new_meta_module()), dtype_of(precision), device)
 
     def new_meta_module(self) -> torch.nn.Module:
-        """A new UNet without numbers."""
+        """A new UNet on the meta device."""
         with torch.device("meta"):
             made: torch.nn.Module = _class(self.package)(**copy.deepcopy(self.config), **_image_size(self.package))
         made = made.requires_grad_(False).eval()

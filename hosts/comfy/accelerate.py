@@ -85,7 +85,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
                 if not calls.are_answered and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
                     module.status.count_eager(_BY_ITSELF)
                 return result
-            log.warning("Slipstream: sampling begins anew with the plain model, since %s", run.wrong)
+            log.warning("Slipstream: sampling restarts with the plain model, because %s", run.wrong)
             again, more = beginning.restore()
             return executor(*again, **more)
 

@@ -84,7 +84,7 @@ class AcceleratedUNet(torch.nn.Module):
         if self._sampling is not None:  # inside another one
             yield
             return
-        self._source = None  # numbers written past torch's notice, as fused LoRAs are, count from here on
+        self._source = None  # weights written without a new version counter, as fused LoRAs are, count from here on
         with self._open() as self._sampling:
             try:
                 yield

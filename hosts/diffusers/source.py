@@ -1,4 +1,4 @@
-"""A live diffusers UNet in the words of the runtime."""
+"""A live diffusers UNet as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .unet import DiffusersUNet, call
 
 
 class DiffusersUNetSource:
-    """A UNet2DConditionModel and the numbers that it holds now.
+    """A UNet2DConditionModel and the weights that it holds now.
 
     Raises:
         UnsupportedModel: engines cannot stand for this UNet, e.g. since LoRA layers were added to it.
@@ -36,7 +36,7 @@ class DiffusersUNetSource:
 
     @property
     def is_current(self) -> bool:
-        """Whether the UNet still has the layers and tensors that this source was made from; numbers are not read."""
+        """Whether the UNet still has the layers and tensors that this source was made from; values are not read."""
         return self._seen == _identity(self.unet)
 
     @property
@@ -49,7 +49,7 @@ class DiffusersUNetSource:
 
     @property
     def is_patched(self) -> bool:
-        """Never: LoRA layers are refused above, and a LoRA that was fused is part of the numbers in the digest."""
+        """Never: LoRA layers are refused above, and a LoRA that was fused is part of the weights in the digest."""
         return False
 
     def weights_digest(self) -> str:

@@ -1,4 +1,4 @@
-"""A live UNet of the Forge family in the words of the runtime."""
+"""A live UNet of the Forge family as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ForgeUNet(NetworkArchitecture):
         return placeholder_of(lambda: UNetGraph(self.family, self.new_meta_module()), dtype_of(precision), device)
 
     def new_meta_module(self) -> torch.nn.Module:
-        """A new UNet without numbers."""
+        """A new UNet on the meta device."""
         with torch.device("meta"):
             return self.family.build(copy.deepcopy(self.config)).requires_grad_(False).eval()
 

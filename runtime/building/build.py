@@ -63,7 +63,7 @@ def _build(
         _check_space(directory, plan)
         cancel.raise_if_cancelled(f"The build of {plan}")
         job = _job(plan, store, directory, progress)
-        cancel.raise_if_cancelled(f"The build of {plan}")  # writing numbers may have taken a while
+        cancel.raise_if_cancelled(f"The build of {plan}")  # writing weights may have taken a while
         history = BuildHistory(store.root)
         try:
             built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)

@@ -1,4 +1,4 @@
-"""A live ComfyUI model in the words of the runtime."""
+"""A live ComfyUI model as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The halves of ComfyUI's image VAEs, decoder and encoder, in the words of the runtime."""
+"""The halves of ComfyUI's image VAEs, decoder and encoder, as `Architecture` and `ModelSource`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ComfyVaeHalf(NetworkArchitecture):
         return {"pixels": _picture}
 
     def new_meta_module(self) -> torch.nn.Module:
-        """The half without numbers."""
+        """The half as a meta module."""
         return build_half(self.kind, self.config, self.half)
 
 

@@ -167,7 +167,7 @@ class ModelCalls:
         """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""
         call = CallShape.of(inputs)
         if call not in self._wholes:
-            self._wholes[call] = self.whole.why_not(inputs, orders=False) is None
+            self._wholes[call] = self.whole.why_not(inputs, may_build=False) is None
         return self._wholes[call]
 
     @contextmanager
