@@ -79,6 +79,7 @@ class AcceleratedModule:
         settings: Settings | None = None,
         cold_calls: int | None = None,
         conditions: Hashable = None,
+        can_start_again: bool = False,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
@@ -88,8 +89,9 @@ class AcceleratedModule:
                 Inf, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
             conditions: what else of the run may change what its model computes; see `Sentinel`.
+            can_start_again: the caller catches `StartAgain`, and then samples again from the beginning.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions)
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions, can_start_again)
         self.provider.run_began()
         try:
             yield run
@@ -121,7 +123,6 @@ class Run:
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
         wrong: what was wrong with an engine of this run; then none is asked any more.
-        can_start_again: whoever began this run catches `StartAgain`, and samples anew.
         has_to_start_again: it was raised.
     """
 
@@ -134,9 +135,11 @@ class Run:
         settings: Settings | None = None,
         cold_calls: int | None = None,
         conditions: Hashable = None,
+        can_start_again: bool = False,
     ) -> None:
         self.wrong: str | None = None
-        self.can_start_again = self.has_to_start_again = False
+        self.has_to_start_again = False
+        self._can_start_again = can_start_again
         self._conditions = conditions
         self._served = 0
         self.answers: list[Answer] = []
@@ -202,7 +205,7 @@ class Run:
 
         Where sampling cannot begin anew, only a call before which no engine served: so no picture has a wrong part.
         """
-        is_possible = self.can_start_again or not self._served
+        is_possible = self._can_start_again or not self._served
         return is_possible and self._module.provider.sentinel.is_due(self._case)
 
     @functools.cached_property

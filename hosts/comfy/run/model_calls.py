@@ -140,7 +140,7 @@ class ModelCalls:
             if isinstance(answer, torch.Tensor):
                 return answer
             coming = answer
-        self._join()
+        self.join()
         if veto is None and "context" in inputs:
             inputs["context"] = self.text_of(self.source, inputs["context"])
         residuals: Tensors | str = {}
@@ -182,9 +182,6 @@ class ModelCalls:
     def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
         """A text as a source's engines take it: projected once where it is the same in every step."""
         return self.texts[source.within] if source.within in self.texts else source.project(context)
-
-    def _join(self) -> None:
-        self.join()
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:

@@ -50,12 +50,13 @@ def begin_run(
     finite_only: bool = False,
     cold_calls: int | None = None,
     conditions: Hashable = None,
+    can_start_again: bool = False,
 ) -> tuple[Run, _Source] | str:
     """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
 
     Args:
         read: makes the source.
-        finite_only, cold_calls, conditions: see `AcceleratedModule.run`.
+        finite_only, cold_calls, conditions, can_start_again: see `AcceleratedModule.run`.
     """
     settings = module.settings
     if settings.backend is BackendChoice.OFF:
@@ -72,5 +73,6 @@ def begin_run(
         settings=settings,
         cold_calls=cold_calls,
         conditions=conditions,
+        can_start_again=can_start_again,
     )
     return ending.enter_context(run), source
