@@ -1,4 +1,4 @@
-"""How a run of an accelerated model, ControlNet or VAE begins, and who hears what happened in it."""
+"""How a run of an accelerated model, ControlNet or VAE begins, and how its calls are reported when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Source = TypeVar("_Source", bound=ModelSource)
 
 @contextmanager
 def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterator[None]:
-    """Tell `after_run` what happened meanwhile."""
+    """Report the engine and eager calls made inside the block to `after_run`."""
     module.status.begin_run()
     before = module.status.to_json()
     try:
@@ -32,7 +32,7 @@ def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterat
 
 @contextmanager
 def failing(module: AcceleratedModule) -> Iterator[None]:
-    """Let the page know why a person who asks for engines gets none."""
+    """Show on the node why a requested engine could not be built; the error is raised on."""
     try:
         yield
     except waiting_hooks().interruptions:
