@@ -16,11 +16,14 @@ import torch
 
 from ..core.dtypes import WHOLE_NUMBERS
 from ..core.errors import UnsupportedModel
-from ..core.protocols import Tensors
+from ..core.protocols import BoundWeights, Tensors
 from ..core.shapes import Shape
 from ..core.spec import ModelFingerprint
 from .live_model.held_weights import version_of
 from .live_model.source_code import source_digest
+
+PREFIX = "model."
+"""Of every weight's name in the exported program."""
 
 RECIPE = 4
 """Raise when the way in which engines are exported or compiled changes: it makes new engines of all old ones."""
@@ -54,11 +57,11 @@ class Remembered(Generic[_Known]):
 
 
 class NetworkArchitecture(ABC):
-    """What the architectures of all hosts' networks find out from the network without numbers."""
+    """What the architectures of all hosts' networks derive from a meta module of the network."""
 
     @abstractmethod
     def new_meta_module(self) -> torch.nn.Module:
-        """A new network without numbers, of the host's own code."""
+        """A new network on the meta device, built by the host's own code."""
 
     @property
     def draws(self) -> Mapping[str, Draw]:
@@ -146,7 +149,7 @@ _DRAWS: Mapping[str, Draw] = {
 
 
 def architecture_digest(module: torch.nn.Module, config: Mapping[str, Any]) -> str:
-    """Of all that decides what a model computes, its numbers left out.
+    """A SHA-256 of everything that decides what a model computes, apart from its weights.
 
     Args:
         module: built from `config`; may lie on the meta device.
@@ -193,6 +196,13 @@ def cast_inputs(inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """Inputs for a module that computes in `dtype`."""
     keep = {name for name, tensor in inputs.items() if name in WHOLE_NUMBERS or not tensor.is_floating_point()}
     return {name: tensor if name in keep else tensor.to(dtype) for name, tensor in inputs.items()}
+
+
+def cast_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> BoundWeights:
+    """Weights as an engine that computes in `dtype` takes them; only those of another floating dtype are copied."""
+    return BoundWeights(
+        {PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    )
 
 
 def _zeros_and_ones(shape: Shape, /, *, generator: torch.Generator) -> torch.Tensor:

@@ -22,7 +22,7 @@ _NAME = re.compile(r"control_(\w+)_(\d+)_of_(\d+)")
 
 
 def kinds_of(control: Mapping[str, Any] | None) -> set[str]:
-    """Which kinds a ControlNet gives, without a look at the tensors, which may be in the making."""
+    """Which kinds a ControlNet gives, without reading the tensors, which may not be computed yet."""
     lists = {kind: entries for kind, entries in (control or {}).items() if isinstance(entries, (list, tuple))}
     return {kind for kind, entries in lists.items() if any(tensor is not None for tensor in entries)}
 

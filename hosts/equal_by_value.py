@@ -1,4 +1,4 @@
-"""Whether what a network is given is what it was given before, by its numbers."""
+"""Whether what a network is given equals by value what it was given before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def equal_by_value(one: Any, other: Any, holder: str | None = None) -> bool:
-    """Compare tensors, plain values, and lists, tuples and dicts of these; all else is alike only if it is the same.
+    """Compare tensors, plain values, and lists, tuples and dicts of these; all else is equal only if it is identical.
 
     Args:
         holder: objects that have this attribute are compared by it.
@@ -18,8 +18,8 @@ def equal_by_value(one: Any, other: Any, holder: str | None = None) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return alike and bool((one == other).all())
+        same_form = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return same_form and bool((one == other).all())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal_by_value(one[key], other[key], holder) for key in one)
     if isinstance(one, (list, tuple)):

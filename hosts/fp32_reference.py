@@ -10,7 +10,7 @@ import torch
 
 
 def fill_while_computing(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Let every layer of a network without numbers hold its own of `weights` while it computes."""
+    """Let every layer of a meta module hold its own part of `weights`, in fp32, while it computes."""
     for name, layer in model.named_modules():
         names = [own for own, tensor in layer._parameters.items() if tensor is not None]
         if names:
@@ -21,7 +21,7 @@ def fill_while_computing(model: torch.nn.Module, weights: Mapping[str, torch.Ten
 def fill_layer_while_computing(layer: torch.nn.Module, weights: Callable[[], Mapping[str, torch.Tensor]]) -> None:
     """
     Args:
-        layer: without numbers; its own parameters are filled, not those of layers within.
+        layer: on the meta device; its own parameters are filled, not those of its submodules.
         weights: the parameters by their names in the layer, of any floating dtype.
     """
     empty = {**layer._parameters}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def why_not_in_this_mode(device: torch.device) -> str | None:
-    """Reasons that lie in what torch does with each of its functions just now, compiled code's apart."""
+    """Reasons in modes of torch that are active now: autocast, and modes that change what its functions do."""
     if torch.is_autocast_enabled(device.type):
         return "another node has torch compute in lower precision (autocast)"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
@@ -26,7 +26,7 @@ def why_not_in_this_mode(device: torch.device) -> str | None:
 
 
 def why_not_these_tensors(tensors: Iterable[torch.Tensor]) -> str | None:
-    """Reasons that lie in the tensors that a call is given."""
+    """Reasons in the tensors of a call: gradients are wanted."""
     if any(tensor.requires_grad for tensor in tensors):
         return "gradients are asked for, which engines do not give"
     return None

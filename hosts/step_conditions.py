@@ -1,4 +1,4 @@
-"""What a step's result hangs on besides x and sigma, as far as it changes within a run."""
+"""What a step's result depends on besides x and sigma, as far as it changes within a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the head of a file of weights tells, without the numbers being read."""
+"""What the header of a weights file tells, read without loading the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _USUAL_BYTES = 2
 
 
 def parameter_count(file: Path, prefix: str) -> int | None:
-    """How many numbers lie under `prefix`, in the whole file where nothing does; None where it cannot be read.
+    """How many parameters lie under `prefix`, or in the whole file where none do; None where the file cannot be read.
 
     A file that is no safetensors file counts as a whole, by its size.
     """

@@ -42,7 +42,8 @@ class AcceleratedModule:
     Attributes:
         asked: the settings of the last run.
         host_precision: that the model had in it; None before that.
-        build_seconds: that a build of the engine it lacked last will take; None where nothing is known.
+        build_seconds: how long a build of the engine that was missing last is expected to take; None where no earlier
+            build tells.
     """
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
@@ -63,6 +64,11 @@ class AcceleratedModule:
         """What the user chose for it, and where that is `auto`, for everything; asked anew in each run."""
         return self.provider.with_preferences(self._chosen)
 
+    def count_eager(self, reason: str) -> None:
+        """Count a call that the host's own model answers, and log the reason where it is a new one."""
+        if self.status.count_eager(reason):
+            log.warning("Slipstream uses the plain model: %s", reason)
+
     @contextmanager
     def run(
         self,
@@ -73,17 +79,19 @@ class AcceleratedModule:
         settings: Settings | None = None,
         cold_calls: int | None = None,
         conditions: Hashable = None,
+        can_start_again: bool = False,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
         Args:
             cold_calls: its calls are timed, but for so many at the beginning; None: they are not.
-            finite_only: look at each result of an engine, which waits for it: where NaN or Inf come out of numbers that
-                are neither, the plain model computes instead, and fp16 is not used again for this model.
+            finite_only: look at each result of an engine, which waits for it: where finite inputs give NaN or
+                Inf, the plain model computes instead, and fp16 is not used again for this model.
             settings: of a run that this one is a part of; None: as they are now.
             conditions: what else of the run may change what its model computes; see `Sentinel`.
+            can_start_again: the caller catches `StartAgain`, and then samples again from the beginning.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions)
+        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions, can_start_again)
         self.provider.run_began()
         try:
             yield run
@@ -115,7 +123,6 @@ class Run:
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
         wrong: what was wrong with an engine of this run; then none is asked any more.
-        can_start_again: whoever began this run catches `StartAgain`, and samples anew.
         has_to_start_again: it was raised.
     """
 
@@ -128,9 +135,11 @@ class Run:
         settings: Settings | None = None,
         cold_calls: int | None = None,
         conditions: Hashable = None,
+        can_start_again: bool = False,
     ) -> None:
         self.wrong: str | None = None
-        self.can_start_again = self.has_to_start_again = False
+        self.has_to_start_again = False
+        self._can_start_again = can_start_again
         self._conditions = conditions
         self._served = 0
         self.answers: list[Answer] = []
@@ -144,7 +153,7 @@ class Run:
         self._module = module
         self._source = source
         self._wanted = ""
-        self._ordered: dict[CallShape, str] = {}
+        self._requested: dict[CallShape, str] = {}
         self._hooks = replace(hooks, wants=self._want, by_hand=module.by_hand)
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
@@ -186,8 +195,7 @@ class Run:
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
-        if self._module.status.count_eager(result):
-            log.warning("Slipstream uses the plain model: %s", result)
+        self._module.count_eager(result)
         self.answers.append(Answer(is_vetoed=veto is not None))
         return eager()
 
@@ -197,7 +205,7 @@ class Run:
 
         Where sampling cannot begin anew, only a call before which no engine served: so no picture has a wrong part.
         """
-        is_possible = self.can_start_again or not self._served
+        is_possible = self._can_start_again or not self._served
         return is_possible and self._module.provider.sentinel.is_due(self._case)
 
     @functools.cached_property
@@ -228,8 +236,7 @@ class Run:
             provider.sentinel.compared(self._case)
             return found
         if is_first:
-            if self._module.status.count_eager(self.wrong):
-                log.warning("Slipstream uses the plain model: %s", self.wrong)
+            self._module.count_eager(self.wrong)
             return wanted
         self.has_to_start_again = True
         raise StartAgain(self.wrong)
@@ -244,18 +251,18 @@ class Run:
 
     def is_coming(self, inputs: Tensors) -> bool:
         """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
-        digest = self._ordered.get(CallShape.of(inputs))
+        digest = self._requested.get(CallShape.of(inputs))
         return digest is not None and self._module.provider.queue.find(digest) is not None
 
-    def why_not(self, inputs: Tensors, orders: bool = True) -> str | None:
-        """Why no engine would answer, which is asked for as in a call; None where one would.
+    def why_not(self, inputs: Tensors, may_build: bool = True) -> str | None:
+        """Why no engine would answer a call with these inputs; None where one would. It is loaded as for a call.
 
         Args:
-            orders: have an engine built that is missing, as the settings say; otherwise none is, and a later call asks
-                anew.
+            may_build: request a build of a missing engine, as the settings say; if not, a later call looks for an
+                engine again.
         """
         call = CallShape.of(inputs)
-        if orders or call in self._offers:
+        if may_build or call in self._offers:
             offer = self.offer_for(call)
         elif (offer := self._new_offer(call, replace(self.settings, policy=BuildPolicy.MANUAL))).engine is not None:
             self._offers[call] = offer
@@ -302,12 +309,12 @@ class Run:
         """Why there is no answer. This run's engines of the same precision are not asked again: fp16 gives way to bf16
         where the user leaves that open, and everything else to the plain model."""
         assert offer.plan is not None
-        numbers = offer.plan.spec.precision_name
+        precision = offer.plan.spec.precision_name
         reason = self._module.provider.overflowed(self._source, offer.plan)
         for call, other in list(self._offers.items()):
-            if other is offer or (other.plan is not None and other.plan.spec.precision_name == numbers):
+            if other is offer or (other.plan is not None and other.plan.spec.precision_name == precision):
                 self._forget(call, other)
-                if numbers != Precision.FP16.value:
+                if precision != Precision.FP16.value:
                     self._offers[call] = Offer(reason=reason)
         return reason
 
@@ -363,21 +370,14 @@ class Run:
         module, self._wanted = self._module, ""
         offer = module.provider.offer(self._source, call, settings, self._hooks)
         if self._wanted:
-            self._ordered[call] = self._wanted
+            self._requested[call] = self._wanted
         if offer.engine is None:
-            module.build_seconds = self._expected(call, settings)
+            module.build_seconds = offer.build_seconds
         if offer.engine is not None and offer.plan is not None:
             module.status.use_engine(_use_of(offer, self._source))
         elif self._wanted and module.provider.store.lookup(self._wanted) is None:
             module.status.miss(offer.reason, self._wanted)
         return offer
-
-    def _expected(self, call: CallShape, settings: Settings) -> float | None:
-        try:
-            return self._module.provider.expected(self._source, call, settings)
-        except Exception as error:  # no engine would serve, for whatever reason: the offer says it
-            log.debug("Slipstream: how long a build takes is not known: %s", error)
-            return None
 
     def _want(self, digest: str) -> None:
         self._wanted = digest
@@ -419,7 +419,7 @@ def _check_finite(result: Tensors, inputs: Tensors, plan: Plan) -> None:
         inputs: as the host gave them, before they were cast for the engine.
 
     Raises:
-        NotFinite: numbers that were finite became NaN or Inf.
+        NotFinite: finite inputs gave NaN or Inf.
     """
     if not is_finite(result) and is_finite(inputs):
         raise NotFinite(f"The engine for {plan} computed NaN or Inf")

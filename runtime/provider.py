@@ -38,7 +38,7 @@ from .loaded.device_memory import MemoryWatch, Shortages, give_back_unused
 from .loaded.engine_pool import EnginePool, LoadedEngine, is_graphed
 from .planning import embedded_weights
 from .planning.backends import default_backends
-from .planning.build_estimate import estimate, say_estimate
+from .planning.build_estimate import estimate, say_estimate, say_roughly
 from .planning.fp16_overflow import ADVICE, Overflows
 from .planning.plan import CallShape, Plan, plans
 from .settings.model_settings import BuildPolicy, Settings
@@ -64,8 +64,8 @@ class HostHooks:
         free_device_memory: unloads what this run does not need until so many bytes of a device are free.
         drop_copies: forgets copies of weights on a device that the host keeps for engines alone.
         wants: told the digest of each engine whose build is asked for.
-        by_hand: a person asked for the engines: earlier failures count no more, and the run ends, by the first of
-            `interruptions`, where the build that it waits for is cancelled.
+        by_hand: a person asked for the engines: earlier failures are ignored, and where the build that the run waits
+            for is cancelled, the run ends with the first of `interruptions`.
     """
 
     progress: ProgressCallback = ignore_progress
@@ -82,11 +82,41 @@ _NO_HOOKS = HostHooks()
 
 @dataclass(frozen=True)
 class Offer:
-    """The answer to "is there an engine?": one that is ready to compute, or a reason."""
+    """The answer to "is there an engine?": one that is ready to compute, or a reason.
+
+    Attributes:
+        build_seconds: how long a build of the missing engine is expected to take; None where none is missing, or no
+            earlier build tells.
+    """
 
     engine: LoadedEngine | None = None
     plan: Plan | None = None
     reason: str = ""
+    build_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """An engine that was built, or found in the store, and compared with its model.
+
+    Attributes:
+        expected: seconds that the build was expected to take; None where nothing was to be built, or no earlier build
+            tells.
+        error: relative error in that comparison; None where none is recorded.
+    """
+
+    plan: Plan
+    entry: Entry
+    expected: float | None
+    error: float | None
+
+    def __str__(self) -> str:
+        """One line for people."""
+        built = f"built in {self.entry.manifest.build.seconds:.0f} s"
+        expected = f" ({say_roughly(self.expected)} expected)" if self.expected else ""
+        error = "" if self.error is None else f", error {self.error:.1e}"
+        spec = self.plan.spec
+        return f"{self.plan}: {spec.backend.name} {spec.precision_name}, {built}{expected}{error}, ready"
 
 
 @dataclass(frozen=True)
@@ -94,8 +124,8 @@ class Forecast:
     """What the next call on an engine takes of its device, beside the call's own tensors.
 
     Attributes:
-        engine_bytes: that the engine will hold and does not hold yet.
-        compares: whether it will be compared with the plain model first, which takes what that takes.
+        engine_bytes: memory in bytes that the engine will hold and does not hold yet.
+        compares: whether it will be compared with the plain model first, which needs that model's memory too.
     """
 
     engine_bytes: int
@@ -203,13 +233,21 @@ class EngineProvider:
         except SlipstreamError as error:
             return Offer(reason=str(error))
         except Exception as error:
-            log.exception("Slipstream: looking for an engine broke")
+            log.exception("Slipstream: looking for an engine failed with an unexpected error")
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
     def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
-        found = self._find_or_obtain(source, call, settings, hooks)
+        wanted = self.plans(source, call, settings)
+        found: tuple[Plan, Entry] | str | None = self._find(wanted, source)
+        seconds = self.estimate(wanted[0]) if found is None else None
+        try:
+            found = found or self._obtain(wanted, source, settings, hooks)
+        except hooks.interruptions:
+            raise
+        except SlipstreamError as error:
+            found = str(error)
         if isinstance(found, str):
-            return Offer(reason=found)
+            return Offer(reason=found, build_seconds=seconds)
         plan, entry = found
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
@@ -237,8 +275,11 @@ class EngineProvider:
             SlipstreamError: why there is none.
         """
         wanted = self.plans(source, call, settings)
-        if (found := self._find(wanted, source)) is not None:
-            return found
+        return self._find(wanted, source) or self._build_now(wanted, source, settings, hooks)
+
+    def _build_now(
+        self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks
+    ) -> tuple[Plan, Entry]:
         for plan in wanted:
             self.queue.forget(plan)
         built = self._obtain(wanted, source, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
@@ -247,17 +288,23 @@ class EngineProvider:
         return built
 
     def prepare(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
-        """An engine on disk that was loaded and compared with this model, ready for the first picture.
+        """The plan and entry of what `make` makes."""
+        made = self.make(source, call, settings, hooks)
+        return made.plan, made.entry
+
+    def make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
+        """Build or find an engine, load it and compare it with this model, so that it is ready for the first picture.
 
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
-        return self._or_in_bf16(source, settings, lambda: self._prepare(source, call, settings, hooks))
+        return self._or_in_bf16(source, settings, lambda: self._make(source, call, settings, hooks))
 
-    def _prepare(
-        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
-    ) -> tuple[Plan, Entry]:
-        plan, entry = self.obtain(source, call, settings, hooks)
+    def _make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
+        wanted = self.plans(source, call, settings)
+        found = self._find(wanted, source)
+        expected = self.estimate(wanted[0]) if found is None else None
+        plan, entry = found or self._build_now(wanted, source, settings, hooks)
         self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
@@ -266,13 +313,8 @@ class EngineProvider:
         if isinstance(ready, str):
             raise UnsupportedModel(f"{ready[0].upper()}{ready[1:]}")
         self.pool.give_back(ready)
-        return plan, ready.entry
-
-    def _find_or_obtain(
-        self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks
-    ) -> tuple[Plan, Entry] | str:
-        wanted = self.plans(source, call, settings)
-        return self._find(wanted, source) or self._obtain(wanted, source, settings, hooks)
+        checked = ready.entry.manifest.verifications.get(source.weights_digest())
+        return Made(plan, ready.entry, expected, checked.relative_error if checked else None)
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):
@@ -356,13 +398,8 @@ class EngineProvider:
         """Seconds that a build will take, by earlier ones on this machine; None where nothing is known."""
         return estimate(self.history, plan)
 
-    def expected(self, source: ModelSource, call: CallShape, settings: Settings) -> float | None:
-        """Seconds that `prepare` will spend on a build; None where the engine is there, or nothing is known."""
-        wanted = self.plans(source, call, settings)
-        return None if self._find(wanted, source) else self.estimate(wanted[0])
-
     def forecast(self, source: ModelSource, call: CallShape, settings: Settings) -> Forecast | None:
-        """What a call would take of memory; None where no engine is there, or nobody knows what it holds.
+        """How much device memory a call would need; None where there is no engine, or its size is not known.
 
         Raises:
             SlipstreamError: no engine would serve.
@@ -374,7 +411,7 @@ class EngineProvider:
             return None
         plan, entry = found
         self._trust.check_not_refused(source, entry)
-        needed = _known_bytes(entry)
+        needed = known_device_bytes(entry)
         if self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
             return None
         if not needed and plan.device.type != "cpu":
@@ -398,9 +435,9 @@ class EngineProvider:
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)
-        numbers = plan.spec.precision_name
-        what = f"the engine for {plan} computed NaN or Inf in {numbers}, and the plain model took over"
-        return f"{what}. {ADVICE}" if numbers == Precision.FP16.value else what
+        precision = plan.spec.precision_name
+        what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
+        return f"{what}. {ADVICE}" if precision == Precision.FP16.value else what
 
     def why_wrong(
         self, source: ModelSource, offer: Offer, inputs: Tensors, found: Tensors, wanted: Tensors
@@ -441,7 +478,7 @@ class EngineProvider:
         """
         self._trust.check_not_refused(source, entry)  # before memory is spent on it
         self._check_not_fatal(entry)
-        if (needed := _known_bytes(entry)) and not self.pool.has_idle(entry, source.device):
+        if (needed := known_device_bytes(entry)) and not self.pool.has_idle(entry, source.device):
             hooks.free_device_memory(source.device, needed)
         watch = MemoryWatch(source.device)
         bound = source.bind(plan.spec.precision)  # before memory is spent on an engine that could not have its weights
@@ -504,9 +541,9 @@ class EngineProvider:
                 self._used.add(digest)
 
     def try_again(self, digest: str) -> None:
-        """Use an engine with all that it has, whatever happened when it was used before.
+        """Use an engine again, with CUDA graphs, although a process ended when it was used before.
 
-        From the next run on: one in use is closed when it is given back.
+        This holds from the next run on: an engine in use is closed when its run ends.
         """
         self.canary.forget(digest)
         self._used.discard(digest)
@@ -521,12 +558,12 @@ class EngineProvider:
         except torch.OutOfMemoryError as error:
             log.debug("Slipstream: %s", error)
         # Out here the error is gone, and with it the frames that kept tensors alive.
-        return self._short(plan, _known_bytes(entry), hooks)
+        return self._short(plan, known_device_bytes(entry), hooks)
 
     def out_of_memory(self, offer: Offer, hooks: HostHooks) -> str:
         """Close an engine that ran out of memory in a run, so that the plain model has room; what to tell people."""
         assert offer.engine is not None and offer.plan is not None
-        needed = max(offer.engine.engine.device_bytes, _known_bytes(offer.engine.entry))
+        needed = max(offer.engine.engine.device_bytes, known_device_bytes(offer.engine.entry))
         self.pool.discard(offer.engine)
         return self._short(offer.plan, needed, hooks)
 
@@ -542,8 +579,8 @@ def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:
     return loaded.engine.copies_weights and not isinstance(error, UnsupportedModel)
 
 
-def _known_bytes(entry: Entry) -> int:
-    """Device memory that the engine held when it was verified; 0 where nobody knows."""
+def known_device_bytes(entry: Entry) -> int:
+    """Bytes of device memory that the engine held when it was verified; 0 where that was not recorded."""
     verified = (known.device_bytes for known in entry.manifest.verifications.values())
     return max(verified, default=int(entry.manifest.details.get("device_bytes", 0)))
 

@@ -1,4 +1,4 @@
-"""AUTOMATIC1111's UNet in the words of the runtime."""
+"""AUTOMATIC1111's UNet as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
-from ..architecture import Remembered, cast_inputs
+from ..architecture import Remembered, cast_inputs, cast_weights
 from ..fp32_reference import fill_while_computing
-from .unet import PREFIX, LdmUNet, call
+from .unet import LdmUNet, call
 
 _digests: Remembered[str] = Remembered()
 
@@ -56,14 +56,8 @@ class LdmUNetSource:
         return _digests.get(self.unet, _checkpoint(), self._digest)
 
     def bind(self, precision: Precision) -> BoundWeights:
-        dtype = dtype_of(precision)
         wanted = {name: self._weights[name] for name in self.architecture.weight_names}
-        return BoundWeights(
-            {
-                PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in wanted.items()
-            }
-        )
+        return cast_weights(wanted, dtype_of(precision))
 
     def eager(self, inputs: Tensors) -> Tensors:
         with plain_calls():

@@ -20,9 +20,6 @@ from ...core.protocols import Tensors
 from ...core.spec import ModelFingerprint, Precision, Role
 from ..architecture import NetworkArchitecture, Remembered, architecture_digest, fingerprint_of
 
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
-
 _CLASS = "UNetModel"
 _MODULE = "modules.diffusionmodules.openaimodel"
 _PACKAGES = ("ldm", "sgm")
@@ -91,7 +88,7 @@ class LdmUNet(NetworkArchitecture):
         return placeholder_of(lambda: UNetGraph(self.new_meta_module()), dtype_of(precision), device)
 
     def new_meta_module(self) -> torch.nn.Module:
-        """A new UNet without numbers."""
+        """A new UNet on the meta device."""
         with torch.device("meta"):
             made: torch.nn.Module = _class(self.package)(**copy.deepcopy(self.config), **_image_size(self.package))
         made = made.requires_grad_(False).eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from ..live_model.account import why_changed
 from ..webui_process import module_of, waiting_hooks
 from .fallback_reasons import WebUiCode, why_not_this_call
 from .source import LdmUNetSource, plain_calls
-
-log = logging.getLogger(__name__)
 
 _LABELS = {
     BuildPolicy.BACKGROUND: "[Slipstream] build in the background",
@@ -98,8 +95,7 @@ def _compute(
         source = LdmUNetSource(live, lambda: config_of(shared.sd_model), torch.device(devices.device))
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
-        if module.status.count_eager(str(error)):
-            log.warning("Slipstream uses the plain model: %s", error)
+        module.count_eager(str(error))
         return eager()["out"]
     given = {"x": x, "timesteps": timesteps, "context": context, "y": more.get("y")}
     inputs = {name: tensor for name, tensor in given.items() if isinstance(tensor, torch.Tensor)}

@@ -64,7 +64,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
 
     with ExitStack() as ending:
         others = tuple(others_in(guider.model_options))
-        found = begin_run(module, read, ending, conditions=others)
+        found = begin_run(module, read, ending, conditions=others, can_start_again=True)
         if isinstance(found, str):
             if module.status.count_eager(found) and found != SWITCHED_OFF:
                 log.warning("Slipstream uses the plain model: %s", found)
@@ -77,7 +77,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)
-        beginning, run.can_start_again = SamplingStart(guider, args, kwargs, source.device), True
+        beginning = SamplingStart(guider, args, kwargs, source.device)
         with loading_once(guider.model_patcher, *_accelerated_controlnets(guider)):
             with suppress(StartAgain):
                 result = executor(*args, **kwargs)
@@ -85,7 +85,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
                 if not calls.are_answered and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
                     module.status.count_eager(_BY_ITSELF)
                 return result
-            log.warning("Slipstream: sampling begins anew with the plain model, since %s", run.wrong)
+            log.warning("Slipstream: sampling restarts with the plain model, because %s", run.wrong)
             again, more = beginning.restore()
             return executor(*again, **more)
 

@@ -69,6 +69,18 @@ def _why_never(vae: Any) -> str | None:
 # ------------------------------------------------------------------------------------------------ ComfyUI's VAE
 
 
+def _memory_estimate(name: str, half: Half) -> property:
+    """ComfyUI's attribute of this name: a function that gives bytes, for what an engine or the model's half takes."""
+
+    def get(vae: AcceleratedVae) -> Any:
+        return vae._memory_used(half, vars(vae)[name])
+
+    def put(vae: AcceleratedVae, estimate: Any) -> None:
+        vars(vae)[name] = estimate
+
+    return property(get, put)
+
+
 class AcceleratedVae:
     """Mixed into ComfyUI's `VAE`. Copies of it are accelerated as well, each with its own patcher and device."""
 
@@ -83,21 +95,8 @@ class AcceleratedVae:
     def first_stage_model(self, model: Any) -> None:
         vars(self)[_MODEL] = model.slipstream_model if isinstance(model, StandIn) else model
 
-    @property
-    def memory_used_decode(self) -> Any:
-        return self._memory_used(DECODER, vars(self)["memory_used_decode"])
-
-    @memory_used_decode.setter
-    def memory_used_decode(self, estimate: Any) -> None:
-        vars(self)["memory_used_decode"] = estimate
-
-    @property
-    def memory_used_encode(self) -> Any:
-        return self._memory_used(ENCODER, vars(self)["memory_used_encode"])
-
-    @memory_used_encode.setter
-    def memory_used_encode(self, estimate: Any) -> None:
-        vars(self)["memory_used_encode"] = estimate
+    memory_used_decode = _memory_estimate("memory_used_decode", DECODER)
+    memory_used_encode = _memory_estimate("memory_used_encode", ENCODER)
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         return self._in_one_run(super().decode, args, kwargs)  # type: ignore[misc]

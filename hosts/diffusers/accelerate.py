@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +22,6 @@ from ..live_model.account import why_changed
 from ..live_model.held_weights import Hold
 from .fallback_reasons import why_not_this_call, why_not_this_run
 from .source import DiffusersUNetSource
-
-log = logging.getLogger(__name__)
 
 _FORWARD = inspect.signature(UNet2DConditionModel.forward)
 
@@ -87,7 +84,7 @@ class AcceleratedUNet(torch.nn.Module):
         if self._sampling is not None:  # inside another one
             yield
             return
-        self._source = None  # numbers written past torch's notice, as fused LoRAs are, count from here on
+        self._source = None  # weights written without a new version counter, as fused LoRAs are, count from here on
         with self._open() as self._sampling:
             try:
                 yield
@@ -111,8 +108,8 @@ class AcceleratedUNet(torch.nn.Module):
             return {"out": self.unet(**{**arguments, "return_dict": False})[0]}
 
         if sampling.run is None or sampling.source is None:
-            if sampling.veto and self.status.count_eager(sampling.veto):
-                log.warning("Slipstream uses the plain model: %s", sampling.veto)
+            if sampling.veto:
+                self._module.count_eager(sampling.veto)
             return eager()["out"]
         architecture = sampling.source.architecture
         veto = sampling.veto or why_changed(self.unet, architecture, hold=sampling.hold)

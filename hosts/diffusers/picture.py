@@ -27,7 +27,7 @@ class Picture:
         self._pipeline, self._preset = pipeline, preset
         self._timesteps = scheduler.timesteps
         self._conditions = Conditions()
-        self._outputs: dict[Any, Any] = {}  # of each network by its input's shape, without the numbers
+        self._outputs: dict[Any, Any] = {}  # of each network by its input's shape, on the meta device
         self._reason = ""  # why nothing can stand in for a network
         self._asked = 0  # for how many samples the networks were asked in the first step
         self._skips: bool | None = None  # the step that is under way; None between steps

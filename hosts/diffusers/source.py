@@ -1,4 +1,4 @@
-"""A live diffusers UNet in the words of the runtime."""
+"""A live diffusers UNet as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
-from ..architecture import cast_inputs
+from ..architecture import cast_inputs, cast_weights
 from ..fp32_reference import fill_layer_while_computing
 from .fallback_reasons import why_not_these_layers
-from .unet import PREFIX, DiffusersUNet, call
+from .unet import DiffusersUNet, call
 
 
 class DiffusersUNetSource:
-    """A UNet2DConditionModel and the numbers that it holds now.
+    """A UNet2DConditionModel and the weights that it holds now.
 
     Raises:
         UnsupportedModel: engines cannot stand for this UNet, e.g. since LoRA layers were added to it.
@@ -29,14 +29,14 @@ class DiffusersUNetSource:
     def __init__(self, unet: UNet2DConditionModel) -> None:
         self.unet = unet
         self.architecture = DiffusersUNet.of(unet)
-        if reason := why_not_these_layers(unet, self.architecture.plain):
+        if reason := why_not_these_layers(unet, self.architecture.meta_module):
             raise UnsupportedModel(reason)
         self._seen = _identity(unet)
         self._digest: str | None = None
 
     @property
     def is_current(self) -> bool:
-        """Whether the UNet still has the layers and tensors that this source was made from; numbers are not read."""
+        """Whether the UNet still has the layers and tensors that this source was made from; values are not read."""
         return self._seen == _identity(self.unet)
 
     @property
@@ -49,7 +49,7 @@ class DiffusersUNetSource:
 
     @property
     def is_patched(self) -> bool:
-        """Never: LoRA layers are refused above, and a LoRA that was fused is part of the numbers in the digest."""
+        """Never: LoRA layers are refused above, and a LoRA that was fused is part of the weights in the digest."""
         return False
 
     def weights_digest(self) -> str:
@@ -59,13 +59,7 @@ class DiffusersUNetSource:
 
     def bind(self, precision: Precision) -> BoundWeights:
         """The UNet's own parameters; copies only where the engine computes in another dtype."""
-        dtype = dtype_of(precision)
-        return BoundWeights(
-            {
-                PREFIX + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in self._tensors().items()
-            }
-        )
+        return cast_weights(self._tensors(), dtype_of(precision))
 
     def eager(self, inputs: Tensors) -> Tensors:
         return call(self.unet, cast_inputs(inputs, self.unet.dtype))

@@ -15,10 +15,7 @@ from ...core.errors import UnsupportedModel
 from ...core.placeholder import placeholder_of
 from ...core.protocols import Tensors
 from ...core.spec import ModelFingerprint, Precision, Role
-from ..architecture import architecture_digest, fingerprint_of, random_inputs
-
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
+from ..architecture import NetworkArchitecture, architecture_digest, fingerprint_of
 
 ADDED = ("text_embeds", "time_ids")
 """SDXL's further inputs, in `added_cond_kwargs`."""
@@ -68,7 +65,7 @@ def call(unet: torch.nn.Module, inputs: Tensors) -> Tensors:
     return {"out": results[0]}
 
 
-class DiffusersUNet:
+class DiffusersUNet(NetworkArchitecture):
     """What a UNet2DConditionModel computes, apart from the model that was loaded."""
 
     role: Role = Role.UNET
@@ -97,17 +94,8 @@ class DiffusersUNet:
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
-        return fingerprint_of(architecture_digest(self.plain, self.config), "UNet2DConditionModel", self.plain)
-
-    @functools.cached_property
-    def plain(self) -> UNet2DConditionModel:
-        """The UNet without numbers, as this version of diffusers builds it; to be looked at, not changed."""
-        return self.new_meta_module()
-
-    @property
-    def fresh(self) -> UNet2DConditionModel:
-        """See `live_model.Architecture`."""
-        return self.plain
+        digest = architecture_digest(self.meta_module, self.config)
+        return fingerprint_of(digest, "UNet2DConditionModel", self.meta_module)
 
     @property
     def takes_added(self) -> bool:
@@ -117,9 +105,7 @@ class DiffusersUNet:
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return placeholder_of(lambda: UNetGraph(self.new_meta_module()), dtype_of(precision), device)
 
-    random_inputs = staticmethod(random_inputs)
-
     def new_meta_module(self) -> UNet2DConditionModel:
-        """A new UNet without numbers."""
+        """A new meta module, as this version of diffusers builds it."""
         with torch.device("meta"):
             return UNet2DConditionModel.from_config(self.config).requires_grad_(False).eval()

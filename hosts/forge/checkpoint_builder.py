@@ -109,5 +109,5 @@ def _unet_of(name: str) -> Any:
     """
     loaded = _loaded()
     if loaded is None or _name_of(loaded) != name:
-        raise UnsupportedModel(f"{name} is not loaded any more; load it in the WebUI, and order again")
+        raise UnsupportedModel(f"{name} is not loaded any more; load it in the WebUI, then request the build again")
     return loaded.forge_objects_original.unet

@@ -78,7 +78,7 @@ class Family(ABC):
 
     @abstractmethod
     def build(self, config: Mapping[str, Any]) -> torch.nn.Module:
-        """The UNet of torch's own layers, or of such as compute alike, on torch's default device."""
+        """The UNet built of torch's own layers, or of equivalent ones, on torch's default device."""
 
     @abstractmethod
     def dtype(self, model: Any) -> torch.dtype:
@@ -98,7 +98,7 @@ class Family(ABC):
 
     @abstractmethod
     def casts(self, layer: torch.nn.Module) -> bool:
-        """Whether a layer computes with other numbers than its parameters are, such as a LoRA's on the fly."""
+        """Whether a layer computes with other weights than its parameters hold, such as a LoRA's applied on the fly."""
 
     @abstractmethod
     def cast(self, layer: torch.nn.Module, like: torch.Tensor) -> tuple[Weight, Weight]:
@@ -106,7 +106,7 @@ class Family(ABC):
 
     @abstractmethod
     def why_unreadable(self, layer: torch.nn.Module) -> str | None:
-        """Why a layer's weights cannot be had as plain numbers; None where they can."""
+        """Why a layer's weights cannot be read as plain tensors; None where they can."""
 
     @abstractmethod
     def predict(self) -> Callable[..., torch.Tensor]:

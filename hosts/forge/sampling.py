@@ -134,8 +134,7 @@ def _lead_calls(p: Any, patcher: Any, module: AcceleratedModule, ending: ExitSta
         source = ForgeUNetSource(patcher)
         source.precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
-        if module.status.count_eager(str(error)):
-            log.warning("Slipstream uses the plain model: %s", error)
+        module.count_eager(str(error))
         return
     run = ending.enter_context(module.run(source, waiting_hooks(source.family.manager())))
     ending.enter_context(calls_led(patcher.model, UNetCalls(run, source, why_not_this_run(p, patcher))))

@@ -1,4 +1,4 @@
-"""A live UNet of the Forge family in the words of the runtime."""
+"""A live UNet of the Forge family as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...core.errors import UnsupportedModel
 from ...core.protocols import BoundWeights, Tensors
 from ...core.spec import Precision
 from ...engine_cache import digest_tensors
-from ..architecture import Remembered, cast_inputs
+from ..architecture import PREFIX, Remembered, cast_inputs
 from ..fp32_reference import fill_while_computing
 from .families import family_of
-from .unet import PREFIX, ForgeUNet, call
+from .unet import ForgeUNet, call
 from .weights import Weights, current_weights
 
 _digests: Remembered[str] = Remembered()

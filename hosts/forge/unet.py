@@ -17,9 +17,6 @@ from ..architecture import NetworkArchitecture, Remembered, architecture_digest,
 from ..control_residuals import control_of
 from .families import FAMILIES, Family, enter_for_layers
 
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
-
 
 def call(unet: torch.nn.Module, inputs: Tensors) -> torch.Tensor:
     """Call a UNet with the runtime's names."""
@@ -90,7 +87,7 @@ class ForgeUNet(NetworkArchitecture):
         return placeholder_of(lambda: UNetGraph(self.family, self.new_meta_module()), dtype_of(precision), device)
 
     def new_meta_module(self) -> torch.nn.Module:
-        """A new UNet without numbers."""
+        """A new UNet on the meta device."""
         with torch.device("meta"):
             return self.family.build(copy.deepcopy(self.config)).requires_grad_(False).eval()
 

@@ -20,7 +20,7 @@ def current_weights(
 
     A loaded model's own parameters are handed out as they are. Where the host casts a layer's weights at every call
     (stored in fp8, kept in RAM, patched on the fly), its own cast gives a copy, so that engine and plain model use the
-    same numbers.
+    same weights.
 
     Raises:
         UnsupportedModel: weights are missing or quantised, or the copies would not fit into the device's memory.

@@ -1,4 +1,4 @@
-"""What carries out requests in a process that is no host: the command `slipstream ui` is one."""
+"""Carries out build requests in a process without a host, such as the command `slipstream ui`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FileBuilder:
             yield str(made)
 
     def rest(self) -> None:
-        """Other programs, a ComfyUI say, get the memory that the last model took."""
+        """Free the memory of the last model, so that other programs such as ComfyUI can use it."""
         self._provider.pool.clear()
         if "comfy.model_management" in sys.modules:
             management = importlib.import_module("comfy.model_management")

@@ -15,7 +15,9 @@ from ...runtime.planning.plan import CallShape
 from ...runtime.requests.make_engines import LoadedModel
 from ...runtime.settings.model_settings import Resolution
 from ..comfy.building import without_server
+from ..comfy.building.build_engines import open_unet, unet_call
 from ..comfy.models.autoencoders import HALVES
+from ..comfy.models.demo_model import load_demo_model, load_demo_vae
 from ..comfy.models.vae import open_vae, vae_call
 
 log = logging.getLogger(__name__)
@@ -58,11 +60,11 @@ def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo, role: 
 
 
 def _load_unet(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
-    patcher = without_server.load_file(file) if file else without_server.load_demo()
-    source = without_server.open_unet(patcher, memo)
+    patcher = without_server.load_file(file) if file else load_demo_model()
+    source = open_unet(patcher, memo)
 
     def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
-        return without_server.unet_call(source, resolution, batch, tokens)
+        return unet_call(source, resolution, batch, tokens)
 
     return LoadedModel(f"ComfyUI {without_server.version()}", source, call)
 
@@ -70,7 +72,7 @@ def _load_unet(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
 def _load_vae(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
     if role not in HALVES:
         raise UnsupportedModel(f"Engines for a {role.value} are built when a workflow first uses it")
-    vae = without_server.load_vae_file(file) if file else without_server.load_demo_vae()
+    vae = without_server.load_vae_file(file) if file else load_demo_vae()
     source = open_vae(vae, HALVES[role])
 
     def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:

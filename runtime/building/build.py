@@ -63,7 +63,7 @@ def _build(
         _check_space(directory, plan)
         cancel.raise_if_cancelled(f"The build of {plan}")
         job = _job(plan, store, directory, progress)
-        cancel.raise_if_cancelled(f"The build of {plan}")  # writing numbers may have taken a while
+        cancel.raise_if_cancelled(f"The build of {plan}")  # writing weights may have taken a while
         history = BuildHistory(store.root)
         try:
             built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
@@ -96,7 +96,7 @@ def _job(plan: Plan, store: EngineStore, directory: Path, progress: ProgressCall
 
 
 def needed_bytes(spec: EngineSpec) -> int:
-    """On disk; baked weights lie there as they come, in the graph, in the artifact, and in its copy in the store."""
+    """Bytes on disk that a build needs; embedded weights take four times their size."""
     if not spec.backend.contains_weights:
         return _NEEDED_BYTES
     return _NEEDED_BYTES + 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize

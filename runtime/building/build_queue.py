@@ -212,7 +212,7 @@ class BuildQueue:
             try:
                 listener(ticket)
             except Exception:  # whoever listens must not end the builds
-                log.exception("Slipstream: telling of %s broke", ticket.plan)
+                log.exception("Slipstream: a listener to the build of %s failed", ticket.plan)
 
     def _given_up(self, plan: Plan) -> Ticket | None:
         failures = self._failures.get(plan.key.digest, [])
@@ -278,7 +278,7 @@ class BuildQueue:
             problem = _cancelled(ticket) or error
             state = TicketState.CANCELLED if ticket.token.cancelled else TicketState.FAILED
         except BaseException as error:  # nothing may end the thread and leave everybody waiting
-            log.exception("Slipstream: building %s broke", ticket.plan)
+            log.exception("Slipstream: building %s failed with an unexpected error", ticket.plan)
             problem = BuildFailed(f"Building {ticket.plan} broke: {type(error).__name__}: {error}")
         self._end(ticket, state, copy.copy(problem))  # the copy has no frames
 

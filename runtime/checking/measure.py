@@ -49,7 +49,7 @@ def statistics_of(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def load_seconds(provider: EngineProvider, source: ModelSource, plan: Plan, entry: Entry) -> float:
-    """From the store to ready to compute, the check of its numbers apart."""
+    """Seconds from the store until it is ready to compute, without the check of its results."""
     provider.pool.clear()
     started = time.perf_counter()
     loaded = provider.pool.take(plan, entry, source.device)

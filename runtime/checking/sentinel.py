@@ -1,4 +1,4 @@
-"""Engines in use are held against the model now and then: one real call is computed both ways.
+"""Engines in use are compared with the model from time to time: one real call is computed by both.
 
 What an engine stands for was compared when it was made and when it was loaded, on inputs of its own. Here it is
 compared on what a sampler gives it, with all that other extensions did to the model by then.
@@ -30,7 +30,7 @@ class StartAgain(SlipstreamError):
 
 
 class Sentinel:
-    """Says when a call is to be computed both ways: the first of each case, and then rarely.
+    """Says when a call is to be computed by engine and model: the first of each case, then one in 1000.
 
     A case is a model with its weights, and what else is known about a run that may change what it computes.
     """
@@ -50,7 +50,7 @@ class Sentinel:
                 self._since[case] += 1
 
     def compared(self, case: Hashable) -> None:
-        """A call was computed both ways, and they agree."""
+        """A call was computed by engine and model, and the results agree."""
         with self._counting:
             self._since[case] = 0
             self._since.move_to_end(case)
@@ -64,7 +64,7 @@ def why_wrong(
     """What is wrong with an engine's answer to a real call, in words; None where nothing is.
 
     It may be twice as far from the model's own as both were from fp32 when the engine was measured. Where it is further
-    off, the call in fp32 decides: real inputs may be harder to compute than random ones, for both of them alike.
+    off, the call in fp32 decides: real inputs may be harder to compute than random ones, for both of them.
 
     Args:
         known: what was measured; None where it is not known.

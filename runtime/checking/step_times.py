@@ -257,7 +257,7 @@ class StepTimes:
         try:
             self.on_change()
         except Exception:  # whoever listens must not cost the figures
-            log.exception("Slipstream: telling of an engine's times broke")
+            log.exception("Slipstream: a listener to engine times failed")
 
 
 def is_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:

@@ -23,7 +23,7 @@ LIMIT_OF_QUANTISED = 5e-2
 """The same for an engine whose large linear layers multiply in 8 bits."""
 
 _LIVE = {Precision.FP32: 1e-4, Precision.FP16: 5e-3, Precision.BF16: 2e-2}
-"""Distance of the loaded model from the code that engines are made of, in fp32, that is put down to rounding."""
+"""Relative error of the loaded model against the fp32 reference that rounding explains."""
 
 _FINER = "set precision to auto"
 _SEEDS = (20260, 20261)
@@ -82,7 +82,7 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
 
 
 def limit_of(precision: Precision, quantised: Quantised | None) -> float:
-    """The largest relative error with which an engine of these numbers may serve."""
+    """The largest relative error with which an engine of this precision may serve."""
     return LIMITS[precision] if quantised is None else max(LIMITS[precision], LIMIT_OF_QUANTISED)
 
 
@@ -92,7 +92,7 @@ def limit_of_spec(spec: EngineSpec) -> float:
 
 
 def _what_to_do(spec: EngineSpec) -> str:
-    """About an engine that is further off than allowed."""
+    """Advice about an engine whose error is above the limit."""
     if spec.quantised is not None:
         return f"{spec.precision_name} is too coarse for this model: {_FINER}"
     return (
@@ -147,12 +147,12 @@ def check(
 
 
 def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:
-    """Both may be off from fp32, in opposite directions."""
+    """The limit allows for both errors: engine and model may deviate from the fp32 reference in opposite directions."""
     return max(limit_of_spec(spec), LIMITS[source.precision], 2 * _both_errors(known))
 
 
 def _limit_of_refitted(known: Verification) -> float:
-    """Close to what was found before: a LoRA of little effect that did not arrive must show."""
+    """A tight limit: a LoRA of little effect that did not reach the engine must be noticed."""
     return max(_LEAST_OF_REFITTED, 4 * _both_errors(known))
 
 
@@ -161,7 +161,7 @@ def _both_errors(known: Verification) -> float:
 
 
 def _finite_answer(source: ModelSource, inputs: Tensors) -> Tensors | None:
-    """The host's own; in fp32 where that overflows; None where the model's numbers are not finite at all."""
+    """The output of the host's model; the fp32 reference where that overflows; None where neither is finite."""
     if is_finite(answer := source.eager(inputs)):
         return answer
     with exact_fp32():
@@ -170,7 +170,7 @@ def _finite_answer(source: ModelSource, inputs: Tensors) -> Tensors | None:
 
 
 def is_finite(answer: Tensors) -> bool:
-    """Whether no number of it is NaN or Inf."""
+    """Whether no value in it is NaN or Inf."""
     return all(bool(tensor.isfinite().all()) for tensor in answer.values())
 
 
@@ -208,7 +208,7 @@ def _one_case(
 
 
 def _limit(spec: EngineSpec, eager_error: float) -> float:
-    """In fp32 the model itself is off by more where it computes in TF32: an engine may be as far off as that."""
+    """In fp32, a model that computes in TF32 has a larger error itself: an engine may have twice that error."""
     allowed = limit_of_spec(spec)
     is_fp32 = spec.precision is Precision.FP32 and math.isfinite(eager_error)
     return max(allowed, 2 * eager_error) if is_fp32 else allowed

@@ -1,8 +1,8 @@
 """Engines replayed as CUDA graphs: a whole call is launched at once, which reduces launch overhead.
 
-A graph repeats kernels with the addresses of its capture. So inputs are copied to fixed places first, what comes out is
-copied to fresh memory, and when the weights lie elsewhere the graph is captured anew. Captures allocate nothing, see
-`capture`: one that fails harms neither the process nor the picture.
+A graph repeats kernels with the addresses of its capture. So inputs are copied to fixed buffers first, results are
+copied to fresh memory, and when the addresses of weights change the graph is captured anew. Captures allocate nothing,
+see `capture`: one that fails harms neither the process nor the picture.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class CudaGraphs:
         """What `compute` makes of `tensors`, in fresh tensors.
 
         Args:
-            generation: another one voids what was captured before.
-            what: tells functions apart.
+            generation: graphs captured with another generation are invalid.
+            what: identifies the function that computes.
             constant: names of tensors that hold the same values for as long as they are the same object; they are
                 copied to where the graph reads them only when another one comes.
             or_raise: where no graph can be had, raise instead of computing without.
@@ -280,7 +280,7 @@ class GraphedEngine:
         self._has_weights = True
 
     def release_weights(self) -> None:
-        """The graphs are kept: they are right again as soon as weights lie where they were."""
+        """The graphs are kept: they are valid again as soon as the weights are back at the same addresses."""
         self._has_weights = False
         self._engine.release_weights()
 
@@ -296,7 +296,7 @@ def _call_of(tensors: Tensors, what: Hashable = None) -> _Call:
 
 
 class _Graph:
-    """One captured call and the places that it reads and writes.
+    """One captured call and the buffers that it reads and writes.
 
     Args:
         inputs: of a call like those to come.
@@ -375,7 +375,7 @@ class _Graph:
         return results
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        """Into the graph's own place, unless it is there already."""
+        """Copy a tensor into the graph's input buffer, unless its values are there already."""
         if name in self._constant:
             if (copied := self._copied.get(name)) is not None and copied() is tensor:
                 return
@@ -383,7 +383,7 @@ class _Graph:
         self._inputs[name].copy_(tensor)
 
     def close(self) -> None:
-        """The device must be done with it."""
+        """Free the graph; the device must have finished with it."""
         if self._graph is not None:
             self._graph.close()
             self._graph = None

@@ -20,7 +20,7 @@ _ADVICE = "Make smaller pictures or batches, unload other models, or close other
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can be had on `device`, torch's own reserve included; None where nobody knows."""
+    """Bytes that can be allocated on `device`, torch's unused reserve included; None where that is not known."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -35,7 +35,7 @@ def give_back_unused(device: torch.device) -> None:
 
 
 class MemoryWatch:
-    """Tells whether memory ran out since it was made, also where the error does not say so."""
+    """Tells whether the device ran out of memory since this was made, even where the error does not say so."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

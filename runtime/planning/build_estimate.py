@@ -94,19 +94,19 @@ def say_roughly(seconds: float) -> str:
 
 def _estimate(builds: Iterable[PastBuild], plan: Plan, operations: int) -> float | None:
     here = past_build(plan, operations, 1.0)
-    alike = [build for build in builds if _place(build) == _place(here)]
-    if same := [build.seconds for build in alike if build.architecture == here.architecture]:
+    comparable = [build for build in builds if _place(build) == _place(here)]
+    if same := [build.seconds for build in comparable if build.architecture == here.architecture]:
         return statistics.median(same)
     operations = operations or _operations_of(here.architecture, builds)
-    by_operations = [build.seconds / build.operations for build in alike if build.operations]
+    by_operations = [build.seconds / build.operations for build in comparable if build.operations]
     if operations and by_operations:
         return operations * statistics.median(by_operations)
-    by_layers = [build.seconds / build.layers for build in alike if build.layers]
+    by_layers = [build.seconds / build.layers for build in comparable if build.layers]
     return here.layers * statistics.median(by_layers) if here.layers and by_layers else None
 
 
 def _place(build: PastBuild) -> tuple[object, ...]:
-    """What must be the same for one build to foretell another."""
+    """What must be the same for one build's time to predict another's."""
     return build.machine, build.device, build.threads, build.backend, build.optimize
 
 

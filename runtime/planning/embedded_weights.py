@@ -1,4 +1,4 @@
-"""Engines that contain the model's numbers: which plan asks for one, when it may be built, and what goes into it."""
+"""Engines with embedded weights: which plan asks for one, when it may be built, and which weights go into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .plan import Plan
 
 
 def baked(plan: Plan, source: ModelSource) -> Plan:
-    """The same engine with the numbers of `source` inside; it is another engine for other numbers."""
+    """The same engine with the weights of `source` embedded; other weights make it another engine."""
     fingerprint = replace(plan.spec.fingerprint, weights=source.weights_digest())
     spec = replace(plan.spec, fingerprint=fingerprint, backend=replace(plan.spec.backend, contains_weights=True))
     save = functools.partial(_save_weights, source, spec.precision)
@@ -48,10 +48,10 @@ def why_not_built(plan: Plan, source: ModelSource, policy: BuildPolicy) -> str |
 
 
 def _save_weights(source: ModelSource, precision: Precision, path: Path) -> None:
-    """Write the numbers as a safetensors file.
+    """Write the weights as a safetensors file.
 
     Raises:
-        StoreError: no space or no permission, or the numbers cannot be had at this moment, for lack of memory say.
+        StoreError: no space or no permission, or the weights cannot be read now, e.g. for lack of memory.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -13,7 +13,7 @@ from ..settings.model_settings import Settings
 
 log = logging.getLogger(__name__)
 
-ADVICE = "Numbers of this model are too large for fp16: set precision to bf16, or to auto, which does so itself"
+ADVICE = "Values in this model exceed the range of fp16: set precision to bf16, or to auto, which then uses bf16"
 _NOTE = "fp16 overflows in this model; built in bf16"
 
 
@@ -59,8 +59,8 @@ class Overflows:
 
     def remark(self, source: ModelSource, spec: EngineSpec) -> str:
         """Why an engine is not in the host's precision, for its record; empty where it is."""
-        is_widened = spec.precision is Precision.BF16 and source.precision is Precision.FP16
-        return _NOTE if is_widened and self._knows(source) else ""
+        uses_bf16 = spec.precision is Precision.BF16 and source.precision is Precision.FP16
+        return _NOTE if uses_bf16 and self._knows(source) else ""
 
     def _knows(self, source: ModelSource) -> bool:
         architecture = source.architecture.fingerprint.architecture

@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         host: what the model computed in when this was planned.
-        save_weights: writes the model's numbers into a safetensors file, for an engine that is to contain them. It
+        save_weights: writes the model's weights into a safetensors file, for an engine that embeds them. It
             needs the live model: only while a run, or a person, waits.
     """
 
@@ -75,7 +75,7 @@ def _span(smallest: object, largest: object) -> str:
 
 @dataclass(frozen=True)
 class CallShape:
-    """Names, shapes and dtypes of one call's inputs; equal for calls that every engine takes alike."""
+    """Names, shapes and dtypes of one call's inputs; equal for calls that no engine tells apart."""
 
     inputs: tuple[tuple[str, Shape, torch.dtype], ...]
 

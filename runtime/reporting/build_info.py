@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..building.build_queue import BuildQueue, Ticket
-
-
-def describe_builds(queue: BuildQueue) -> list[dict[str, Any]]:
-    """What pages show of each build; docs/web-api.md names the fields under *build*."""
-    return [describe_build(ticket, queue.is_held(ticket)) for ticket in queue.pending()]
+from ..building.build_queue import Ticket
 
 
 def describe_build(ticket: Ticket, held: bool) -> dict[str, Any]:
-    """
+    """What pages show of a build; docs/web-api.md names the fields under *build*.
+
     Args:
         held: whether it holds still since the host is busy.
     """

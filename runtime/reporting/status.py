@@ -121,7 +121,7 @@ class Status:
             return list(reversed(self._wanted))
 
     def begin_run(self) -> None:
-        """A sampler, decoder or encoder begins: its calls are counted apart from those of earlier ones."""
+        """A sampler, decoder or encoder begins: its calls are counted apart from those of earlier runs."""
         with self._lock:
             self._run_engine, self._run_calls = None, 0
             self._run_reasons.clear()
@@ -151,13 +151,13 @@ class Status:
         self.on_change()
 
     def note(self, what: str) -> None:
-        """Say something about this model before it runs, or instead of that."""
+        """Show a message about this model before it runs, or where it cannot run on engines."""
         with self._lock:
             self._last = what
             self._standing = Standing(note=what)
 
     def fail(self, reason: str) -> None:
-        """Note why a person who asked for engines gets none."""
+        """Note why a requested engine could not be built."""
         with self._lock:
             self._standing = Standing(reason=reason, failed=True)
         self.on_change()

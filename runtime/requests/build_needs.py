@@ -19,7 +19,7 @@ from ..loaded.device_memory import free_bytes
 from ..planning.backends import candidates
 from ..planning.build_estimate import say_roughly, typical
 from ..planning.engine_shapes import profiles_wanted
-from ..provider import EngineProvider
+from ..provider import EngineProvider, known_device_bytes
 from ..settings.model_settings import PIXELS, Resolution, Settings
 from .build_requests import Wanted
 
@@ -29,7 +29,7 @@ _LATENT_CHANNELS, _TEXT_WIDTH = 4, 768
 
 @dataclass(frozen=True)
 class Needs:
-    """Figures of one request; None where nobody knows.
+    """Figures of one request; None where they are not known.
 
     Attributes:
         backend: that will build.
@@ -65,10 +65,10 @@ class Needs:
         return ""
 
 
-def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numbers: int | None) -> Needs:
+def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, parameters: int | None) -> Needs:
     """
     Args:
-        numbers: in the weights of the model's part; None where nobody knows.
+        parameters: how many parameters the model's part has; None where that is not known.
 
     Raises:
         BackendUnavailable: nothing here could build it.
@@ -76,11 +76,11 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
     settings = provider.with_preferences(wanted.settings)
     precision = settings.compute_precision(Precision.FP16 if device.type == "cuda" else Precision.FP32)
     picks = [pick.backend for pick in candidates(settings.backend, device, provider.backends)]
-    offers = [(each, *_spec(each, device, wanted, settings, precision, numbers or 0)) for each in picks]
+    offers = [(each, *_spec(each, device, wanted, settings, precision, parameters or 0)) for each in picks]
     able = (offer for offer in offers if offer[0].why_unsupported(offer[1]) is None)
     backend, spec, engines = next(able, offers[0])  # where none is, the request itself says why
-    weights = None if numbers is None else numbers * dtype_of(precision).itemsize
-    alike = [entry for entry in provider.store.list() if _is_alike(entry, spec)]
+    weights = None if parameters is None else parameters * dtype_of(precision).itemsize
+    comparable = [entry for entry in provider.store.list() if _is_comparable(entry, spec)]
     baked = spec.backend.contains_weights
     each = typical(provider.history, settings.optimize.value)
     return Needs(
@@ -88,9 +88,9 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, numb
         engines=engines,
         weights_bytes=weights,
         disk_bytes=needed_bytes(spec),
-        kept_bytes=_times(engines, _middle([entry.bytes for entry in alike]) if not baked else weights),
-        build_bytes=backend.build_bytes(spec) if numbers is not None else None,
-        engine_bytes=_middle([known for entry in alike if (known := _device_bytes(entry))]),
+        kept_bytes=_times(engines, _middle([entry.bytes for entry in comparable]) if not baked else weights),
+        build_bytes=backend.build_bytes(spec) if parameters is not None else None,
+        engine_bytes=_middle([known for entry in comparable if (known := known_device_bytes(entry))]),
         seconds=None if each is None else engines * each,
         free_disk=provider.store.free_bytes(),
         free_device=free_bytes(device),
@@ -124,7 +124,7 @@ def _spec(
     wanted: Wanted,
     settings: Settings,
     precision: Precision,
-    numbers: int,
+    parameters: int,
 ) -> tuple[EngineSpec, int]:
     """An engine of the request, and how many of them there will be."""
     calls = [_shapes(wanted, resolution) for resolution in settings.resolutions]
@@ -134,7 +134,7 @@ def _spec(
         dtype = dtype_name(dtype_of(precision))
         return EngineSpec(
             role=wanted.role,
-            fingerprint=ModelFingerprint("", parameters=numbers),
+            fingerprint=ModelFingerprint("", parameters=parameters),
             profile=profiles[0],
             dtypes=dict.fromkeys(profiles[0].inputs, dtype),
             output_dtype=dtype,
@@ -165,15 +165,10 @@ def _shapes(wanted: Wanted, resolution: Resolution) -> dict[str, Shape]:
     return {"x": latent, "timesteps": (wanted.batch,), "context": (wanted.batch, wanted.tokens, _TEXT_WIDTH)}
 
 
-def _is_alike(entry: Entry, spec: EngineSpec) -> bool:
+def _is_comparable(entry: Entry, spec: EngineSpec) -> bool:
     made = entry.manifest
     quantised = spec.quantised.value if spec.quantised else None
     return (made.role, made.backend, made.quantised) == (spec.role.value, spec.backend.name, quantised)
-
-
-def _device_bytes(entry: Entry) -> int:
-    known = (result.device_bytes for result in entry.manifest.verifications.values())
-    return max(known, default=int(entry.manifest.details.get("device_bytes", 0)))
 
 
 def _middle(numbers: Sequence[int]) -> int | None:

@@ -1,6 +1,6 @@
 """Engines that a person requests by a model's name: it is loaded, its engines are built, compared, and told of.
 
-All of it happens on a thread here, so that whatever page ordered them may be closed, loaded again, or opened twice.
+All of it happens on a thread here, so that the page that requested them may be closed, reloaded, or opened twice.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class ModelBuilder(Protocol):
         ...
 
     def models(self) -> list[str]:
-        """Names that may be ordered."""
+        """Names of models that engines can be requested for."""
         ...
 
     def parameter_count(self, model: str, role: Role) -> int | None:
-        """How many numbers that part of a model has in all its weights; None where it is not known without loading."""
+        """How many parameters that part of a model has; None where that is not known without loading it."""
         ...
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterable[str]:
@@ -82,7 +82,7 @@ class ModelBuilder(Protocol):
         ...
 
     def rest(self) -> None:
-        """Nothing is ordered any more: memory may go back."""
+        """No request is left: memory may be given back."""
         ...
 
 
@@ -141,7 +141,7 @@ class BuildRequests:
             return self._requests[-1]
 
     def all(self) -> list[BuildRequest]:
-        """In the order of their coming, the last of those that ended included."""
+        """All requests in the order in which they came, the last 20 that ended included."""
         with self._lock:
             return list(self._requests)
 
@@ -157,7 +157,7 @@ class BuildRequests:
         return found is not None
 
     def wait(self, seconds: float) -> bool:
-        """True once nothing is ordered any more."""
+        """Wait until no request is left; returns whether that is so."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
@@ -184,7 +184,7 @@ class BuildRequests:
         try:
             self._builder.rest()
         except Exception:  # the host's own code
-            log.exception("Slipstream: memory could not be given back")
+            log.exception("Slipstream: the host could not release memory")
 
     def _carry_out(self, request: BuildRequest) -> None:
         request.state, state = TicketState.RUNNING, TicketState.FAILED
@@ -199,7 +199,7 @@ class BuildRequests:
         except SlipstreamError as error:
             request.reason = str(error)
         except BaseException as error:  # a host's loader may even exit: nothing may leave everybody waiting
-            log.exception("Slipstream: making %s broke", request.wanted)
+            log.exception("Slipstream: building %s failed with an unexpected error", request.wanted)
             request.reason = f"Slipstream broke ({first_line(error)}); please report this with the log"
         if request.reason:
             log.warning("Slipstream: %s: %s", request.wanted, request.reason)
@@ -222,10 +222,10 @@ class BuildRequests:
 
 
 def describe_requests(requests: BuildRequests, queue: BuildQueue) -> list[dict[str, Any]]:
-    """What pages show: each request, its build's figures among its own, then builds that others asked for."""
-    of_orders = {digest for request in requests.all() for digest in request.digests}
+    """What pages show: each request with the figures of its build, then builds that were not requested here."""
+    of_requests = {digest for request in requests.all() for digest in request.digests}
     rows = [_describe(request, queue) for request in requests.all()]
-    others = (ticket for ticket in queue.pending() if ticket.plan.key.digest not in of_orders)
+    others = (ticket for ticket in queue.pending() if ticket.plan.key.digest not in of_requests)
     return rows + [{**describe_build(ticket, queue.is_held(ticket)), "report": [], "reason": ""} for ticket in others]
 
 

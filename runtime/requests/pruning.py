@@ -1,4 +1,4 @@
-"""Giving back what the store takes of the disk."""
+"""Freeing disk space that the engine store takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ...engine_cache import EngineStore, Entry
 
 
 def prune(store: EngineStore, limit_bytes: int | None = None, older_than: timedelta | None = None) -> list[Entry]:
-    """Remove the least recently used engines until the rest fits, and what builds that were killed left behind.
+    """Remove the least recently used engines until the rest fits, and the leftovers of builds that were killed.
 
     Args:
-        limit_bytes: instead of the store's own limit.
+        limit_bytes: size in bytes that the rest must fit into, instead of the store's own limit.
         older_than: also remove all that were last used longer ago than this.
 
     Returns:

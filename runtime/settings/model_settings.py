@@ -175,8 +175,8 @@ class Settings:
         compute: what engines compute in where `precision` leaves that to the host; None for the host's own.
         resolutions: where not empty, only these get engines, and with `ShapeChoice.RANGE` those in between.
         max_batch, max_tokens: the most samples and the longest text of an engine that is not for one exact size.
-        bake: put the model's numbers into the engine for good, where the backend can.
-        levers: for measurements.
+        bake: embed the model's weights in the engine, where the backend can.
+        levers: switches for measurements.
 
     Raises:
         ValueError: a batch or text that no call has.

@@ -1,4 +1,4 @@
-"""What carries out requests of the engines' page inside of ComfyUI: prompts of its own queue, as the page's are.
+"""Carries out the build requests of the engines' page inside ComfyUI, as prompts in ComfyUI's own queue.
 
 No other thread may load models while ComfyUI does. So a request is a prompt of a loader and a Build Engine node.
 """

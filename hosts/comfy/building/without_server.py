@@ -16,28 +16,12 @@ import torch
 
 from ....core.errors import BackendUnavailable, UnsupportedModel
 from ..process.checkout import use_checkout
-from .build_engines import open_unet, unet_call
 
 ROOT = Path(__file__).resolve().parents[3]
 CACHE = Path.home() / ".cache" / "slipstream"
 LOADER_FOLDERS = ("checkpoints", "diffusion_models", "unet", "vae")
 CHECKPOINT_PREFIX, VAE_PREFIX = "model.diffusion_model.", "first_stage_model."
 _SAFETENSORS = (".safetensors", ".sft")
-
-__all__ = [
-    "LOADER_FOLDERS",
-    "enter",
-    "find_checkout",
-    "find_file",
-    "load_demo",
-    "load_demo_vae",
-    "load_file",
-    "load_vae_file",
-    "models_folder",
-    "open_unet",
-    "unet_call",
-    "version",
-]
 
 
 # Finding
@@ -205,20 +189,6 @@ def load_vae_file(file: Path) -> Any:
             f"ComfyUI {version()} finds no VAE in {file}: {lines[0]}. Name a checkpoint or a VAE file"
         ) from error
     return found
-
-
-def load_demo_vae() -> Any:
-    """The built-in tiny model's `comfy.sd.VAE`."""
-    from ..models.demo_model import load_demo_vae as load
-
-    return load()
-
-
-def load_demo() -> Any:
-    """The `ModelPatcher` of the built-in tiny model."""
-    from ..models.demo_model import load_demo_model
-
-    return load_demo_model()
 
 
 def _is_unet_alone(file: Path) -> bool:

@@ -124,7 +124,7 @@ def _is_off(node: Mapping[str, Any]) -> bool:
 
 # --------------------------------------------------------------------------------------- a list of sizes
 
-_ALIKE = ("backend", "precision", "optimize", "engines", "max_batch", "max_tokens", "bake")
+_SHARED = ("backend", "precision", "optimize", "engines", "max_batch", "max_tokens", "bake")
 _TOKENS = 77
 
 
@@ -139,8 +139,8 @@ def _of_list(wiring: Wiring, node: str, samplers: Sequence[str]) -> dict[str, An
     if wiring.class_of(node) != MODEL_NODE or not isinstance(listed, str) or not parse_resolutions(listed):
         return None
     batch = 1 if all(_is_unguided(wiring, sampler) for sampler in samplers) else 2
-    alike = {name: given[name] for name in _ALIKE if name in given}
-    return {"model": given["model"], "resolutions": listed, "batch": batch, "tokens": _TOKENS, **alike}
+    shared = {name: given[name] for name in _SHARED if name in given}
+    return {"model": given["model"], "resolutions": listed, "batch": batch, "tokens": _TOKENS, **shared}
 
 
 def _is_unguided(wiring: Wiring, node: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,22 +101,22 @@ class Wiring:
 
     def ancestors(self, nodes: Iterable[str]) -> set[str]:
         """These nodes, and all that leads to them."""
-        found: set[str] = set()
-        waiting = list(nodes)
-        while waiting:
-            name = waiting.pop()
-            if name in self.prompt and name not in found:
-                found.add(name)
-                waiting += [slot.node for slot in self.inputs(name).values()]
-        return found
+
+        def sources(name: str) -> list[str]:
+            return [slot.node for slot in self.inputs(name).values() if slot.node in self.prompt]
+
+        return _reached((name for name in nodes if name in self.prompt), sources)
 
     def behind(self, nodes: Iterable[str]) -> set[str]:
         """These nodes, and all that they lead to."""
-        found: set[str] = set()
-        waiting = list(nodes)
-        while waiting:
-            name = waiting.pop()
-            if name not in found:
-                found.add(name)
-                waiting += self._followers.get(name, [])
-        return found
+        return _reached(nodes, lambda name: self._followers.get(name, []))
+
+
+def _reached(nodes: Iterable[str], neighbours: Callable[[str], Iterable[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += neighbours(name)
+    return found

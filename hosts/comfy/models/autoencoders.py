@@ -70,7 +70,7 @@ def kind_of(model: Any) -> Kind | None:
 
 
 def build_half(kind: Kind, config: Config, half: Half) -> torch.nn.Module:
-    """Without numbers."""
+    """Built as a meta module, without weights."""
     with torch.device("meta"), layers_with_weights():
         return kind.build(config, half).requires_grad_(False).eval()
 
@@ -95,7 +95,7 @@ def _looks_of(built: torch.nn.Module) -> dict[str, _Look]:
 
 @dataclass(frozen=True)
 class _Look:
-    """What decides how a layer computes, its numbers left out.
+    """What decides how a layer computes, apart from its weights.
 
     Attributes:
         settings: padding, stride and the like: whatever plain value its code keeps under a public name.

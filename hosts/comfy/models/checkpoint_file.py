@@ -70,5 +70,5 @@ def _checkpoint_of(patcher: Any) -> Path | None:
 
 
 def _stored_as(weights: dict[str, torch.Tensor]) -> str:
-    """One file gives other numbers when it is loaded in another dtype."""
+    """The dtype counts too: one file gives other weights when it is loaded in another dtype."""
     return "unet sums " + "+".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()}))

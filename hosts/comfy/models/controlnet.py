@@ -1,4 +1,4 @@
-"""ComfyUI's ControlNets of UNets (SD1.x, SD2, SDXL, Union) in the words of the runtime.
+"""ComfyUI's ControlNets of UNets (SD1.x, SD2, SDXL, Union) as `Architecture` and `ModelSource`.
 
 An engine begins behind the embedding of the hint, which is the same in every step of a picture: the plain model makes
 it once. The same goes for what a Union adds to the time embedding, so that one engine serves all its types.
@@ -18,16 +18,13 @@ from ....core.errors import UnsupportedModel
 from ....core.placeholder import placeholder_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.spec import ModelFingerprint, Precision, Role
-from ...architecture import Remembered, architecture_digest, cast_inputs, fingerprint_of, random_inputs
+from ...architecture import PREFIX, NetworkArchitecture, Remembered, architecture_digest, cast_inputs, fingerprint_of
 from ...live_model.account import why_changed
 from ...live_model.held_weights import Hold
 from ...model_patches import why_not_in_this_mode
-from ..process.current_weights import current_weights
-from ..process.dynamic_vram import bind_staged
-from ..process.staged_pages import is_dynamic
+from ..process.dynamic_vram import bind_weights
 from .checkpoint_file import original_digest
 from .diffusion_model import (
-    PREFIX,
     checkout_in_use,
     enter_for_layers,
     input_blocks,
@@ -113,7 +110,7 @@ def _one_attention(module: Any) -> Iterator[None]:
         module.optimized_attention, module.optimized_attention_masked = before
 
 
-class ComfyControlNet:
+class ComfyControlNet(NetworkArchitecture):
     """What a ControlNet computes, apart from the one that was loaded.
 
     Args:
@@ -170,17 +167,14 @@ class ComfyControlNet:
         """By name, without `PREFIX`."""
         return {name: tensor.shape for name, tensor in self.meta_module.state_dict().items()}
 
-    @functools.cached_property
-    def meta_module(self) -> Any:
+    def new_meta_module(self) -> torch.nn.Module:
         return self.build()
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
         return placeholder_of(lambda: ControlNetGraph(self.build(plain_layers())), dtype_of(precision), device)
 
-    random_inputs = staticmethod(random_inputs)
-
-    def build(self, operations: Any = None) -> Any:
-        """The network without numbers, and without the layers that embed hint and types."""
+    def build(self, operations: Any = None) -> torch.nn.Module:
+        """The network as a meta module, without the layers that embed hint and types."""
         network = self._whole(operations)
         _put_stand_ins(network)
         for name in ("transformer_layes", "spatial_ch_projs"):  # of a Union; they too embed
@@ -340,7 +334,4 @@ class ComfyControlNetSource:
 
     def _bound(self, dtype: torch.dtype) -> BoundWeights:
         patcher, names = self._control.control_model_wrapped, frozenset(self.architecture.weight_shapes)
-        if is_dynamic(patcher):
-            return bind_staged(patcher, self.network, names, dtype, prefix=PREFIX)
-        found = current_weights(self.network, names, dtype, self.device)
-        return BoundWeights({PREFIX + name: tensor for name, tensor in found.items()})
+        return bind_weights(patcher, self.network, names, dtype, prefix=PREFIX)

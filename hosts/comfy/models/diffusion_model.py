@@ -32,9 +32,6 @@ from .model_classes import ModelClass, class_named, class_of
 from .projected_text import take_projected
 from .tracing_layers import PlainNumbers, layers_with_weights, plain_layers
 
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
-
 
 def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:
     """Positional and keyword arguments of a model: each class has names of its own for latent and timesteps."""

@@ -21,8 +21,7 @@ def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | No
         return "another node injects layers of its own into the model"
     if getattr(patcher, "hook_patches", None):
         return "weight hooks change the model between steps"
-    if any(name.startswith("diffusion_model") for name in patcher.object_patches):
-        name = next(name for name in patcher.object_patches if name.startswith("diffusion_model"))
+    if name := next((name for name in patcher.object_patches if name.startswith("diffusion_model")), None):
         return f"another node replaces {name} of the model"
     options = model_options.get("transformer_options", {})
     if extension.get_wrappers_with_key(extension.WrappersMP.APPLY_MODEL, _COMPILE_KEY, options):

@@ -36,8 +36,8 @@ def take_projected(network: torch.nn.Module, within: Within = None) -> list[tupl
     end = 0
     for attention in _attentions(network, within):
         for name in _PROJECTIONS:
-            projection = attention._modules[name]
-            begin, end = end, end + _width(projection)
+            projection: Any = attention._modules[name]
+            begin, end = end, end + projection.weight.shape[0]
             before.append((attention, name, projection))
             attention._modules[name] = _Part(begin, end)
     return before
@@ -71,8 +71,3 @@ def _attentions(network: torch.nn.Module, within: Within) -> list[torch.nn.Modul
         layer for part in parts for layer in part.modules() if isinstance(layer, BasicTransformerBlock)
     ]
     return [block.attn2 for block in blocks if block.attn2 is not None]
-
-
-def _width(projection: Any) -> int:
-    width: int = projection.weight.shape[0]
-    return width

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class PlainNumbers(TorchFunctionMode):
-    """Models that are built meanwhile, on the meta device too, can read their lists of numbers and draw none at random.
+    """Models built inside, on the meta device too, can read their tables, and take nothing from the random generator.
 
     PixArt's reads a `linspace`, and draws first values for its tables from the generator that samplers take noise from.
     """

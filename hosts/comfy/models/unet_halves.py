@@ -16,10 +16,9 @@ from ....core.dtypes import dtype_of
 from ....core.protocols import Tensors
 from ....core.spec import ModelFingerprint
 from ....engine_cache import WeightsMemo
-from ...architecture import Remembered, cast_inputs
+from ...architecture import PREFIX, Remembered, cast_inputs
 from ...control_residuals import Control, control_of, kinds_of
 from .diffusion_model import (
-    PREFIX,
     ComfyDiffusionModel,
     input_blocks,
     plain_operators,

@@ -1,4 +1,4 @@
-"""A live ComfyUI model in the words of the runtime."""
+"""A live ComfyUI model as a `ModelSource` of the runtime."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from ....core.dtypes import dtype_of, precision_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.spec import Precision
 from ....engine_cache import WeightsMemo
-from ...architecture import cast_inputs
-from ..process.current_weights import copies, current_weights, weights_token
-from ..process.dynamic_vram import bind_staged
-from ..process.staged_pages import is_dynamic
+from ...architecture import PREFIX, cast_inputs
+from ..process.current_weights import copies, weights_token
+from ..process.dynamic_vram import bind_weights
 from .checkpoint_file import unet_digest
-from .diffusion_model import PREFIX, ComfyDiffusionModel, split_inputs
+from .diffusion_model import ComfyDiffusionModel, split_inputs
 from .projected_text import Within, project, projected_already
 
 
@@ -98,7 +97,4 @@ class ComfyUNetSource:
 
     def _bound(self, dtype: torch.dtype, token: Hashable | None, prefix: str = "") -> BoundWeights:
         names = self.architecture.weight_names
-        if is_dynamic(self._patcher):
-            return bind_staged(self._patcher, self.unet, names, dtype, self.owner, prefix)
-        found = current_weights(self.unet, names, dtype, self.device, token, self.owner)
-        return BoundWeights({prefix + name: tensor for name, tensor in found.items()})
+        return bind_weights(self._patcher, self.unet, names, dtype, token, self.owner, prefix)

@@ -1,4 +1,4 @@
-"""The halves of ComfyUI's image VAEs, decoder and encoder, in the words of the runtime."""
+"""The halves of ComfyUI's image VAEs, decoder and encoder, as `Architecture` and `ModelSource`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from ....core.shapes import Shape
 from ....core.spec import ModelFingerprint, Precision, Role
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Resolution
-from ...architecture import Draw, NetworkArchitecture, Remembered, architecture_digest, cast_inputs, fingerprint_of
+from ...architecture import (
+    PREFIX,
+    Draw,
+    NetworkArchitecture,
+    Remembered,
+    architecture_digest,
+    cast_inputs,
+    fingerprint_of,
+)
 from ...live_model.account import why_changed
-from ..process.current_weights import current_weights, weights_token
-from ..process.dynamic_vram import bind_staged
-from ..process.staged_pages import is_dynamic
+from ..process.current_weights import weights_token
+from ..process.dynamic_vram import bind_weights
 from .autoencoders import DECODER, HALVES, KINDS, Config, Half, Kind, build_half, kind_of, why_other_layers
 from .checkpoint_file import original_digest
 from .diffusion_model import checkout_in_use, enter_for_layers
 from .vae_fallback_reasons import why_not_this_vae
-
-PREFIX = "model."
-"""Of every weight's name in the exported program."""
 
 
 class VaeGraph(torch.nn.Module):
@@ -113,7 +117,7 @@ class ComfyVaeHalf(NetworkArchitecture):
         return {"pixels": _picture}
 
     def new_meta_module(self) -> torch.nn.Module:
-        """The half without numbers."""
+        """The half as a meta module."""
         return build_half(self.kind, self.config, self.half)
 
 
@@ -191,10 +195,7 @@ class ComfyVaeSource:
 
     def _bound(self, dtype: torch.dtype, token: Any) -> BoundWeights:
         names, owner = self.architecture.weight_names, self.architecture.role.value
-        if is_dynamic(self._vae.patcher):
-            return bind_staged(self._vae.patcher, self._model, names, dtype, owner, PREFIX)
-        found = current_weights(self._model, names, dtype, self.device, token, owner)
-        return BoundWeights({PREFIX + name: tensor for name, tensor in found.items()})
+        return bind_weights(self._vae.patcher, self._model, names, dtype, token, owner, PREFIX)
 
 
 def plain_method(model: Any, half: Half) -> Any:

@@ -28,7 +28,7 @@ def current_weights(
 
     A loaded model's own parameters are handed out themselves. Where ComfyUI casts a layer's weights at every call
     (stored in fp8, kept in RAM, patched on the fly), its own cast gives a copy, so that engine and plain model use the
-    same numbers.
+    same weights.
 
     Args:
         token: see `weights_token`. Copies are kept for the next call with an equal one; None keeps none.
@@ -89,7 +89,7 @@ def _made(
 
 
 def weights_token(patcher: Any) -> Hashable | None:
-    """Equal for two calls between which a `ModelPatcher` computes with the same numbers; None where nobody knows.
+    """Equal for two calls between which a `ModelPatcher` computes with the same weights; None where that is not known.
 
     Every patch (LoRA) gives a model a new `patches_uuid`; hooks change weights without one. It keeps no model alive.
     """

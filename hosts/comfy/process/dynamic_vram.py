@@ -77,6 +77,28 @@ class _Staged:
 _staged: Remembered[_Staged] = Remembered()
 
 
+def bind_weights(
+    patcher: Any,
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    token: Hashable | None = None,
+    owner: str = "",
+    prefix: str = "",
+) -> BoundWeights:
+    """The weights of a loaded model in `dtype` on its device, by `current_weights`, or where ComfyUI streams them held.
+
+    Args:
+        token: see `current_weights.current_weights`.
+
+    See `bind_staged` for the other arguments and what is raised.
+    """
+    if is_dynamic(patcher):
+        return bind_staged(patcher, network, names, dtype, owner, prefix)
+    found = current_weights(network, names, dtype, torch.device(patcher.load_device), token, owner)
+    return BoundWeights({prefix + name: tensor for name, tensor in found.items()})
+
+
 def bind_staged(
     patcher: Any,
     network: torch.nn.Module,

@@ -1,4 +1,4 @@
-"""Room on a device, by ComfyUI's own accounts."""
+"""Free memory on a device, as ComfyUI's memory management counts it."""
 
 from __future__ import annotations
 

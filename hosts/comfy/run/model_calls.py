@@ -60,13 +60,13 @@ class Served:
 
 
 class Tally:
-    """Counts calls, or notes them for somebody who counts."""
+    """Counts calls that engines served, or collects them in a list, to be counted later."""
 
     def __init__(self) -> None:
         self._notes: list[Served] | None = None
 
     def follow(self, run: Run, counts: bool = True) -> None:
-        """Hear of a run's calls from now on."""
+        """Receive the calls of a run from now on."""
         run.tally = lambda offer: self._hear(Served(run, offer, counts))
 
     def _hear(self, served: Served) -> None:
@@ -94,11 +94,11 @@ class ModelCalls:
         halves: those of its halves; None where they are not wanted.
 
     Attributes:
-        join: called when a call needs what the ControlNet gives; until then that may be in the making.
+        join: called when a call needs the ControlNet's residuals; until then another stream may still compute them.
         engines_only: raise `NotServed` instead of asking the plain model.
         options: `transformer_options` of the last call.
-        texts: projected ones to be used instead of projecting, by the modules that read them.
-        kinds: of the calls that were made, see `_kind_of`.
+        texts: texts that are projected already, by the modules that read them.
+        kinds: what `_kind_of` gave for each call so far.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ModelCalls:
             if isinstance(answer, torch.Tensor):
                 return answer
             coming = answer
-        self._join()
+        self.join()
         if veto is None and "context" in inputs:
             inputs["context"] = self.text_of(self.source, inputs["context"])
         residuals: Tensors | str = {}
@@ -167,7 +167,7 @@ class ModelCalls:
         """Whether there is an engine for the whole model; none is built for calls whose halves' are on their way."""
         call = CallShape.of(inputs)
         if call not in self._wholes:
-            self._wholes[call] = self.whole.why_not(inputs, orders=False) is None
+            self._wholes[call] = self.whole.why_not(inputs, may_build=False) is None
         return self._wholes[call]
 
     @contextmanager
@@ -182,9 +182,6 @@ class ModelCalls:
     def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
         """A text as a source's engines take it: projected once where it is the same in every step."""
         return self.texts[source.within] if source.within in self.texts else source.project(context)
-
-    def _join(self) -> None:
-        self.join()
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:
@@ -214,7 +211,7 @@ class ModelCalls:
 
 
 def _kind_of(inputs: Tensors, control: Any) -> Hashable:
-    """Equal for calls of the model that are the same work, whoever computes them."""
+    """Equal for calls that are the same work for an engine and for the model: same shapes, dtypes and residuals."""
     given = control if isinstance(control, Mapping) else {}
     return CallShape.of(inputs), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
 
@@ -227,11 +224,11 @@ class Halves:
         ending: closes the runs of the halves, which begin with the first call.
 
     Attributes:
-        is_refused: the model runs whole.
+        is_refused: the halves are not used in this run; the model runs as a whole.
     """
 
     _proved: set[tuple[str, str]] = set()
-    """Architecture and weights of models whose halves gave what the whole model gives, in this process."""
+    """Architecture and weights of models whose halves together matched the whole model in this process."""
 
     def __init__(
         self, module: AcceleratedModule, settings: Settings, patcher: Any, ending: ExitStack, tally: Tally

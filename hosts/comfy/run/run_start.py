@@ -1,4 +1,4 @@
-"""How a run of an accelerated model, ControlNet or VAE begins, and who hears what happened in it."""
+"""How a run of an accelerated model, ControlNet or VAE begins, and how its calls are reported when it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Source = TypeVar("_Source", bound=ModelSource)
 
 @contextmanager
 def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterator[None]:
-    """Tell `after_run` what happened meanwhile."""
+    """Report the engine and eager calls made inside the block to `after_run`."""
     module.status.begin_run()
     before = module.status.to_json()
     try:
@@ -32,7 +32,7 @@ def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterat
 
 @contextmanager
 def failing(module: AcceleratedModule) -> Iterator[None]:
-    """Let the page know why a person who asks for engines gets none."""
+    """Show on the node why a requested engine could not be built; the error is raised on."""
     try:
         yield
     except waiting_hooks().interruptions:
@@ -50,12 +50,13 @@ def begin_run(
     finite_only: bool = False,
     cold_calls: int | None = None,
     conditions: Hashable = None,
+    can_start_again: bool = False,
 ) -> tuple[Run, _Source] | str:
     """A run of `module` that closes with `ending`, and its source; or why no engine can serve.
 
     Args:
         read: makes the source.
-        finite_only, cold_calls, conditions: see `AcceleratedModule.run`.
+        finite_only, cold_calls, conditions, can_start_again: see `AcceleratedModule.run`.
     """
     settings = module.settings
     if settings.backend is BackendChoice.OFF:
@@ -72,5 +73,6 @@ def begin_run(
         settings=settings,
         cold_calls=cold_calls,
         conditions=conditions,
+        can_start_again=can_start_again,
     )
     return ending.enter_context(run), source

@@ -146,7 +146,7 @@ def behind(prefix: str, tensors: Tensors) -> Tensors:
 
 
 def kind_of_control(control: Any) -> Hashable:
-    """All of a ControlNet that ends up as fixed numbers in a graph."""
+    """Every value of a ControlNet that a captured graph holds as a constant."""
     extra = tuple(sorted((name, repr(value)) for name, value in control.extra_args.items()))
     return (
         weakref.ref(control.control_model),
@@ -160,14 +160,14 @@ def kind_of_control(control: Any) -> Hashable:
 
 
 def kind_of_sampling(model: Any) -> Hashable:
-    """The model, and all of its noise schedule that ends up as fixed numbers in a graph."""
+    """The model, and every value of its noise schedule that a captured graph holds as a constant."""
     sampling = model.model_sampling
     numbers = {name: value for name, value in vars(sampling).items() if isinstance(value, (bool, int, float, str))}
     return weakref.ref(model), weakref.ref(sampling), tuple(sorted(numbers.items()))
 
 
 def kind_of_conditions(guider: Any, order: tuple[int, ...]) -> Hashable:
-    """All of what conditions the model but the numbers: equal where it makes up inputs of the same shapes."""
+    """What conditions the model, apart from tensor values: equal where it gives inputs of the same shapes."""
     return tuple(
         (name, type(cond), tuple(cond.cond.shape), cond.cond.dtype)
         for each in _model_conds(guider, order)

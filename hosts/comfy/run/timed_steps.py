@@ -127,7 +127,7 @@ class TimedSteps:
             if not watch.ran_out(error):
                 raise
         # Out here the error is gone, and with it the frames that kept tensors alive.
-        log.info("Slipstream: memory does not suffice to compare steps with those of the model; engines go on")
+        log.info("Slipstream: too little memory to time steps of the model for comparison; engines stay in use")
         self._times.stop_comparing()
         self._left = 0
         give_back_unused(device)

@@ -1,4 +1,4 @@
-"""What a VAE needs of device memory on an engine, in the place of ComfyUI's estimate for the plain model."""
+"""How much device memory a VAE needs on an engine, in bytes; replaces ComfyUI's estimate for the plain model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIES = 4
 def memory_needed(
     vae: Any, module: AcceleratedModule, half: Half, estimate: Callable[..., float], shape: Any, dtype: Any
 ) -> float:
-    """Bytes for each picture of a batch, where its engine is there; else what ComfyUI expects. Never 0.
+    """Bytes for each picture of a batch on its engine; ComfyUI's own estimate where there is none. Never 0.
 
     Args:
         estimate: ComfyUI's own, given shape and dtype.

@@ -99,7 +99,7 @@ def _calibration_pictures(
 
 
 def _others(steps: int) -> list[int]:
-    """Numbers of computed steps for the chart."""
+    """Other counts of computed steps, which the chart shows beside the proposal."""
     shares = {preset.selection.share for preset in PRESETS.values()}
     return sorted(count for count in {count_of(share, steps) for share in shares} if count < steps)
 

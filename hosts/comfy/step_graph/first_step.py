@@ -35,7 +35,7 @@ class KnownStep:
 
     Attributes:
         calls: of engines, in their order: whose, of what shapes, and whether it counts, see `Served`.
-        conditions, hints: what conditioned the model, but for the numbers.
+        conditions, hints: what conditioned the model, apart from tensor values.
         levers: by which it came about.
         kinds: see `Pattern`.
     """

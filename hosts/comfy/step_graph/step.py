@@ -146,7 +146,7 @@ class Step:
         return all(_fits(control, x, len(pattern.order)) for control in self.used)
 
     def generation(self, pattern: Pattern) -> Hashable:
-        """Changes when anything lies elsewhere that a graph reads where it is."""
+        """Changes when an address that a captured graph reads is invalidated."""
         sampling = self._model.model_sampling
         tables = tuple(tensor.data_ptr() for tensor in (*sampling.parameters(), *sampling.buffers()))
         return tables, tuple(engine.engine.generation for engine in pattern.engines)

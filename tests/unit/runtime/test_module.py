@@ -124,14 +124,14 @@ def test_what_is_asked_without_a_call(provider: EngineProvider, source: FakeSour
     """Whether an engine would answer, whether one is ordered for that, and whether an ordered one is on its way."""
     module, other = AcceleratedModule(provider, BACKGROUND), make_inputs(16)
     with module.run(source) as run:
-        assert "no engine" in (run.why_not(INPUTS, orders=False) or "") and not provider.queue.pending()
+        assert "no engine" in (run.why_not(INPUTS, may_build=False) or "") and not provider.queue.pending()
         assert not run.is_coming(INPUTS)
         assert "being built in the background" in (run.why_not(INPUTS) or "")
         assert run.is_coming(INPUTS) and not run.is_coming(other)
         (ticket,) = provider.queue.pending()
     assert ticket.wait(30)
     with module.run(source) as run:
-        assert run.why_not(INPUTS, orders=False) is None and not run.is_coming(INPUTS)
+        assert run.why_not(INPUTS, may_build=False) is None and not run.is_coming(INPUTS)
         assert_right(call(run, source), source)
         assert run.why_not(INPUTS) is None
     assert counts(module) == (1, 0)

@@ -109,8 +109,7 @@ def test_sampling_begins_anew_where_engines_served_before(
 ) -> None:
     monkeypatch.setattr(sentinel_module, "EVERY", 4)
     picture(module, host)
-    with module.run(host.source) as run:
-        run.can_start_again = True
+    with module.run(host.source, can_start_again=True) as run:
         host.call(run)
         host.factor = 1.001  # in the midst of the run
         with pytest.raises(StartAgain):
