@@ -26,7 +26,7 @@ from .output import Output
 _COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
 
 
-def list_engines(store: EngineStore, output: Output) -> int:
+def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
     """Show every engine, the most recently used first."""
     data = overview(store)
     rows = data["engines"]
@@ -60,9 +60,9 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
+def show_engine(store: EngineStore, output: Output, options: Namespace) -> int:
     """Show all that is known about one engine."""
-    digest = resolve(store, prefix)
+    digest = resolve(store, options.id)
     entry = store.lookup(digest)
     if entry is None:
         raise CommandError(
@@ -120,10 +120,10 @@ def _flat(node: Any, name: str = "") -> list[tuple[str, str]]:
     return [] if name == "spec.profile" else [(name, str(node))]
 
 
-def verify_engines(store: EngineStore, output: Output, prefixes: list[str]) -> int:
+def verify_engines(store: EngineStore, output: Output, options: Namespace) -> int:
     """Read the files of some engines (of all when none is named) and compare them with their checksums."""
-    if prefixes:
-        found = {digest: store.verify(digest) for digest in dict.fromkeys(resolve(store, text) for text in prefixes)}
+    if options.ids and not options.all:
+        found = {digest: store.verify(digest) for digest in dict.fromkeys(resolve(store, id) for id in options.ids)}
     else:
         found = store.verify_all()
     bad = sum(reason is not None for reason in found.values())
@@ -187,7 +187,7 @@ def resolve(store: EngineStore, prefix: str) -> str:
     Raises:
         CommandError: none does, or several do.
     """
-    found = [digest for digest in _digests(store) if digest.startswith(prefix)]
+    found = [digest for digest in store.digests() if digest.startswith(prefix)]
     if not found:
         raise CommandError(
             f"No engine in {store.root} has an id that begins with {prefix}; `slipstream list` shows them"
@@ -196,8 +196,3 @@ def resolve(store: EngineStore, prefix: str) -> str:
         several = ", ".join(digest[: max(SHOWN, len(prefix) + 4)] for digest in found[:5])
         raise CommandError(f"{prefix} fits {len(found)} engines ({several}); give more digits")
     return found[0]
-
-
-def _digests(store: EngineStore) -> list[str]:
-    folder = store.root / "engines"
-    return sorted(path.name for path in folder.iterdir() if len(path.name) == 64) if folder.is_dir() else []

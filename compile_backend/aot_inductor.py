@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from ..core.environment import Environment
 from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .compiling import CompilingBackend
 from .cpp.headers import headers_with_the_cache
 from .cpp.runtime_library import shared_cpp_runtime
 from .cpp.toolchain import (
-    TRITON,
     why_no_c_compiler,
     why_no_cpp_compiler,
     why_no_cuda_headers,
@@ -32,14 +31,10 @@ from .unpacked import marked
 PACKAGE = "package.pt2"
 
 
-class AOTInductorBackend:
+class AOTInductorBackend(CompilingBackend):
     """Builds packages without weights: one serves every checkpoint of an architecture, and a LoRA needs no rebuild."""
 
     name = "aotinductor"
-    can_bake = False
-
-    def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=TRITON if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return package_options(device, optimize)
@@ -55,12 +50,6 @@ class AOTInductorBackend:
         if reason is None and device.type == "cuda":
             reason = why_no_triton() or why_no_c_compiler() or why_no_cuda_headers()
         return reason
-
-    def why_unsupported(self, spec: EngineSpec) -> str | None:
-        return None if spec.is_static else "compiled engines are made for one exact shape"
-
-    def build_bytes(self, spec: EngineSpec) -> int:
-        return 0
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CorruptEngine, SlipstreamError, StoreError
@@ -163,11 +162,6 @@ class Hold:
     def __init__(self, claim: Claim | None) -> None:
         self._claim = claim
 
-    @property
-    def protects(self) -> bool:
-        """False where the store is read-only, so that nobody can be told."""
-        return self._claim is not None
-
     def release(self) -> None:
         if self._claim is not None:
             self._claim.release()
@@ -175,7 +169,5 @@ class Hold:
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -9,5 +9,4 @@ run        one run, step by step
 calibrate  a selection for the user's own model: `trial`, `paths`, `calibrated`; `saved` keeps it
 measured   how close the presets came
 metrics    how far a picture is from another
-statistics how sure a mean is
 """

@@ -57,9 +57,9 @@ def latent_psnr(latents: Tensor, reference: Tensor) -> Tensor:
     return _decibels(found, wanted, values.amax(1) - values.amin(1))
 
 
-def capped(decibels: Tensor, cap: float = PSNR_CAP) -> Tensor:
-    """PSNRs between −cap and cap dB, for means, intervals and JSON, which know no infinity. NaN stays NaN."""
-    return decibels.clamp(-cap, cap)
+def capped(decibels: Tensor) -> Tensor:
+    """PSNRs limited to ±`PSNR_CAP` dB, for means, intervals and JSON, which know no infinity. NaN stays NaN."""
+    return decibels.clamp(-PSNR_CAP, PSNR_CAP)
 
 
 def ssim(images: Tensor, reference: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ PLAN = "engine.plan"
 RECIPE = 1
 """Raise when export, surgery or build make another plan of the same model: it makes new engines of all old ones."""
 ALL, NEEDED = "all", "needed"
-"""Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
+"""Graph passes to run: all of them, or those without which TensorRT cannot read the graph (for benchmarks)."""
 _NEEDED = ("split_sequences", "fold_constants", "forget_empty_sizes")
 _NEEDED_FOR_EIGHT_BITS = (*_NEEDED, "fold_transposes")
 
@@ -55,7 +55,7 @@ class TensorRTBackend:
             "opset": library.opset,
             "level": library.level(optimize),
             "aux_streams": 0,  # a CUDA graph of one stream is simpler to capture, and gains more
-            "hardware": "this",
+            "hardware": "this",  # never another: a part of the keys of stored engines
             "stripped": library.can_strip,
             "surgery": ALL,
             "recipe": RECIPE,
@@ -151,14 +151,8 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
 
     weights, eight_bits = dict(graph.weights), DTYPES[spec.quantised] if spec.quantised else None
     only = None if spec.backend.options["surgery"] == ALL else _NEEDED if eight_bits is None else _NEEDED_FOR_EIGHT_BITS
-    model, reports = operate(
-        graph.model,
-        weights,
-        opset=max(library.opset, 18),
-        only=only,
-        eight_bits=eight_bits,
-        tuned=spec.profile.opt,
-    )
+    opset, tuned = max(library.opset, 18), spec.profile.opt
+    model, reports = operate(graph.model, weights, opset=opset, only=only, eight_bits=eight_bits, tuned=tuned)
     if eight_bits is not None and not any(source.eight_bits for source in weights.values()):
         raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.precision_name))
     if library.opset < 18:

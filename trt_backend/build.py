@@ -107,9 +107,6 @@ class PlanBuilder:
         config.max_aux_streams = int(options["aux_streams"] or 0)
         library.follow_dtypes(config, network, self._spec.precision, self._exact)
         library.target_this_gpu(config)
-        if options["hardware"] != "this":
-            level = library.trt.HardwareCompatibilityLevel
-            config.hardware_compatibility_level = getattr(level, str(options["hardware"]))
         if workspace is not None:
             config.set_memory_pool_limit(library.trt.MemoryPoolType.WORKSPACE, workspace)
         if self._sparse_share >= LAYER_SHARE:

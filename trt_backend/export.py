@@ -107,17 +107,12 @@ def open_axes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, axes in spec.profile.inputs.items():
-        sizes = [
-            {end for profile in spec.profiles for end in _ends(profile.inputs[name][axis])} for axis in range(len(axes))
-        ]
-        found[name] = tuple(axis for axis, wanted in enumerate(sizes) if len(wanted) > 1)
+        ranges = [[profile.inputs[name][axis] for profile in spec.profiles] for axis in range(len(axes))]
+        sizes = [{end for size in taken for end in (size.min, size.max)} for taken in ranges]
+        found[name] = tuple(axis for axis, taken in enumerate(sizes) if len(taken) > 1)
         if fixed := [axis for axis in found[name] if axis_name(name, axis) is None]:
             raise UnsupportedModel(f"Engines for a range of sizes cannot vary axis {fixed[0]} of {name}")
     return found
-
-
-def _ends(size: Any) -> tuple[int, int]:
-    return size.min, size.max
 
 
 def _example_shapes(spec: EngineSpec) -> dict[str, Shape]:

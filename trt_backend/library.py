@@ -257,7 +257,11 @@ class Library:
         """
         names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
         names |= {"BOOL": "bool", "FP8": "float8_e4m3fn", "INT8": "int8"}
-        known = {getattr(self.trt.DataType, ours): theirs for ours, theirs in names.items() if _has(self.trt, ours)}
+        known = {
+            getattr(self.trt.DataType, ours): theirs
+            for ours, theirs in names.items()
+            if hasattr(self.trt.DataType, ours)
+        }
         found: torch.dtype = getattr(torch, known[dtype])
         return found
 
@@ -276,10 +280,6 @@ def _up_to(network: Any, names: Container[str], constant: Any) -> list[Any]:
         given = [layer.get_input(index) for index in range(layer.num_inputs)]
         open_ends += [makers[tensor.name] for tensor in given if tensor is not None and tensor.name in makers]
     return list(found.values())
-
-
-def _has(trt: Any, dtype: str) -> bool:
-    return hasattr(trt.DataType, dtype)
 
 
 def find_library(device: torch.device) -> Library:

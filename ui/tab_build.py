@@ -11,17 +11,13 @@ from ..runtime.settings.model_settings import (
     MAX_BATCH,
     MAX_TOKENS,
     PRECISIONS,
-    TOKENS,
     BackendChoice,
     ShapeChoice,
 )
 from . import wording
 from .compat import gradio, listen
-from .form import PRESETS, Answers
+from .form import PRESETS, Answers, batch_slider, tokens_slider
 from .manager import Manager
-
-_LARGEST_BATCH = 64
-_LONGEST_TEXT = 16 * TOKENS
 
 
 class BuildTab:
@@ -59,7 +55,7 @@ class BuildTab:
         with gr.Row():
             preset = gr.Radio(list(PRESETS), label="Sizes for")
             sizes = gr.Textbox("512x512", label="Resolutions", elem_id="slipstream_sizes")
-            batch = gr.Slider(1, _LARGEST_BATCH, value=2, step=1, label="Batch: 2 for one picture with CFG")
+            batch = batch_slider()
         with gr.Row():
             precision = gr.Radio(list(PRECISIONS), value=AUTO, label="Precision")
             backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
@@ -80,11 +76,9 @@ class BuildTab:
                 "the first; batches go from 1 up, texts from 77 tokens up. Both kinds of one engine for all need "
                 "TensorRT; other backends make one per size."
             )
-            max_batch = gr.Slider(1, _LARGEST_BATCH, value=MAX_BATCH, step=1, label="Largest batch of such an engine")
-            tokens = gr.Slider(TOKENS, _LONGEST_TEXT, value=TOKENS, step=TOKENS, label="Length of the text, in tokens")
-            longest = gr.Slider(
-                TOKENS, _LONGEST_TEXT, value=MAX_TOKENS, step=TOKENS, label="Longest text of an engine for all"
-            )
+            max_batch = batch_slider(MAX_BATCH, "Largest batch of such an engine")
+            tokens = tokens_slider()
+            longest = tokens_slider(MAX_TOKENS, "Longest text of an engine for all")
             bake = gr.Checkbox(False, label="Bake the weights in (TensorRT only: one checkpoint, no LoRA)")
         return [optimize, engines, max_batch, tokens, longest, bake]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -17,15 +16,15 @@ from .rules import Refused
 
 
 @asks()
-async def show(request: web.Request) -> Answer:
-    return await asyncio.to_thread(lambda: _answer(preferences().read()))
+def show(request: web.Request) -> Answer:
+    return _answer(preferences().read())
 
 
 @changes(*NAMES)
-async def change(request: web.Request, fields: dict[str, Any]) -> Answer:
+def change(request: web.Request, fields: dict[str, Any]) -> Answer:
     if "folder" in fields and not is_here(request):
-        await asyncio.to_thread(_check_same_folder, fields["folder"])
-    return await asyncio.to_thread(_change, fields)
+        _check_same_folder(fields["folder"])
+    return _change(fields)
 
 
 ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)]

@@ -94,7 +94,7 @@ def calibrate(
     ran = _progress(after_run, most_runs(steps, count, others, search))
     trial = Trial(pictures.fitted, ran)
     paths = _paths(trial, steps, search.longest_for(count, steps))
-    found = {number: _closest(trial, _starts(number, steps, paths, search)) for number in numbers}
+    found = {number: max(_starts(number, steps, paths, search), key=trial.mean) for number in numbers}
     found[count] = moved(trial, found[count], search.swap_runs)
     judge = Trial(pictures.held_out, ran)
     choices = tuple(_choice(trial, judge, pictures.shortened, found[number], steps) for number in numbers)
@@ -146,10 +146,6 @@ def _paths(trial: Trial, steps: int, longest: int) -> list[dict[int, Steps]]:
 def _starts(number: int, steps: int, paths: list[dict[int, Steps]], search: Search) -> list[Steps]:
     laws = [_preset_steps(number, steps), *(power_law(steps, number, power) for power in search.powers)]
     return [*laws, *(path[number] for path in paths if number in path)]
-
-
-def _closest(trial: Trial, selections: list[Steps]) -> Steps:
-    return max(selections, key=trial.mean)
 
 
 def _preset_steps(count: int, steps: int) -> Steps:

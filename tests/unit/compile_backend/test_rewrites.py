@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.inductor.kernels import whole_rows
 from slipstream.compile_backend.inductor.options import (
     JOINED_PERCENT,
     PACKAGED,
@@ -21,7 +22,6 @@ from slipstream.compile_backend.inductor.options import (
     fusion_options,
     package_options,
 )
-from slipstream.compile_backend.inductor.reductions import whole_rows
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
 from slipstream.compile_backend.rewrites import (
     Rewritten,
