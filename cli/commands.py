@@ -1,4 +1,4 @@
-"""The words of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
+"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
 
 Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
 """
@@ -94,7 +94,7 @@ def _command(add_parser: _AddParser, name: str, help: str, module: str, function
         "--comfyui", type=Path, metavar="DIR", help="the ComfyUI to work with; default: COMFYUI_DIR, else its own"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--verbose", action="store_true", help="tell on stderr what happens inside")
+    parser.add_argument("--verbose", action="store_true", help="log details to stderr")
     parser.set_defaults(command=(module, function))
     return parser
 
@@ -118,9 +118,7 @@ def _add_verify(add_parser: _AddParser) -> None:
 
 
 def _add_prune(add_parser: _AddParser) -> None:
-    parser = _command(
-        add_parser, "prune", "remove the engines that were not used for the longest time", "engines", "prune_engines"
-    )
+    parser = _command(add_parser, "prune", "remove the least recently used engines", "engines", "prune_engines")
     parser.add_argument(
         "--limit", type=size_in_bytes, metavar="SIZE", help="what may stay, such as 5GB; default: the store's limit"
     )
@@ -142,7 +140,7 @@ def _add_build(add_parser: _AddParser) -> None:
 
 
 def _add_bench(add_parser: _AddParser) -> None:
-    parser = _command(add_parser, "bench", "time one call of the model, plain and accelerated", "bench", "bench")
+    parser = _command(add_parser, "bench", "time one call of the model, with and without Slipstream", "bench", "bench")
     _add_model(parser)
     parser.add_argument("--repeats", type=count, default=20, metavar="N", help="calls to time; default: %(default)s")
     parser.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before; default: %(default)s")

@@ -74,10 +74,10 @@ class AOTInductorBackend(CompilingBackend):
 
 
 class _Slots:
-    """Where a loaded package reads its weights.
+    """The tensors from which a loaded package reads its weights.
 
-    torch never lets go of a tensor that it gave a package, even when both are gone. So a package is given one tensor a
-    weight for good, and what changes is the memory on which these tensors stand, which is not theirs.
+    torch never frees a tensor that was given to a package, even when both are gone. So a package is given one tensor a
+    weight for good, and an update only points these tensors at other storage, which they do not own.
     """
 
     def __init__(self, package: Any) -> None:
@@ -86,7 +86,7 @@ class _Slots:
         self._addresses: list[int] = []
 
     def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the package compute with `weights`, whoever keeps them alive."""
+        """Let the package compute with `weights`, which the caller keeps alive."""
         with torch.inference_mode(False):  # slots outlive a host's inference mode
             for name, tensor in weights.items():
                 if (slot := self._slots.get(name)) is None:
@@ -101,7 +101,7 @@ class _Slots:
 
 
 def _lent(memory: torch.UntypedStorage) -> Any:
-    """The same memory, which somebody else keeps alive."""
+    """The same memory as a storage that does not own it."""
     return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
 
 

@@ -1,4 +1,4 @@
-"""What both ways to compile a torch module have in common."""
+"""The base of both backends that compile torch modules."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def marks(self) -> Path:
-        """Where the store keeps what processes that ended left behind about engines."""
+        """The folder of marks that processes leave while they use an engine for the first time."""
         return self._store.marks
 
     @property
@@ -67,7 +67,7 @@ class Entry:
         return Artifact(self.directory, tuple(self.manifest.files), self.manifest.details)
 
     def path(self, name: str) -> Path:
-        """Where the file `name` of the engine lies.
+        """The path of the engine's file `name`.
 
         Raises:
             KeyError: the manifest knows no such file.
@@ -102,7 +102,7 @@ class Entry:
         return self._store.hold(self)
 
     def check_sizes(self) -> None:
-        """A cheap look at every file, without reading it.
+        """Check that every file exists with its size, without reading it.
 
         Raises:
             CorruptEngine: one is missing, is a link or has another size.

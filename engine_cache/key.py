@@ -28,7 +28,7 @@ class HasFactors(Protocol):
 
 
 class EngineKey:
-    """What one engine is, down to the last field of its spec and environment.
+    """The identity of one engine: every field of its spec and environment.
 
     Attributes:
         factors: nested plain data: every field not marked `NOT_IN_KEY`.
@@ -89,7 +89,7 @@ class EngineKey:
 
 
 def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
-    """The key of both: the one from before where the same was asked for lately, as each picture asks."""
+    """`EngineKey(spec, environment)`, cached: every run asks for the same few keys."""
     asked = repr((spec, environment))  # unlike ==, tells 1 from True, as a key does
     known = _recent.get(asked)
     if known is None:

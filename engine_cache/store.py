@@ -432,7 +432,7 @@ class EngineStore:
 
 
 def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: Callable[[str], bool]) -> Entries:
-    """What to remove, least recently used first, so that the rest fits the limit and is young enough."""
+    """The entries to remove, least recently used first, so that the rest fits the limit and none is too old."""
     entries = sorted(entries, key=lambda entry: entry.last_used)
     total = sum(entry.bytes for entry in entries)
     chosen = []
@@ -445,9 +445,9 @@ def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: 
 
 @functools.lru_cache(maxsize=64)
 def _manifest_of(text: bytes, source: str) -> tuple[Manifest, str | None]:
-    """What it says, and the digest by which its factors go; None where it says another one, or they are no factors.
+    """A manifest and the digest of its factors; None in place of the digest where the manifest states another one.
 
-    Read once for as long as the text stays: each engine of each picture is looked up.
+    Cached by the text, since every run looks up each engine.
     """
     manifest = Manifest.from_json(text, source)
     try:

@@ -85,7 +85,7 @@ class TensorRTBackend:
         return reason
 
     def build_bytes(self, spec: EngineSpec) -> int:
-        """The weights once in the network and once in the plan, and as much again to try kernels in."""
+        """Twice the weights, in the network and in the plan, and as much again as workspace for kernel selection."""
         return 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
@@ -123,16 +123,16 @@ def _build(job: BuildJob, progress: ProgressCallback) -> Artifact:
     graph = export_graph(job, max(library.opset, 18))
     progress(Progress("export", None, "simplifying the graph"))
     graph, reports = _operated(graph, library, job.spec)
-    numbers = _read_weights(job.weights) if job.spec.backend.contains_weights else None
-    path = save_graph(graph.model, graph.weights, job.directory, numbers)
-    share = sparse_share(numbers.values()) if numbers else 0.0
+    embedded = _read_weights(job.weights) if job.spec.backend.contains_weights else None
+    path = save_graph(graph.model, graph.weights, job.directory, embedded)
+    share = sparse_share(embedded.values()) if embedded else 0.0
     nodes = len(graph.model.graph.node)
-    refittable = graph.weights if numbers is None else ()
+    refittable = graph.weights if embedded is None else ()
     cache = TimingCache(job.keep, _maker(library), job.environment.gpu)
     exact = [node.name for node in graph.model.graph.node if node.op_type in ("Sin", "Cos")]  # of timesteps
     plan = PlanBuilder(library, job.spec, refittable, cache, progress, share, exact).build(path, nodes)
     (job.directory / PLAN).write_bytes(memoryview(plan))
-    _signature(job, library, graph, nodes, numbers).save(job.directory)
+    _signature(job, library, graph, nodes, embedded).save(job.directory)
     details = {"nodes": nodes, "surgery": {report.name: report.changed for report in reports}}
     details |= {"sparse_weights": round(share, 3), "device_bytes": 2 * graph.weight_bytes}
     return Artifact(job.directory, (PLAN, SIGNATURE), details)
@@ -161,14 +161,14 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
 
 
 def _signature(
-    job: BuildJob, library: Library, graph: ExportedGraph, nodes: int, numbers: Mapping[str, torch.Tensor] | None
+    job: BuildJob, library: Library, graph: ExportedGraph, nodes: int, embedded: Mapping[str, torch.Tensor] | None
 ) -> PlanSignature:
     inputs = {tensor.name: job.spec.dtypes[tensor.name] for tensor in graph.model.graph.input}
     used = sorted({source.name for source in graph.weights.values()})
     return PlanSignature(
         inputs={name: dtype_named(dtype) for name, dtype in inputs.items()},
-        weights=graph.weights if numbers is None else {},
-        baked=dict(zip(used, fingerprints([numbers[name] for name in used]), strict=True)) if numbers else {},
+        weights=graph.weights if embedded is None else {},
+        baked=dict(zip(used, fingerprints([embedded[name] for name in used]), strict=True)) if embedded else {},
         weight_bytes=graph.weight_bytes,
         library=_maker(library),
         nodes=nodes,
@@ -179,5 +179,5 @@ def _read_weights(path: Path | None) -> Mapping[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     if path is None:
-        raise IncompatibleEngine("An engine that holds its weights was asked for without weights; build it again")
+        raise IncompatibleEngine("An engine with embedded weights cannot be built without the weights; build it again")
     return load_file(path)

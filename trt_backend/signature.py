@@ -1,4 +1,4 @@
-"""What a plan takes for granted, beside it in the artifact."""
+"""The inputs and weights of a plan, stored beside it in the artifact."""
 
 from __future__ import annotations
 

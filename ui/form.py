@@ -1,4 +1,4 @@
-"""The build form's answers, as a request."""
+"""The build form: its answers as a build request, and its sliders."""
 
 from __future__ import annotations
 

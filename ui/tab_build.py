@@ -1,4 +1,4 @@
-"""The second tab: ordering engines, and following them."""
+"""The second tab: build requests and their progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BuildTab:
     """
     Attributes:
         progress: shows `wording.bars`.
-        ordered: the event after which something goes on.
+        requested: the event after which a build is pending.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -40,10 +40,10 @@ class BuildTab:
         self.progress = gr.HTML(elem_id="slipstream_progress")
         listen(look.click, self._models, [], answers[:1])
         listen(foresee.click, self._foresee, answers, [self.message])
-        ordered = listen(build.click, self._request, answers, [self.message])
+        requested = listen(build.click, self._request, answers, [self.message])
         listen(cancel.click, self._cancel, [], [self.message])
         listen(cancel_all.click, self._cancel_all, [], [self.message])
-        self.ordered = ordered.then
+        self.requested = requested.then
 
     def _form(self) -> list[Any]:
         """Its components, in the order of `Answers`."""
@@ -95,7 +95,7 @@ class BuildTab:
 
     def _request(self, *answers: Any) -> str:
         request = self._manager.request_build(Answers(*answers).wanted())
-        return f"Ordered: {wording.code(request.wanted)}. It goes on when this page is closed."
+        return f"Requested: {wording.code(request.wanted)}. The build goes on when this page is closed."
 
     def _cancel(self) -> str:
         stopped = self._manager.cancel()

@@ -1,4 +1,4 @@
-"""The first tab: the engines that there are, and what can be done with them."""
+"""The first tab: the stored engines, and actions on them."""
 
 from __future__ import annotations
 

@@ -25,28 +25,28 @@ def chosen_kernels(spec: EngineSpec, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fastest_attention(device: torch.device) -> Iterator[None]:
-    """Prefer the fastest kernels of the chip; the others stay allowed, for what those cannot do."""
+    """Prefer the GPU's fastest attention kernels; the others stay allowed, for inputs that those do not support."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CUDNN_LEADS_FROM:
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    order = [
+    preferred = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
         SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,
     ]
-    with sdpa_kernel(order, set_priority=True):
+    with sdpa_kernel(preferred, set_priority=True):
         yield
 
 
 @contextmanager
 def whole_rows(spec: EngineSpec) -> Iterator[None]:
-    """Rows longer than the 1024 numbers that torch takes by itself, as of a layer norm over 1280 channels, are read
-    once instead of twice, and what is computed of them is computed once.
+    """Let reductions over up to `ROWS_AT_ONCE` elements hold a row in one kernel, which reads it once instead of twice.
 
-    Newer torch lets the choice be replaced; older ones go on as they are.
+    torch itself does so up to 1024 elements; a layer norm may have 1280 channels. Older torch versions, which do not
+    let the choice be replaced, are left as they are.
     """
     longest = spec.backend.options.get(ROWS_AT_ONCE)
     handler = _handler(int(longest)) if longest else None

@@ -1,4 +1,4 @@
-"""Builds that wait or run, what the nodes have to say, and building by a click."""
+"""Routes for pending builds, the states of nodes, and the button Build engine."""
 
 from __future__ import annotations
 

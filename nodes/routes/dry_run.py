@@ -1,4 +1,4 @@
-"""The part of a workflow that a node's engines need, for the page to queue."""
+"""The route that turns a workflow into a test run, which builds a node's engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines in the store: list, show, check, remove."""
+"""Routes for the engines in the store: list, show, verify, delete, prune."""
 
 from __future__ import annotations
 

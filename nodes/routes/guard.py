@@ -1,4 +1,4 @@
-"""What stands between a request and the function that answers it: every answer is JSON, and no request goes wrong."""
+"""Decorators that make routes of functions: they check the request, and every answer and error is JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request must look like, apart from any server."""
+"""Checks of requests, independent of any server."""
 
 from __future__ import annotations
 

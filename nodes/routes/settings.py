@@ -1,4 +1,4 @@
-"""What the user chose for all of Slipstream."""
+"""Routes for Slipstream's settings."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .paths import cheapest_selections, gaps_up_to, least_gap, with_gap
 from .trial import Sample, Trial, mean
 
 Shortened = Callable[[Steps], Tensor]
-"""The final latents [B, ...] of the plain sampler on the sigmas of these steps alone."""
+"""The final latents [B, ...] of the unmodified sampler on the sigmas of these steps alone."""
 
 AfterRun = Callable[[int, int], None]
 """Called after each run with the runs so far and the most there will be; what it raises ends the calibration."""
@@ -31,7 +31,7 @@ _CLOSER = 1e-6
 
 @dataclass(frozen=True)
 class Search:
-    """How much is tried. The runs of a calibration are bounded by `most_runs`.
+    """The effort of a search, whose runs are bounded by `most_runs`.
 
     Attributes:
         longest_gap: the widest gap that is measured by itself; wider where K steps are too few for it. Each is a run.
@@ -50,7 +50,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Pictures:
-    """What is sampled; no picture of one is in the other.
+    """The pictures to sample; those to fit on and those held out are disjoint.
 
     Attributes:
         fitted: that the search looks at.
@@ -64,12 +64,12 @@ class Pictures:
 
 
 def most_runs(steps: int, count: int, others: Sequence[int] = (), search: Search | None = None) -> int:
-    """The most runs of a whole set that `calibrate` makes: about 3 N for the gaps, the swaps, and 9 for each number."""
+    """The most runs of the whole set of pictures: about 3 N for gaps, plus the swaps, plus 9 for each count."""
     search = search or Search()
-    numbers = len({count, *others})
+    counts = len({count, *others})
     gaps = len(gaps_up_to(search.longest_for(count, steps), steps))
     starts = 2 + len(search.powers) + 1
-    return 2 + gaps + search.swap_runs + numbers * (starts + 4)
+    return 2 + gaps + search.swap_runs + counts * (starts + 4)
 
 
 def calibrate(
@@ -80,24 +80,25 @@ def calibrate(
     search: Search | None = None,
     after_run: AfterRun | None = None,
 ) -> Calibration:
-    """
+    """Search for the K of N steps whose pictures come closest to those of the full run.
+
     Args:
-        steps: of the run, N.
-        count: of computed steps, K.
-        others: further numbers, for comparison; their best start is taken as it is.
+        steps: N, of the run.
+        count: K, of computed steps.
+        others: further counts for comparison, for which the best start is not improved.
 
     Raises:
         ValueError: a number of computed steps that leaves none to skip, or is less than 2; or see `Trial`.
     """
-    search, numbers = search or Search(), sorted({count, *others})
-    _check(numbers, steps)
+    search, counts = search or Search(), sorted({count, *others})
+    _check(counts, steps)
     ran = _progress(after_run, most_runs(steps, count, others, search))
     trial = Trial(pictures.fitted, ran)
     paths = _paths(trial, steps, search.longest_for(count, steps))
-    found = {number: max(_starts(number, steps, paths, search), key=trial.mean) for number in numbers}
+    found = {each: max(_starts(each, steps, paths, search), key=trial.mean) for each in counts}
     found[count] = moved(trial, found[count], search.swap_runs)
     judge = Trial(pictures.held_out, ran)
-    choices = tuple(_choice(trial, judge, pictures.shortened, found[number], steps) for number in numbers)
+    choices = tuple(_choice(trial, judge, pictures.shortened, found[each], steps) for each in counts)
     return Calibration(steps, count, choices, trial.runs, judge.runs)
 
 
@@ -143,9 +144,9 @@ def _paths(trial: Trial, steps: int, longest: int) -> list[dict[int, Steps]]:
     return [cheapest_selections(costs, steps) for costs in (errors, squares)]
 
 
-def _starts(number: int, steps: int, paths: list[dict[int, Steps]], search: Search) -> list[Steps]:
-    laws = [_preset_steps(number, steps), *(power_law(steps, number, power) for power in search.powers)]
-    return [*laws, *(path[number] for path in paths if number in path)]
+def _starts(count: int, steps: int, paths: list[dict[int, Steps]], search: Search) -> list[Steps]:
+    laws = [_preset_steps(count, steps), *(power_law(steps, count, power) for power in search.powers)]
+    return [*laws, *(path[count] for path in paths if count in path)]
 
 
 def _preset_steps(count: int, steps: int) -> Steps:
@@ -179,8 +180,8 @@ def _progress(after_run: AfterRun | None, most: int) -> Callable[[], None]:
     return ran
 
 
-def _check(numbers: Sequence[int], steps: int) -> None:
-    wrong = next((number for number in numbers if not 2 <= number < steps), None)
+def _check(counts: Sequence[int], steps: int) -> None:
+    wrong = next((count for count in counts if not 2 <= count < steps), None)
     if wrong is not None:
         raise ValueError(
             f"{wrong} of {steps} steps cannot be chosen: compute at least 2, and fewer than all, so that some are "
