@@ -71,7 +71,8 @@ def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
 
 @dataclass(eq=False)
 class _Copy:
-    """
+    """A copy of a weight in another layout, shared by engines.
+
     Attributes:
         bytes: size of the tensor, cached since it is often read.
         holders: how many weights of engines share it.

@@ -48,7 +48,8 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """
+    """Turn errors inside the block into one that names `what`.
+
     Raises:
         UnsupportedModel: torch or the tensor's class raised something inside.
     """
@@ -82,7 +83,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_is_there(tensor: torch.Tensor) -> None:
-    """
+    """Check that a tensor has memory to read.
+
     Raises:
         TypeError: it is a meta or fake tensor, or its storage was freed by an offloading extension.
     """

@@ -42,7 +42,8 @@ class Selection:
         return None
 
     def computed(self, steps: int) -> Steps:
-        """
+        """The computed steps of a run of `steps`.
+
         Raises:
             ValueError: these steps are not in a run of that length.
         """
@@ -62,7 +63,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Preset:
-    """
+    """A selection of steps, a rule for the others, and the samplers that it is for.
+
     Attributes:
         name: that the user picks.
         selection: of steps.

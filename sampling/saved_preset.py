@@ -18,7 +18,8 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class SavedPreset:
-    """
+    """The computed steps that a calibration found, and what it was made with.
+
     Attributes:
         name: that the user picks; also of its file.
         computed: steps, of `steps`.
@@ -70,7 +71,8 @@ class OneLength(Selection):
         )
 
     def computed(self, steps: int) -> Steps:
-        """
+        """The fixed steps.
+
         Raises:
             ValueError: the run has another length.
         """

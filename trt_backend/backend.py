@@ -143,7 +143,8 @@ def _maker(library: Library) -> str:
 
 
 def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple[ExportedGraph, list[Any]]:
-    """
+    """Run the graph passes on an exported graph.
+
     Raises:
         UnsupportedModel: eight bits were asked for, and no layer gains by them.
     """

@@ -187,7 +187,8 @@ class _Context:
         return tuple(self._context.get_tensor_shape(output))
 
     def run(self, tensors: Mapping[str, torch.Tensor], stream: Stream) -> None:
-        """
+        """Enqueue one call on `stream`.
+
         Args:
             tensors: inputs and results.
         """

@@ -33,7 +33,8 @@ _WRAPPER = "module."
 
 @dataclass(frozen=True)
 class ExportedGraph:
-    """
+    """An ONNX graph whose weights are references.
+
     Attributes:
         model: its weights are references to the file `WEIGHTS`, which `save_graph` writes.
         weights: initializer name -> the weight of the model that it holds.

@@ -121,7 +121,8 @@ class Library:
     # ------------------------------------------------------------------------------------------------ building
 
     def new_builder(self) -> Any:
-        """
+        """TensorRT's builder.
+
         Raises:
             BackendUnavailable: TensorRT does not start, for lack of a driver say.
         """
@@ -252,7 +253,8 @@ class Library:
         return bool(refitter.refit_cuda_engine())
 
     def torch_dtype(self, dtype: Any) -> torch.dtype:
-        """
+        """The torch dtype of one of TensorRT's.
+
         Raises:
             KeyError: no input, output or weight of ours has it.
         """

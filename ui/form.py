@@ -36,7 +36,8 @@ class Answers:
     bake: bool
 
     def wanted(self) -> Wanted:
-        """
+        """The build request of these answers.
+
         Raises:
             ValueError: an answer that does not do, with what to do.
         """

@@ -21,7 +21,8 @@ from .manager import Manager
 
 
 class BuildTab:
-    """
+    """The build form, an estimate, and progress bars.
+
     Attributes:
         progress: shows `wording.bars`.
         requested: the event after which a build is pending.

@@ -16,7 +16,8 @@ _MOST_DAYS = 365
 
 
 class EnginesTab:
-    """
+    """The table of engines, and buttons for what is chosen in it.
+
     Attributes:
         table, chosen: show the store's engines; see `shown`.
         refresh: the button that looks again.

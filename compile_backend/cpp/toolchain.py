@@ -38,7 +38,8 @@ def why_no_c_compiler() -> str | None:
 
 
 def _why_no_compiler(language: str, variable: str, named: str | None, *usual: str) -> str | None:
-    """
+    """Why no compiler of `language` was found; None where there is one.
+
     Args:
         variable: of the environment, which names the one compiler that is tried, if any.
         usual: those that are tried otherwise.

@@ -28,7 +28,8 @@ class Form(str, Enum):
 
 @dataclass(frozen=True)
 class DerivedWeight:
-    """
+    """A weight that is computed from the host's.
+
     Attributes:
         sources: names of the host's weights, [rows, columns] or, of biases, [rows].
         eight_bits: the dtype of a quantised weight, float8_e4m3fn or int8; `SCALE` is the scale for it.
@@ -61,7 +62,8 @@ class DerivedWeight:
         return into
 
     def check(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """
+        """Check shapes and dtypes before `write`.
+
         Raises:
             ValueError: the sources do not fill `into`.
         """

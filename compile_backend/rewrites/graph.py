@@ -19,7 +19,8 @@ _PREFIX = "derived_"
 
 
 class Graph:
-    """
+    """A traced model, its derived weights, and the ways in which passes change it.
+
     Args:
         module: as `torch.export` gives it; weights are attributes under their names in the state dict.
     """

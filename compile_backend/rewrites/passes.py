@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rewritten:
-    """
+    """A program after all passes.
+
     Attributes:
         derived: the weights that the program reads and the host does not have, by name.
         eight_bits: layers that compute in eight bits.
@@ -43,7 +44,8 @@ class Rewritten:
 
 
 def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
-    """
+    """Run the passes that the spec asks for, and trace the result again.
+
     Args:
         example: inputs to trace it with again.
 

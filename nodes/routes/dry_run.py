@@ -31,7 +31,8 @@ def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
 
 
 def _checked(prompt: Any) -> dict[str, dict[str, Any]]:
-    """
+    """The prompt, once its structure is checked.
+
     Raises:
         Refused: no prompt as ComfyUI's API takes it.
     """
@@ -45,7 +46,8 @@ def _is_node(node: Any) -> bool:
 
 
 def _check_not_off(node: dict[str, Any]) -> None:
-    """
+    """Check that acceleration is on for a node.
+
     Raises:
         ValueError: the node leaves its backend to the settings, and these switch acceleration off.
     """

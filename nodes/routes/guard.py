@@ -104,7 +104,8 @@ async def _guarded(request: web.Request, work: Callable[[], Awaitable[Answer]]) 
 
 
 def _check_headers(request: web.Request) -> None:
-    """
+    """Check origin and content type.
+
     Raises:
         Refused: another page sent this, or it holds no JSON.
     """
@@ -117,7 +118,8 @@ def _check_headers(request: web.Request) -> None:
 
 
 async def _body(request: web.Request, most: int) -> bytes:
-    """
+    """Read the body.
+
     Raises:
         Refused: it is larger than `most` bytes, or did not arrive whole.
     """

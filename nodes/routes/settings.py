@@ -31,7 +31,8 @@ ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)
 
 
 def _check_same_folder(folder: Any) -> None:
-    """
+    """Refuse a change of the engine folder.
+
     Raises:
         Refused: another machine asks for another folder; what lies in an engine store is run.
     """

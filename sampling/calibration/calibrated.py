@@ -69,7 +69,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """
+    """The result for each count of computed steps.
+
     Attributes:
         steps: of the run, N.
         count: of computed steps that was asked for.

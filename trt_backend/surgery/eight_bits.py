@@ -125,7 +125,8 @@ class _Quantiser:
         return self._scalars[value, kind]
 
     def _node(self, op: str, kind: int, shape: Sequence[Any], *inputs: gs.Tensor, **attributes: Any) -> gs.Tensor:
-        """
+        """Insert a node; returns its output.
+
         Args:
             kind, shape: of what it gives.
         """
