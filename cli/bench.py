@@ -1,4 +1,4 @@
-"""The command `bench`: one call of the model, plain and accelerated, on random inputs."""
+"""The command `bench`: times one call of the eager and of the accelerated model, on random inputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _compare(
     inputs = source.architecture.random_inputs(call.shapes, dtypes, source.device, _SEED)
     load_s = load_seconds(provider, source, engine.plan, engine.entry)
     module = AcceleratedModule(provider, settings)
-    with module.run(source) as run:  # the very way that a picture's calls take
+    with module.run(source) as run:  # as in a sampling run
 
         def eager() -> Tensors:
             return source.eager(inputs)
@@ -73,10 +73,10 @@ def _compare(
             return run(inputs, eager)
 
         reference = source.reference(inputs)
-        plain, fast = _measure([eager, accelerated], reference, source.device, options.warmup, options.repeats)
+        slow, fast = _measure([eager, accelerated], reference, source.device, options.warmup, options.repeats)
     if module.status.eager_calls:
         reasons = "; ".join(module.status.to_json()["reasons"])
-        raise CommandError(f"The plain model ran instead of {engine.plan}: {reasons}")
+        raise CommandError(f"The model ran without its engine ({engine.plan}): {reasons}")
     facts = {
         "backend": engine.plan.backend.name,
         "precision": engine.plan.spec.precision_name,
@@ -86,13 +86,13 @@ def _compare(
         "digest": engine.entry.digest,
     }
     return [
-        {"variant": "eager", "engine_calls": 0, "precision": source.precision.value, **plain},
+        {"variant": "eager", "engine_calls": 0, "precision": source.precision.value, **slow},
         {"variant": "slipstream:compiled", "engine_calls": module.status.engine_calls, **facts, **fast},
     ]
 
 
 def _measure(variants: list[Compute], reference: Tensors, device: torch.device, warmup: int, repeats: int) -> list[Row]:
-    """Error, memory and milliseconds of single calls. The variants take turns, so that a busy moment hits all."""
+    """Error, memory and milliseconds of single calls. The variants take turns, so that other load affects all."""
     rows = [_warm_up(compute, reference, device, warmup) for compute in variants]
     turns = [[milliseconds(compute, device) for compute in variants] for _ in range(repeats)]
     return [{**row, **statistics_of(samples)} for row, samples in zip(rows, zip(*turns, strict=True), strict=True)]

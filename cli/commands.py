@@ -1,4 +1,4 @@
-"""The words of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
+"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
 
 Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
 """
@@ -6,6 +6,7 @@ Each command's code is imported when it runs, so that `--help` and mistakes are 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -21,8 +22,6 @@ from .errors import FAILED, INTERRUPTED, OK, USAGE
 from .output import Output, set_up_logging
 from .words import count, one_line, prefix, resolutions, size_in_bytes, span, text_length
 
-Handler = Callable[[Namespace, Output], int]
-
 
 def run(words: list[str]) -> int:
     """Run one command; returns the exit status: 0 ok, 1 a stated failure, 2 wrong usage, 130 interrupted."""
@@ -31,7 +30,7 @@ def run(words: list[str]) -> int:
         options = parser.parse_args(words)
     except SystemExit as end:  # argparse has printed why
         return end.code if isinstance(end.code, int) else USAGE
-    if options.handler is None:
+    if options.command is None:
         parser.print_help(sys.stderr)
         return USAGE
     return _run_guarded(options)
@@ -42,9 +41,9 @@ def _run_guarded(options: Namespace) -> int:
     try:
         set_up_logging(options.verbose)
         with contextlib.redirect_stdout(sys.stderr):  # whatever libraries print is no result
-            status = options.handler(options, Output(options.json, stream))
+            status = _handle(options, Output(options.json, stream))
         stream.flush()
-        return int(status)
+        return status
     except KeyboardInterrupt as stop:
         return _say(str(stop) or "Cancelled.", INTERRUPTED, options, stream)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -52,6 +51,14 @@ def _run_guarded(options: Namespace) -> int:
         return OK
     except (SlipstreamError, OSError) as error:
         return _say(one_line(error), FAILED, options, stream)
+
+
+def _handle(options: Namespace, output: Output) -> int:
+    from .home import open_store
+
+    module, function = options.command
+    handler = getattr(importlib.import_module(f".{module}", __package__), function)
+    return int(handler(open_store(options), output, options))
 
 
 def _say(message: str, status: int, options: Namespace, stream: TextIO) -> int:
@@ -67,7 +74,7 @@ def make_parser() -> ArgumentParser:
         prog="slipstream", description="Builds and manages the engines that speed up diffusion models."
     )
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
-    parser.set_defaults(handler=None)
+    parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench, _add_ui):
         add(commands.add_parser)
@@ -77,7 +84,8 @@ def make_parser() -> ArgumentParser:
 _AddParser = Callable[..., ArgumentParser]
 
 
-def _command(add_parser: _AddParser, name: str, help: str, handler: Handler) -> ArgumentParser:
+def _command(add_parser: _AddParser, name: str, help: str, module: str, function: str) -> ArgumentParser:
+    """Add the command `name`, which calls `function` of the module `module` of this folder."""
     parser = add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
     parser.add_argument(
         "--home", type=Path, metavar="DIR", help="the engine store; default: SLIPSTREAM_HOME, else ComfyUI's"
@@ -86,39 +94,23 @@ def _command(add_parser: _AddParser, name: str, help: str, handler: Handler) -> 
         "--comfyui", type=Path, metavar="DIR", help="the ComfyUI to work with; default: COMFYUI_DIR, else its own"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
-    parser.add_argument("--verbose", action="store_true", help="tell on stderr what happens inside")
-    parser.set_defaults(handler=handler)
+    parser.add_argument("--verbose", action="store_true", help="log details to stderr")
+    parser.set_defaults(command=(module, function))
     return parser
 
 
 def _add_list(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .engines import list_engines
-        from .home import open_store
-
-        return list_engines(open_store(options), output)
-
-    _command(add_parser, "list", "list all engines, and whether they would be used now", handle)
+    _command(add_parser, "list", "list all engines, and whether they would be used now", "engines", "list_engines")
 
 
 def _add_show(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .engines import show_engine
-        from .home import open_store
-
-        return show_engine(open_store(options), output, options.id)
-
-    _add_id(_command(add_parser, "show", "show all that is known about one engine", handle))
+    _add_id(_command(add_parser, "show", "show all that is known about one engine", "engines", "show_engine"))
 
 
 def _add_verify(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .engines import verify_engines
-        from .home import open_store
-
-        return verify_engines(open_store(options), output, [] if options.all else options.ids)
-
-    parser = _command(add_parser, "verify", "compare the engines' files with their checksums", handle)
+    parser = _command(
+        add_parser, "verify", "compare the engines' files with their checksums", "engines", "verify_engines"
+    )
     parser.add_argument(
         "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
     )
@@ -126,13 +118,7 @@ def _add_verify(add_parser: _AddParser) -> None:
 
 
 def _add_prune(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .engines import prune_engines
-        from .home import open_store
-
-        return prune_engines(open_store(options), output, options)
-
-    parser = _command(add_parser, "prune", "remove the engines that were not used for the longest time", handle)
+    parser = _command(add_parser, "prune", "remove the least recently used engines", "engines", "prune_engines")
     parser.add_argument(
         "--limit", type=size_in_bytes, metavar="SIZE", help="what may stay, such as 5GB; default: the store's limit"
     )
@@ -142,48 +128,26 @@ def _add_prune(add_parser: _AddParser) -> None:
 
 
 def _add_delete(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .engines import delete_engines
-        from .home import open_store
-
-        return delete_engines(open_store(options), output, options)
-
-    parser = _command(add_parser, "delete", "delete engines", handle)
+    parser = _command(add_parser, "delete", "delete engines", "engines", "delete_engines")
     parser.add_argument("ids", nargs="+", type=prefix, metavar="ID", help="first digits of an engine's id")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _add_build(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .build import build
-        from .home import open_store
-
-        return build(open_store(options), output, options)
-
-    _add_model(_command(add_parser, "build", "build engines for a model, so that ComfyUI finds them there", handle))
+    _add_model(
+        _command(add_parser, "build", "build engines for a model, so that ComfyUI finds them there", "build", "build")
+    )
 
 
 def _add_bench(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .bench import bench
-        from .home import open_store
-
-        return bench(open_store(options), output, options)
-
-    parser = _command(add_parser, "bench", "time one call of the model, plain and accelerated", handle)
+    parser = _command(add_parser, "bench", "time one call of the model, with and without Slipstream", "bench", "bench")
     _add_model(parser)
     parser.add_argument("--repeats", type=count, default=20, metavar="N", help="calls to time; default: %(default)s")
     parser.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before; default: %(default)s")
 
 
 def _add_ui(add_parser: _AddParser) -> None:
-    def handle(options: Namespace, output: Output) -> int:
-        from .home import open_store
-        from .ui import ui
-
-        return ui(open_store(options), output, options)
-
-    parser = _command(add_parser, "ui", "manage the engines on a page in the browser; needs Gradio", handle)
+    parser = _command(add_parser, "ui", "manage the engines on a page in the browser; needs Gradio", "ui", "ui")
     add = parser.add_argument
     add(
         "--listen",

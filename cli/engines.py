@@ -26,7 +26,7 @@ from .output import Output
 _COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
 
 
-def list_engines(store: EngineStore, output: Output) -> int:
+def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
     """Show every engine, the most recently used first."""
     data = overview(store)
     rows = data["engines"]
@@ -60,9 +60,9 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
+def show_engine(store: EngineStore, output: Output, options: Namespace) -> int:
     """Show all that is known about one engine."""
-    digest = resolve(store, prefix)
+    digest = resolve(store, options.id)
     entry = store.lookup(digest)
     if entry is None:
         raise CommandError(
@@ -74,9 +74,9 @@ def show_engine(store: EngineStore, output: Output, prefix: str) -> int:
 
 
 def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
-    plain = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
+    shown = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
     facts = [("engine", data["label"]), ("used now?", _say_use(data))]
-    facts += [(name, str(data[name])) for name in plain]
+    facts += [(name, str(data[name])) for name in shown]
     facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
     output.facts(facts)
@@ -84,9 +84,9 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     output.facts(
         [(name, f"{say_bytes(file['bytes'])}, sha256 {file['sha256']}") for name, file in data["files"].items()]
     )
-    output.line("\nchecks, by weights")
+    output.line("\naccuracy checks, one for each set of weights")
     checks = [(weights[:SHOWN], _say_check(check)) for weights, check in data["verifications"].items()]
-    output.facts(checks or [("none", "it is compared with the model before it is first used")])
+    output.facts(checks or [("none", "the engine is compared with the model before it is first used")])
     output.line("\nkey")
     output.facts(_flat(data["factors"]))
 
@@ -97,7 +97,7 @@ def _say_build(data: dict[str, Any]) -> str:
 
 
 def _say_check(check: dict[str, Any]) -> str:
-    eager = f", the plain model's own is {check['eager_error']:.1e}" if check["eager_error"] is not None else ""
+    eager = f", the model's own is {check['eager_error']:.1e}" if check["eager_error"] is not None else ""
     note = f" ({check['note']})" if check["note"] else ""
     return f"error {check['relative_error']:.1e}{eager}, {check['cases']} cases, {check['when']}{note}"
 
@@ -114,16 +114,16 @@ def _say_use(data: dict[str, Any]) -> str:
 
 
 def _flat(node: Any, name: str = "") -> list[tuple[str, str]]:
-    """Factors as dotted names and values, shapes left out: they are told apart."""
+    """Factors as dotted names and values; shapes are left out, since they are shown as inputs."""
     if isinstance(node, dict) and name != "spec.profile":
         return [pair for key, child in node.items() for pair in _flat(child, f"{name}.{key}" if name else key)]
     return [] if name == "spec.profile" else [(name, str(node))]
 
 
-def verify_engines(store: EngineStore, output: Output, prefixes: list[str]) -> int:
+def verify_engines(store: EngineStore, output: Output, options: Namespace) -> int:
     """Read the files of some engines (of all when none is named) and compare them with their checksums."""
-    if prefixes:
-        found = {digest: store.verify(digest) for digest in dict.fromkeys(resolve(store, text) for text in prefixes)}
+    if options.ids and not options.all:
+        found = {digest: store.verify(digest) for digest in dict.fromkeys(resolve(store, id) for id in options.ids)}
     else:
         found = store.verify_all()
     bad = sum(reason is not None for reason in found.values())
@@ -187,7 +187,7 @@ def resolve(store: EngineStore, prefix: str) -> str:
     Raises:
         CommandError: none does, or several do.
     """
-    found = [digest for digest in _digests(store) if digest.startswith(prefix)]
+    found = [digest for digest in store.digests() if digest.startswith(prefix)]
     if not found:
         raise CommandError(
             f"No engine in {store.root} has an id that begins with {prefix}; `slipstream list` shows them"
@@ -196,8 +196,3 @@ def resolve(store: EngineStore, prefix: str) -> str:
         several = ", ".join(digest[: max(SHOWN, len(prefix) + 4)] for digest in found[:5])
         raise CommandError(f"{prefix} fits {len(found)} engines ({several}); give more digits")
     return found[0]
-
-
-def _digests(store: EngineStore) -> list[str]:
-    folder = store.root / "engines"
-    return sorted(path.name for path in folder.iterdir() if len(path.name) == 64) if folder.is_dir() else []

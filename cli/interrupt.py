@@ -14,7 +14,7 @@ _LONGEST_SECONDS = 10.0
 
 @contextlib.contextmanager
 def prompt_interrupts(provider: EngineProvider) -> Iterator[None]:
-    """Let Ctrl-C cancel the build that is under way, and go on when nothing of it is left."""
+    """Let Ctrl-C cancel the running build, and wait until its process and files are gone."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the commands show: tables for people, one JSON document for machines, progress on stderr."""
+"""Output of the commands: tables or one JSON document on stdout, progress on stderr."""
 
 from __future__ import annotations
 

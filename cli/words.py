@@ -1,4 +1,4 @@
-"""What people write on the command line: sizes, spans of time, resolutions."""
+"""Parsers for values on the command line: sizes, spans of time, resolutions."""
 
 from __future__ import annotations
 

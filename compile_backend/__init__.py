@@ -1,4 +1,4 @@
-"""Compiled torch modules: AOTInductor packages, else `torch.compile` with its caches saved."""
+"""Compiled engines: AOTInductor packages, or `torch.compile` with its cache saved where these cannot be linked."""
 
 from .aot_inductor import AOTInductorBackend
 from .torch_compile import TorchCompileBackend

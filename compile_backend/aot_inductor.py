@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from ..core.environment import Environment
 from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
+from .compiling import CompilingBackend
 from .cpp.headers import headers_with_the_cache
 from .cpp.runtime_library import shared_cpp_runtime
 from .cpp.toolchain import (
-    TRITON,
     why_no_c_compiler,
     why_no_cpp_compiler,
     why_no_cuda_headers,
@@ -32,14 +31,10 @@ from .unpacked import marked
 PACKAGE = "package.pt2"
 
 
-class AOTInductorBackend:
+class AOTInductorBackend(CompilingBackend):
     """Builds packages without weights: one serves every checkpoint of an architecture, and a LoRA needs no rebuild."""
 
     name = "aotinductor"
-    can_bake = False
-
-    def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=TRITON if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return package_options(device, optimize)
@@ -55,12 +50,6 @@ class AOTInductorBackend:
         if reason is None and device.type == "cuda":
             reason = why_no_triton() or why_no_c_compiler() or why_no_cuda_headers()
         return reason
-
-    def why_unsupported(self, spec: EngineSpec) -> str | None:
-        return None if spec.is_static else "compiled engines are made for one exact shape"
-
-    def build_bytes(self, spec: EngineSpec) -> int:
-        return 0
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
@@ -85,10 +74,10 @@ class AOTInductorBackend:
 
 
 class _Slots:
-    """Where a loaded package reads its weights.
+    """The tensors from which a loaded package reads its weights.
 
-    torch never lets go of a tensor that it gave a package, even when both are gone. So a package is given one tensor a
-    weight for good, and what changes is the memory on which these tensors stand, which is not theirs.
+    torch never frees a tensor that was given to a package, even when both are gone. So a package is given one tensor a
+    weight for good, and an update only points these tensors at other storage, which they do not own.
     """
 
     def __init__(self, package: Any) -> None:
@@ -97,7 +86,7 @@ class _Slots:
         self._addresses: list[int] = []
 
     def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the package compute with `weights`, whoever keeps them alive."""
+        """Let the package compute with `weights`, which the caller keeps alive."""
         with torch.inference_mode(False):  # slots outlive a host's inference mode
             for name, tensor in weights.items():
                 if (slot := self._slots.get(name)) is None:
@@ -112,7 +101,7 @@ class _Slots:
 
 
 def _lent(memory: torch.UntypedStorage) -> Any:
-    """The same memory, which somebody else keeps alive."""
+    """The same memory as a storage that does not own it."""
     return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
 
 

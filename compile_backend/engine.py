@@ -1,4 +1,4 @@
-"""A compiled callable behind the `Engine` interface: it checks everything that the compiled code takes for granted."""
+"""A compiled callable as an `Engine`, which checks all that compiled code assumes: shapes, strides, dtypes, devices."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class CompiledEngine:
         supply: hands the complete set of weights to the compiled code, which keeps their addresses, not copies.
         constants: weights that come with the artifact.
         device_bytes: device memory beside the weights.
-        drop: makes the compiled code let go of the weights that it was supplied with; None where it knows no more than
-            where they lie.
+        drop: makes the compiled code release the weights that it was supplied with; None where it only holds their
+            addresses.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CompiledEngine:
         places = places_of(found.values())
         if places != self._places or not self._laid_out.are_sources_alive:
             self._places = None
-            self._bind({name: self._plain(name, tensor) for name, tensor in found.items()})
+            self._bind({name: self._detached(name, tensor) for name, tensor in found.items()})
             self._places = places
         self._laid_out.write(found)
         self._weights = [found[name].detach() for name in self._read]  # a parameter may get other memory any time
@@ -113,7 +113,7 @@ class CompiledEngine:
             ) from None
 
     def _bind(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Let the compiled code read what lies here, and copies of what lies otherwise than it wants."""
+        """Supply `weights` to the compiled code, as copies where it needs other strides."""
         assert self._supply is not None
         fitted = {name: self._fitted(name, wanted, weights) for name, wanted in self._signature.weights.items()}
         self._read = [name for name in fitted if name in weights and not self._laid_out.copies(name)]
@@ -152,14 +152,14 @@ class CompiledEngine:
         except ValueError as error:
             raise IncompatibleEngine(f"Weight {error}; build the engine again") from error
 
-    def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _detached(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self._device:
             raise IncompatibleEngine(f"Weight {name!r} lies on {tensor.device}, the engine runs on {self._device}")
         return tensor.detach()
 
     def _checked(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         if reason := self._profile.why_not({name: tuple(tensor.shape) for name, tensor in tensors.items()}):
-            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; the plain model is used for this call")
+            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; your model runs this call without Slipstream")
         return {
             name: self._checked_input(name, tensors[name], layout) for name, layout in self._signature.inputs.items()
         }
@@ -173,6 +173,6 @@ class CompiledEngine:
 
 
 def _sources_of(signature: ProgramSignature) -> tuple[str, ...]:
-    """Names of the host's weights that an engine needs."""
+    """Names of the host's weights that an engine needs, those of derived weights included."""
     derived = [source for weight in signature.derived.values() for source in weight.sources]
     return tuple(dict.fromkeys([name for name in signature.weights if name not in signature.derived] + derived))

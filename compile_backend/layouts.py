@@ -1,4 +1,4 @@
-"""How tensors lie in memory: what compiled kernels take for granted, and weights laid out as they want them."""
+"""Memory layouts: the strides that compiled kernels assume, and copies of weights that have them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """What a compiled kernel takes for granted about one tensor."""
+    """The shape, strides and dtype that a compiled kernel assumes of one tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,9 +43,9 @@ class TensorLayout:
 
 
 def use_channels_last(module: torch.nn.Module) -> None:
-    """Lay the weights of a module without numbers out as [N, H, W, C] in memory, in place.
+    """Lay out the 4-D weights of a placeholder module as channels last ([N, H, W, C] in memory), in place.
 
-    Tensor cores want convolutions so; weights that come in another layout would be rearranged in every call.
+    Convolutions on tensor cores need it; weights in another layout would be rearranged in every call.
     """
     for parameter in module.parameters():
         if parameter.ndim == 4:
@@ -55,15 +55,15 @@ def use_channels_last(module: torch.nn.Module) -> None:
 
 
 def as_features(tensor: torch.Tensor) -> torch.Tensor:
-    """An input as convolutions hand it from one to the next, where it is what one of them gave: features of a network's
-    midst, unlike pictures and latents, have many channels."""
+    """An input in channels last where it has so many channels that it comes from a convolution, as ControlNet residuals
+    do; pictures and latents stay as they are."""
     if tensor.ndim == 4 and tensor.shape[1] >= _MANY_CHANNELS:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor
 
 
 def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
-    """`tensor` in the strides that compiled code takes for granted, copied only where that moves a number."""
+    """`tensor` with the strides that compiled code assumes; a copy only where elements have to move."""
     if (view := _as_it_lies(tensor, wanted)) is not None:
         return view
     return _empty(tensor.device, wanted).copy_(tensor)
@@ -71,10 +71,11 @@ def laid_out(tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
 
 @dataclass(eq=False)
 class _Copy:
-    """
+    """A copy of a weight in another layout, shared by engines.
+
     Attributes:
-        bytes: of the tensor, which are asked for often.
-        holders: engines' weights that it stands for.
+        bytes: size of the tensor, cached since it is often read.
+        holders: how many weights of engines share it.
     """
 
     tensor: torch.Tensor
@@ -84,12 +85,12 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Held:
-    """A copy in the hands of one engine.
+    """A copy that one engine uses.
 
     Attributes:
-        sources: names of the host's weights that it is made of.
-        memory: of these.
-        weight: how it is made; None where it is the same numbers.
+        sources: names of the host's weights that it is computed from.
+        memory: their storages.
+        weight: how it is computed; None for a copy of equal value.
     """
 
     copy: _Copy
@@ -99,11 +100,11 @@ class _Held:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the sources' own numbers."""
+        """Whether it holds the sources' own values."""
         return self.weight is None or self.weight.is_plain
 
     def parts(self, weights: Weights) -> Iterator[tuple[torch.Tensor, str]]:
-        """What is written as it is, and of which weight."""
+        """The slices of the copy, each with the name of the weight that belongs there."""
         start = 0
         for name in self.sources:
             end = start + len(weights[name])
@@ -112,10 +113,10 @@ class _Held:
 
 
 class LaidOutWeights:
-    """Copies of weights in another layout than the host's, and what is made of several.
+    """Copies of the host's weights in another layout, and weights derived from several.
 
-    They are kept between runs, so that they stay where they are; engines of several resolutions share one copy of a
-    weight. A LoRA may change numbers where they lie: `write` fills all copies, before each run.
+    They are kept between runs, so that their addresses stay valid; engines of several resolutions share one copy of a
+    weight. Since a LoRA may change weights in place, `write` fills all copies before each run.
     """
 
     _shared: WeakValueDictionary[tuple[Any, ...], _Copy] = WeakValueDictionary()
@@ -131,7 +132,7 @@ class LaidOutWeights:
 
     @property
     def are_sources_alive(self) -> bool:
-        """Whether the memory of which copies are made is that of before, not other memory at the same address."""
+        """Whether the storages that were copied still exist; another one may have the same address by now."""
         return not any(memory.expired() for held in self._held.values() for memory in held.memory)
 
     def copies(self, name: str) -> bool:
@@ -139,7 +140,7 @@ class LaidOutWeights:
         return name in self._held
 
     def of(self, name: str, tensor: torch.Tensor, wanted: TensorLayout) -> torch.Tensor:
-        """`tensor` in the layout `wanted`; a copy has no numbers yet."""
+        """`tensor` in the layout `wanted`; a copy is filled by `write`."""
         if (view := _as_it_lies(tensor, wanted)) is not None:
             self._let_go(name)
             return view
@@ -153,7 +154,7 @@ class LaidOutWeights:
         wanted: TensorLayout,
         device: torch.device,
     ) -> torch.Tensor:
-        """Where what `weight` is made of its sources is to be.
+        """The tensor for a derived weight; `write` fills it.
 
         Raises:
             ValueError: the sources do not fill it.
@@ -163,7 +164,7 @@ class LaidOutWeights:
         return into
 
     def write(self, weights: Weights) -> None:
-        """Fill all copies with what the weights are now. They lie where they lay when the copies were asked for."""
+        """Fill all copies with the current weights, whose addresses have not changed since `of` and `made`."""
         if not self._pairs:
             self._pairs = self._paired(weights)
         with torch.no_grad():
@@ -174,17 +175,17 @@ class LaidOutWeights:
                     held.weight.write(held.copy.tensor, [weights[name] for name in held.sources])
 
     def _paired(self, weights: Weights) -> list[tuple[list[torch.Tensor], list[str]]]:
-        """Parts of copies and the names of what belongs there: those that lie alike are copied by a few kernels."""
-        alike: tuple[list[torch.Tensor], list[str]] = [], []
+        """Slices of copies and the names of their weights; those of equal strides are copied together."""
+        equal: tuple[list[torch.Tensor], list[str]] = [], []
         others: tuple[list[torch.Tensor], list[str]] = [], []
         with torch.inference_mode(False):
             for held in self._held.values():
                 for part, name in held.parts(weights) if held.is_plain else ():
                     source = weights[name]
-                    parts, names = alike if part.stride() == source.stride() and part.is_contiguous() else others
+                    parts, names = equal if part.stride() == source.stride() and part.is_contiguous() else others
                     parts.append(part)
                     names.append(name)
-        return [pair for pair in (alike, others) if pair[0]]
+        return [pair for pair in (equal, others) if pair[0]]
 
     def _copy(
         self,
@@ -195,7 +196,7 @@ class LaidOutWeights:
         device: torch.device,
         weight: DerivedWeight | None = None,
     ) -> torch.Tensor:
-        """Where a copy is to be written: the same place each time, for as long as the sources lie where they do."""
+        """The tensor to copy into: the same one as long as the sources keep their storage and layout."""
         what = None if weight is None else (weight.form, weight.eight_bits)
         places = [_place_of(source) for source in sources]
         place = (what, wanted, device, *places)
@@ -234,7 +235,7 @@ _PLACE: tuple[Callable[[torch.Tensor], Any], ...] = (
 
 
 def places_of(tensors: Collection[torch.Tensor]) -> Hashable:
-    """Equal for tensors that lie at the same addresses, in the same way; other memory may have come there since."""
+    """Equal for tensors of the same addresses and layouts; the storage may have been replaced since."""
     return tuple(tuple(map(look, tensors)) for look in _PLACE)  # hundreds of tensors before each picture
 
 
@@ -254,6 +255,6 @@ def _empty(device: torch.device, wanted: TensorLayout) -> torch.Tensor:
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[StorageWeakRef, Hashable]:
-    """Equal for a tensor of the same memory; no other storage equals it, even at the same address."""
+    """Equal for tensors of one storage and layout; another storage differs, even at the same address."""
     storage = StorageWeakRef(tensor.untyped_storage())
     return storage, (tensor.storage_offset(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))

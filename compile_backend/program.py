@@ -1,4 +1,4 @@
-"""The exported program: what the compiler is given, and what it takes for granted about it."""
+"""Export of a model to the program that is compiled, with the signature that the engine checks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ProgramSignature:
     Attributes:
         inputs: in the order in which the program takes them.
         weights: those that the program reads, by state-dict name.
-        constants: tensors that the model's code made itself; they come with the artifact.
+        constants: tensors that the model's code created; they are stored in the artifact.
         nodes: size of the graph, for time estimates.
-        derived: how those of `weights` are made that the host does not have.
-        eight_bits: layers that compute in eight bits.
+        derived: how those of `weights` are computed that the host does not have.
+        eight_bits: number of layers that compute in eight bits.
         as_it_is: see `Rewritten`.
     """
 
@@ -106,7 +106,7 @@ def export_program(job: BuildJob, progress: ProgressCallback) -> tuple[torch.exp
 
 
 def save_program(program: torch.export.ExportedProgram, directory: Path) -> None:
-    """Write the program itself, for those who trace it again at load."""
+    """Write the program itself, for backends that compile it again at load."""
     with warnings.catch_warnings():
         # The placeholder's tensors are views of one buffer on purpose.
         warnings.filterwarnings("ignore", message="No complete tensor found")

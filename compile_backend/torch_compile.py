@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ..core.environment import Environment
 from ..core.errors import BuildFailed, IncompatibleEngine
 from ..core.progress import ProgressCallback
 from ..core.protocols import Artifact, BuildJob, Engine, Tensors
 from ..core.spec import EngineSpec, Optimize, Precision
-from .cpp.toolchain import TRITON, why_no_c_compiler, why_no_cpp_compiler, why_no_triton
+from .compiling import CompilingBackend
+from .cpp.toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 from .engine import CompiledEngine
 from .inductor.kernels import chosen_kernels
 from .inductor.options import fusion_options, of_compiler
@@ -34,14 +34,10 @@ once, and what one of them traces keeps it from finding what another calls.
 """
 
 
-class TorchCompileBackend:
+class TorchCompileBackend(CompilingBackend):
     """Compiles in the worker process and carries the compiler's cache to the next start."""
 
     name = "torch.compile"
-    can_bake = False
-
-    def environment(self, device: torch.device) -> Environment:
-        return Environment.current(device, packages=TRITON if device.type == "cuda" else ())
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
         return fusion_options(device, optimize)
@@ -55,12 +51,6 @@ class TorchCompileBackend:
 
     def why_cannot_build(self, device: torch.device) -> str | None:
         return self.why_unavailable(device) or (why_no_c_compiler() if device.type == "cuda" else None)
-
-    def why_unsupported(self, spec: EngineSpec) -> str | None:
-        return None if spec.is_static else "compiled engines are made for one exact shape"
-
-    def build_bytes(self, spec: EngineSpec) -> int:
-        return 0
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)

@@ -1,4 +1,4 @@
-"""What torch unpacks of packages, marked as this process's: the next one removes what a killed one left behind.
+"""Marks the folders into which torch unpacks packages, so that the next process removes those of a killed one.
 
 torch unpacks a package into a folder for temporary files, and removes it when the package is closed. A process that is
 killed leaves it there, tens of megabytes each time, for nobody to find.
@@ -39,7 +39,7 @@ _marking = threading.Lock()
 
 @contextlib.contextmanager
 def marked() -> Iterator[None]:
-    """Mark what torch unpacks meanwhile, where the system can tell what that is."""
+    """Mark the folders that torch unpacks inside the block, where /proc shows which these are."""
     with _marking:
         before, started = _unpacked(), time.time()
         yield
@@ -100,7 +100,7 @@ def _remove_all(owner: int) -> None:
 
 @functools.lru_cache(maxsize=1)
 def sweep() -> None:
-    """Remove what processes left that are gone."""
+    """Remove the marked folders of processes that have ended."""
     locks = _locks()
     if locks is None:
         return
@@ -116,7 +116,7 @@ def sweep() -> None:
 
 
 def _locks() -> ModuleType | None:
-    """What locks files in such a way that the system frees them with their process."""
+    """The module `fcntl`, whose locks end with their process; None where the system has none."""
     try:
         import fcntl
     except ImportError:

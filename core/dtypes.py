@@ -7,20 +7,22 @@ import torch
 from .errors import UnsupportedModel
 from .spec import EngineSpec, Precision
 
-WHOLE_NUMBERS = ("timesteps", "time_ids")
-"""Inputs that count, and keep their dtype: 999 is no number in bf16."""
+INTEGER_INPUTS = ("timesteps", "time_ids")
+"""Inputs that keep their dtype in every precision: bf16 cannot represent a timestep such as 999."""
 
 _DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
+    """The torch dtype of a precision."""
     return _DTYPES[precision]
 
 
 def precision_of(dtype: torch.dtype) -> Precision:
-    """
+    """The inverse of `dtype_of`.
+
     Raises:
-        UnsupportedModel: no precision computes in `dtype`.
+        UnsupportedModel: engines do not compute in `dtype`.
     """
     for precision, candidate in _DTYPES.items():
         if candidate == dtype:
@@ -37,7 +39,7 @@ def dtype_named(name: str) -> torch.dtype:
     """The inverse of `dtype_name`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a torch dtype")
     return dtype
 
 

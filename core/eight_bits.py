@@ -1,7 +1,7 @@
-"""Linear layers in eight bits: which of them gain, on which chips, and how their numbers are scaled.
+"""Linear layers in eight bits: which are faster, on which GPUs, and how their weights and inputs are scaled.
 
-Both ways to make engines share this: numbers of a row are divided by a scale of its own, found anew in each call for
-what a layer reads, and whenever the host supplies them for its weights. So no checkpoint has to be calibrated.
+Compiled and TensorRT engines share this. Each row has a scale of its own: for a layer's input it is computed in every
+call, for its weights whenever the host supplies them. So no checkpoint has to be calibrated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ FP8 = torch.float8_e4m3fn
 DTYPES = {Quantised.FP8: FP8, Quantised.INT8: torch.int8}
 
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
-"""The largest number that quantised weights and inputs may have."""
+"""The largest value of a quantised weight or input."""
 
 LEAST_SCALE = 1e-12
 
 LEAST_COLUMNS = 640
 LEAST_PRODUCT = 2_500_000_000
-"""Multiplications of a layer that gains, in one call."""
+"""Multiplications in one call from which on a layer is faster in eight bits."""
 
 _STEP = 16
 """Rows and columns of an eight-bit weight are multiples of it."""
@@ -35,7 +35,7 @@ _CHIPS = {
 
 
 def why_not_on(device: torch.device, wanted: Quantised) -> str | None:
-    """Why this chip cannot multiply so; None where it can."""
+    """Why this GPU has no such 8-bit arithmetic; None where it has, and for any device that is no GPU."""
     if device.type != "cuda":
         return None
     if torch.version.hip is None and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY[wanted]:
@@ -43,21 +43,20 @@ def why_not_on(device: torch.device, wanted: Quantised) -> str | None:
     return f"{wanted.value} needs {_CHIPS[wanted]}; {CHOOSE_AUTO}"
 
 
-def why_no_layer(architecture: str, numbers: str) -> str:
-    """What to say of a model none of whose layers `gains`."""
-    return f"{architecture} has no linear layer that is faster in {numbers} at this size; {CHOOSE_AUTO}"
+def why_no_layer(architecture: str, precision: str) -> str:
+    """The message for a model none of whose layers `gains`."""
+    return f"{architecture} has no linear layer that is faster in {precision} at this size; {CHOOSE_AUTO}"
 
 
 def gains(samples: int, columns: int, rows: int) -> bool:
-    """Whether a layer of a weight [rows, columns] is worth it, by measurement on an H200: those of feed-forward blocks.
+    """Whether a linear layer with a weight [rows, columns] is faster in eight bits, as measured on an H200.
 
-    What they read comes from a norm or an activation, so that the kernel which computes it quantises it as well. What
-    attention gives would take a kernel more, as much time as the layer saves; small layers are not faster in eight
-    bits. Query, key and value would gain another 3 % of SDXL's call in fp8, but with them the result is off by 6 %
-    instead of 4 %.
+    Large layers of feed-forward blocks are: their input comes from a norm or an activation, whose kernel quantises it
+    in passing. The output of attention would need a kernel of its own, which costs what the layer saves. Quantised
+    query, key and value layers would save another 3 % of SDXL's call in fp8, but raise its error from 4 % to 6 %.
 
     Args:
-        samples: rows of what it reads.
+        samples: rows of the layer's input [samples, columns].
     """
     large = columns >= LEAST_COLUMNS and samples * rows * columns >= LEAST_PRODUCT
     of_attention = rows in (columns, 2 * columns, 3 * columns)
@@ -65,7 +64,7 @@ def gains(samples: int, columns: int, rows: int) -> bool:
 
 
 def scale_of_rows(rows: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
-    """By what each row is to be divided so that its largest number becomes the largest of `eight_bits`; fp32 [..., 1].
+    """The scale of each row, fp32 [..., 1]: divided by it, the largest magnitude becomes the largest of `eight_bits`.
 
     Symmetric quantisation with a scale for each row, as in torchao's dynamic recipes.
     """
@@ -74,6 +73,6 @@ def scale_of_rows(rows: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
 
 
 def quantised(rows: torch.Tensor, scale: torch.Tensor, eight_bits: torch.dtype) -> torch.Tensor:
-    """Rows in eight bits. No number of a row exceeds its scale, so nothing has to be cut off."""
+    """`rows` divided by `scale` (of `scale_of_rows`) and rounded to `eight_bits`; the range needs no clamp."""
     scaled = rows.float() * scale.reciprocal()
     return (scaled.round() if eight_bits == torch.int8 else scaled).to(eight_bits)

@@ -109,13 +109,13 @@ def _version(distribution: str) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _installed_version(distribution: str) -> str:
-    """Read once: that takes half a millisecond, and each engine of each picture asks."""
+    """Cached, since reading takes half a millisecond and every run asks for each engine."""
     return importlib.metadata.version(distribution)
 
 
 @functools.cache
 def versions_now() -> dict[str, str]:
-    """Of what may change how an engine behaves on this machine without changing its key, the host apart."""
+    """Versions of Slipstream, torch and the driver, which may change an engine's behaviour but not its key."""
     driver = driver_version() if torch.cuda.is_available() else None
     return {"Slipstream": __version__, "torch": str(torch.__version__), **({"the driver": driver} if driver else {})}
 

@@ -9,7 +9,7 @@
     │   └── BuildOutOfMemory ... because memory did not suffice; the next try may work
     ├── ShapeOutsideProfile  inputs that an engine was not built for
     ├── IncompatibleEngine   an artifact made for another machine, version or set of weights
-    │   └── NotFinite        ... that computes NaN or Inf where the model in fp32 does not
+    │   └── NotFinite        ... that computes NaN or Inf where the fp32 reference does not
     ├── CorruptEngine        files that differ from what their manifest says
     └── StoreError           the engine store cannot be read or written
         └── EngineInUse      ... because a living process needs the engine that was to go
@@ -57,7 +57,7 @@ class IncompatibleEngine(SlipstreamError):
 
 
 class NotFinite(IncompatibleEngine):
-    """An engine computes NaN or Inf where the model in fp32 does not: numbers outgrew its precision."""
+    """An engine computes NaN or Inf where the fp32 reference does not: values overflow its precision."""
 
 
 class CorruptEngine(SlipstreamError):
@@ -73,6 +73,6 @@ class EngineInUse(StoreError):
 
 
 def first_line(error: BaseException) -> str:
-    """The type and the first line of an error of others, which may say pages."""
+    """The type and the first line of a foreign error, whose message may be pages long."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

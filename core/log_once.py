@@ -1,4 +1,4 @@
-"""Warnings that would come again with every picture."""
+"""Warnings that would otherwise be repeated with every picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _said: set[str] = set()
 
 
 def warn_once(log: logging.Logger, message: str) -> None:
-    """Log a warning; the same one no second time in this process."""
+    """Log a warning unless this process has logged the same message before."""
     if message not in _said:
         _said.add(message)
         log.warning("%s", message)

@@ -1,4 +1,4 @@
-"""Modules without numbers: the shape of a model for export, at the memory of its largest tensor."""
+"""Placeholder modules: a model for export whose parameters share the memory of its largest tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Views start at distinct, aligned places: compilers merge constants of one address, and vector code wants 64 bytes.
+# Views start at distinct, aligned offsets: compilers merge constants of one address, and vector code wants 64 bytes.
 _STEP_BYTES = 64
 
 
@@ -15,7 +15,7 @@ def placeholder_of(build: Callable[[], torch.nn.Module], dtype: torch.dtype, dev
     """Build a module whose parameters are contiguous views into one small buffer.
 
     A 5 GB UNet takes the memory of its largest tensor, exports and serialises like any module, and stays a real
-    (not a fake) one, so that no tool needs to know. Its numbers mean nothing.
+    (not a fake) one, so that no tool needs to know. The values of its parameters are zeros.
 
     Args:
         build: constructs the module; called with the meta device as default.

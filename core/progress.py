@@ -1,4 +1,4 @@
-"""How far a build is, and how to stop it."""
+"""Progress reports and cancellation of builds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress:
         phase: "queued", "waiting" (for another process), "start", "export", "compile", "store", "load" or "verify".
         fraction: of the whole build, 0 to 1; None where nothing can be said.
         message: one line for people.
-        operations: of the model that is compiled, once they are counted; the build's time goes with them.
+        operations: in the traced graph, 0 before they are counted; the build time grows with them.
     """
 
     phase: str
@@ -30,7 +30,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def ignore_progress(progress: Progress) -> None:
-    """A `ProgressCallback` for callers who do not look."""
+    """A `ProgressCallback` that does nothing."""
 
 
 class CancelToken:

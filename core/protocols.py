@@ -1,4 +1,4 @@
-"""The seams between rooms: what a host hands over, what a backend does, what an engine offers."""
+"""The interfaces between folders: what a host supplies, what a backend does and what an engine offers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Engine(Protocol):
 
     @property
     def generation(self) -> int:
-        """Grows whenever the weights lie elsewhere than before: what was captured of earlier calls is void then."""
+        """Grows whenever an address that a CUDA graph may have captured is invalidated."""
         ...
 
     @property
     def copies_weights(self) -> bool:
-        """Whether it computes with copies of its own: after they changed, its answer is compared with the model's."""
+        """Whether it computes with copies of the weights; after an update its output is checked against the model's."""
         ...
 
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
@@ -79,7 +79,7 @@ class Backend(Protocol):
     """A way to make engines. It never sees the cache.
 
     Attributes:
-        can_bake: whether it can put the model's numbers into an artifact for good (`BackendConfig.contains_weights`).
+        can_bake: whether it can embed the model's weights in an artifact (`BackendConfig.contains_weights`).
     """
 
     name: str
@@ -129,9 +129,9 @@ class Backend(Protocol):
 
 
 class Architecture(Protocol):
-    """What a model computes, without its numbers.
+    """The computation of a model, without its weights.
 
-    Light, so that it may outlive the model in the build queue; and it pickles, so that the worker process can make the
+    Small, so that it may outlive the model in the build queue; and it pickles, so that the worker process can make the
     placeholder from it.
     """
 
@@ -144,7 +144,7 @@ class Architecture(Protocol):
         ...
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        """The model for export: takes the inputs as keywords, returns a tuple of tensors; its numbers mean nothing.
+        """The model for export: takes the inputs as keywords, returns a tuple of tensors; its weights are placeholders.
 
         Raises:
             UnsupportedModel: this architecture cannot be built apart from its host's module.
@@ -168,7 +168,7 @@ class BuildJob:
 
     Attributes:
         environment: the host's, which the worker's must equal.
-        weights: a safetensors file of the model's numbers, for an artifact that contains them; None for others.
+        weights: a safetensors file of the model's weights, for an artifact that contains them; None for others.
         keep: a folder that outlives builds, for what they learn about this machine; None where there is none.
     """
 
@@ -208,7 +208,7 @@ class BoundWeights:
 
 
 class ModelSource(Protocol):
-    """One live model of a host, in the words of the runtime. Used inside a run, never kept after it."""
+    """One live model of a host, as the runtime sees it. Used inside a run, never kept after it."""
 
     @property
     def architecture(self) -> Architecture: ...
@@ -218,7 +218,7 @@ class ModelSource(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """What the host itself computes in."""
+        """The precision in which the host computes."""
         ...
 
     @property

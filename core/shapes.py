@@ -17,7 +17,7 @@ UNET_AXES: Mapping[str, tuple[str | None, ...]] = {
     "context": ("batch", "tokens", None),
     "y": ("batch", None),
 }
-"""What each axis of a UNet's inputs counts; None for one that is the same in every call."""
+"""The meaning of each axis of a UNet's inputs; None for an axis whose size never varies."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ShapeProfile:
 
     @classmethod
     def from_factors(cls, data: Mapping[str, Any]) -> ShapeProfile:
-        """As it stands among an engine's factors."""
+        """Read a profile from the factors of an `EngineKey`."""
         return cls({name: tuple(ShapeRange(**axis) for axis in axes) for name, axes in data["inputs"].items()})
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class ShapeProfile:
 
 
 def profile_for(profiles: Sequence[ShapeProfile], shapes: Shapes) -> int | None:
-    """The number of the profile that is tuned nearest to `shapes`; None where no profile accepts them."""
+    """The index of the profile that is tuned nearest to `shapes`; None where no profile accepts them."""
     distances = [profile.distance(shapes) for profile in profiles]
     nearest = min(distances, default=math.inf)
     return distances.index(nearest) if math.isfinite(nearest) else None

@@ -1,4 +1,4 @@
-"""What engine is wanted."""
+"""The specification of an engine."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ class Precision(str, Enum):
 
 
 class Quantised(str, Enum):
-    """The 8-bit numbers that large linear layers multiply in, scaled anew in each call; the rest of the model computes
-    in a `Precision`."""
+    """The 8-bit dtype of large linear layers, scaled dynamically in each call; all else computes in a `Precision`."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -52,7 +51,7 @@ class Optimize(str, Enum):
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Which model: its architecture (what the code computes) and its weights (with which numbers).
+    """The identity of a model: its architecture, which is the computation, and its weights.
 
     Attributes:
         architecture: digest of class, config, parameter names and shapes, the forward code's source and the
@@ -62,7 +61,7 @@ class ModelFingerprint:
             the artifact contains the weights.
         lora: how LoRA reaches the engine: "live" (weights are supplied at load).
         layers: weight tensors, by which build times of different models compare; 0 where not counted.
-        parameters: numbers in all weight tensors together; 0 where not counted.
+        parameters: elements of all weight tensors together; 0 where not counted.
     """
 
     architecture: str
@@ -95,7 +94,7 @@ class BackendConfig(HoldsMappings):
 
 @dataclass(frozen=True)
 class EngineSpec(HoldsMappings):
-    """One engine that is wanted.
+    """The specification of one engine.
 
     Attributes:
         dtypes: input name -> dtype name such as "float16".

@@ -36,12 +36,12 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The one on which the caller works; a stand-in where `device` has none."""
+    """torch's current stream; a stand-in where `device` has no streams."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else _NoStream()
 
 
 def wait_for(device: torch.device) -> None:
-    """Let the host wait until `device` has done all that it was given."""
+    """Block until `device` has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -56,10 +56,10 @@ _SIDE, _BRANCH, _CAPTURE = range(_STREAMS)
 
 @functools.cache
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """A stream that is ours alone, kept for good.
+    """A stream that only Slipstream uses; it is never freed.
 
-    torch's own are 32, which it hands out in turns: sooner or later another thread gets the same one, and what it does
-    there becomes part of what we capture, or voids it.
+    torch hands out a pool of 32 in turns, so that sooner or later another thread uses the same one, and its work
+    becomes part of our capture or invalidates it.
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info(device)  # the driver is asked below for a stream of the context that this makes current
@@ -73,9 +73,9 @@ def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
 
 
 def wait_for_streams(device: torch.device) -> None:
-    """Let the host wait for all that was done on our own streams.
+    """Block until the work on Slipstream's own streams has finished.
 
-    Not for the device: that would be an error while another thread captures something, and void it.
+    Synchronising the whole device would fail while another thread captures a CUDA graph, and invalidate the capture.
     """
     for number in range(_STREAMS):
         _stream(device, number).synchronize()

@@ -1,4 +1,4 @@
-"""Engines on disk: what one is (key), what is known about it (manifest), and where it lies (store)."""
+"""Engines on disk: their identity (key), their metadata (manifest) and the folder that holds them (store)."""
 
 from .entry import Entry, Hold
 from .files import identity as file_identity

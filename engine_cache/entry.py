@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import CorruptEngine, SlipstreamError, StoreError
@@ -59,7 +58,7 @@ class Entry:
 
     @property
     def marks(self) -> Path:
-        """Where the store keeps what processes that ended left behind about engines."""
+        """The folder of marks that processes leave while they use an engine for the first time."""
         return self._store.marks
 
     @property
@@ -68,7 +67,7 @@ class Entry:
         return Artifact(self.directory, tuple(self.manifest.files), self.manifest.details)
 
     def path(self, name: str) -> Path:
-        """Where the file `name` of the engine lies.
+        """The path of the engine's file `name`.
 
         Raises:
             KeyError: the manifest knows no such file.
@@ -103,7 +102,7 @@ class Entry:
         return self._store.hold(self)
 
     def check_sizes(self) -> None:
-        """A cheap look at every file, without reading it.
+        """Check that every file exists with its size, without reading it.
 
         Raises:
             CorruptEngine: one is missing, is a link or has another size.
@@ -163,11 +162,6 @@ class Hold:
     def __init__(self, claim: Claim | None) -> None:
         self._claim = claim
 
-    @property
-    def protects(self) -> bool:
-        """False where the store is read-only, so that nobody can be told."""
-        return self._claim is not None
-
     def release(self) -> None:
         if self._claim is not None:
             self._claim.release()
@@ -175,7 +169,5 @@ class Hold:
     def __enter__(self) -> Hold:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -8,10 +8,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..core.environment import Environment
-from ..core.spec import NOT_IN_KEY, EngineSpec
+from ..core.spec import EngineSpec
 from .key_differences import describe_differences
 
 KEY_SCHEMA = 1
@@ -27,11 +27,8 @@ class HasFactors(Protocol):
     def factors(self) -> Factors: ...
 
 
-Candidate = TypeVar("Candidate", bound=HasFactors | Mapping[str, Any])
-
-
 class EngineKey:
-    """What one engine is, down to the last field of its spec and environment.
+    """The identity of one engine: every field of its spec and environment.
 
     Attributes:
         factors: nested plain data: every field not marked `NOT_IN_KEY`.
@@ -59,30 +56,20 @@ class EngineKey:
         """The first 12 digits of the digest, for people."""
         return self.digest[:12]
 
-    def diff(self, other: HasFactors | Factors) -> list[str]:
-        """What differs, in words, as "this key → other": "torch: 2.12.0 → 2.13.0"."""
-        return describe_differences(self.factors, factors_of(other))
+    def explain_miss(self, candidates: Iterable[HasFactors]) -> str:
+        """Why none of `candidates` is this engine: how the closest one differs, stored → needed.
 
-    def nearest(self, candidates: Iterable[Candidate]) -> Candidate | None:
-        """The candidate with the fewest differences, those of the same model and role first.
-
-        Returns:
-            None when there are no candidates.
+        Engines of the same model and role come before all others.
         """
-        return min(candidates, key=self._distance, default=None)
-
-    def explain_miss(self, candidates: Iterable[HasFactors | Factors]) -> str:
-        """Why none of `candidates` is this engine, in one sentence: "what is there → what is wanted"."""
-        closest = self.nearest(candidates)
+        closest = min((each.factors for each in candidates), key=self._distance, default=None)
         if closest is None:
             return "no engine has been built yet"
-        if self._is_other_model(factors_of(closest)):
+        if self._is_other_model(closest):
             return "no engine has been built for this model yet"
-        changes = describe_differences(factors_of(closest), self.factors)
+        changes = describe_differences(closest, self.factors)
         return f"the closest engine differs in {', '.join(changes)}" if changes else "this engine is there"
 
-    def _distance(self, candidate: HasFactors | Factors) -> tuple[bool, int]:
-        factors = factors_of(candidate)
+    def _distance(self, factors: Factors) -> tuple[bool, int]:
         return self._is_other_model(factors), len(describe_differences(factors, self.factors))
 
     def _is_other_model(self, factors: Factors) -> bool:
@@ -102,7 +89,7 @@ class EngineKey:
 
 
 def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
-    """The key of both: the one from before where the same was asked for lately, as each picture asks."""
+    """`EngineKey(spec, environment)`, cached: every run asks for the same few keys."""
     asked = repr((spec, environment))  # unlike ==, tells 1 from True, as a key does
     known = _recent.get(asked)
     if known is None:
@@ -114,10 +101,6 @@ def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
 
 _KEPT = 32
 _recent: dict[str, EngineKey] = {}
-
-
-def factors_of(source: HasFactors | Factors) -> Factors:
-    return source if isinstance(source, Mapping) else source.factors
 
 
 def digest_of(factors: Factors) -> str:
@@ -154,14 +137,10 @@ def canonical(value: Any, path: str) -> Any:
         return {
             field.name: canonical(getattr(value, field.name), f"{path}.{field.name}")
             for field in dataclasses.fields(value)
-            if enters_key(field) and (getattr(value, field.name) or not field.metadata.get("in_key_if_any"))
+            if field.metadata.get("in_key", True)
+            and (getattr(value, field.name) or not field.metadata.get("in_key_if_any"))
         }
     return _canonical_container(value, path)
-
-
-def enters_key(field: dataclasses.Field[Any]) -> bool:
-    """Whether a dataclass field is part of an engine's identity; it is, unless marked `NOT_IN_KEY`."""
-    return not any(field.metadata.get(mark) == value for mark, value in NOT_IN_KEY.items())
 
 
 def _canonical_container(value: Any, path: str) -> Any:

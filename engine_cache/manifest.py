@@ -218,11 +218,9 @@ class Manifest:
             raise CorruptEngine(f"{source} is not a valid manifest: {error}. {_REBUILD}") from error
 
 
-_PLAIN_FIELDS = (
-    *("digest", "label", "role", "precision", "optimize", "backend", "slipstream", "created", "signature"),
-    "quantised",
-    *("factors", "details"),
-)
+_TEXTS = ("digest", "label", "role", "precision", "optimize", "backend", "slipstream", "created")
+_OPTIONAL_TEXTS = ("signature", "quantised")
+_PLAIN_FIELDS = (*_TEXTS, *_OPTIONAL_TEXTS, "factors", "details")
 _REBUILD = "The engine is rebuilt when it is next asked for."
 
 
@@ -270,25 +268,16 @@ def _check_schema(version: object, source: str) -> None:
 def _from_data(data: dict[str, Any]) -> Manifest:
     verifications = _take(data, "verifications", dict)
     return Manifest(
-        digest=_take(data, "digest", str),
-        factors=_take(data, "factors", dict),
-        label=_take(data, "label", str),
-        role=_take(data, "role", str),
+        **{name: _take(data, name, str) for name in _TEXTS},
+        **{name: _take(data, name, dict) for name in ("factors", "details")},
+        **{name: _take_or_none(data, name, str) for name in _OPTIONAL_TEXTS},
         profile=ShapeProfile.from_json(_take(data, "profile", dict)),
-        precision=_take(data, "precision", str),
-        optimize=_take(data, "optimize", str),
-        backend=_take(data, "backend", str),
         files={
             name: FileRecord(_take(record, "bytes", int), _take(record, "sha256", str))
             for name, record in _take(data, "files", dict).items()
         },
-        slipstream=_take(data, "slipstream", str),
         build=_build(_take(data, "build", dict)),
-        details=_take(data, "details", dict),
-        created=_take(data, "created", str),
-        signature=_take_or_none(data, "signature", str),
         verifications={name: _verification(_take(verifications, name, dict)) for name in verifications},
-        quantised=_take_or_none(data, "quantised", str),
         speed=None if data.get("speed") is None else _speed(_take(data, "speed", dict)),
     )
 

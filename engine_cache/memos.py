@@ -1,6 +1,6 @@
-"""What is remembered beside the engines, in small JSON files under the store that several processes add to.
+"""Caches beside the engines: small JSON files under the store, which several processes share.
 
-It only helps: what cannot be read or written counts as not remembered.
+They only save time: a file that cannot be read or written counts as empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT = 1000
 """Records of each file; the oldest are forgotten."""
 BUILDS_KEPT = 500
 SETTLED_SECONDS = 2.0
-"""Rewritten within a tick of its disk's clock (2 s on FAT), a file keeps its mtime: young is not trusted."""
+"""Younger files are not trusted: rewritten within one tick of the clock (2 s on FAT), a file keeps its mtime."""
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _past_build(record: Any) -> PastBuild | None:
 
 
 class ChoiceMemo:
-    """Milliseconds of each way of doing something with the same engines, kept under the engine store."""
+    """Measured milliseconds of alternatives that use the same engines, kept under the engine store."""
 
     def __init__(self, root: Path | str) -> None:
         self._memo = _MemoFile(root, "choices", "a measurement", "measurements")
@@ -206,7 +206,7 @@ class ChoiceMemo:
         return self._memo.write("A measurement", content)
 
     def fastest(self, subject: str, ways: tuple[str, ...]) -> str | None:
-        """The way that took least; None where not all of them were measured."""
+        """The fastest of `ways`; None where one of them was not measured."""
         measured = self._known().get(subject, {})
         return min(ways, key=measured.__getitem__) if all(way in measured for way in ways) else None
 
@@ -226,7 +226,7 @@ OverflowingModel = tuple[str, str]
 
 
 class OverflowMemo:
-    """Architectures and weights that overflow in fp16: found out once, by an engine that was refused."""
+    """Models that overflow in fp16, by architecture and weights: noted when an engine computes NaN or Inf."""
 
     def __init__(self, root: Path | str) -> None:
         self._memo = _MemoFile(root, "overflows", "an overflow", "overflows")

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError
+from ..core.log_once import warn_once
 from ..core.protocols import Artifact
 from ..core.version import __version__
 from .entry import LAST_USED_NAME, Entry, Hold
@@ -71,7 +72,6 @@ class EngineStore:
         self.root = self._space.root
         self.keep, self.marks = self._space.keep, self._space.marks
         self.limit_bytes = limit_bytes
-        self._said: set[str] = set()
         self.damaged: dict[str, str] = {}
         """Entries that this process found damaged, and what was wrong with each."""
 
@@ -89,14 +89,14 @@ class EngineStore:
             self.damaged[digest] = str(error)
             return self._set_aside(digest, str(error))
         except IncompatibleEngine as error:
-            self._warn_once(str(error))
+            warn_once(log, str(error))
         except OSError as error:
-            self._warn_once(f"The engine {digest[:12]} in {self.root} cannot be read: {error}. It counts as absent.")
+            warn_once(log, f"The engine {digest[:12]} in {self.root} cannot be read: {error}. It counts as absent.")
         return None
 
     def list(self) -> Entries:
         """Every usable entry, the most recently used first."""
-        found = (self.lookup(digest) for digest in self._digests())
+        found = (self.lookup(digest) for digest in self.digests())
         return sorted((entry for entry in found if entry), key=lambda entry: entry.last_used, reverse=True)
 
     def find(self, prefix: str) -> Entries:
@@ -108,7 +108,7 @@ class EngineStore:
 
     def verify_all(self) -> dict[str, str | None]:
         """Read all files again: digest -> what is wrong, or None. Corrupt entries are set aside."""
-        return {digest: self.verify(digest) for digest in self._digests()}
+        return {digest: self.verify(digest) for digest in self.digests()}
 
     def verify(self, digest: str) -> str | None:
         """Read an engine's files again: what is wrong with them, or None. A corrupt entry is set aside."""
@@ -140,13 +140,14 @@ class EngineStore:
         """Free space on the store's disk."""
         return free_bytes(self.root)
 
-    def _digests(self) -> Digests:
+    def digests(self) -> Digests:
+        """The digests of all entries, readable or not, in ascending order."""
         try:
             return sorted(path.name for path in self._space.engines.iterdir() if is_digest(path.name))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            self._warn_once(f"The engine store {self.root} cannot be read: {error}. It counts as empty.")
+            warn_once(log, f"The engine store {self.root} cannot be read: {error}. It counts as empty.")
             return []
 
     def _read(self, digest: str) -> Entry | None:
@@ -342,7 +343,7 @@ class EngineStore:
             return []  # a read-only store has nothing to complain about
         removed: dict[str, Path] = {}
         with self._space.writing("Pruning the engine store"):
-            sound = [entry for digest in self._digests() if (entry := self._read_if_sound(digest))]
+            sound = [entry for digest in self.digests() if (entry := self._read_if_sound(digest))]
             for entry in _surplus(sound, limit, oldest, lambda digest: digest in kept or self._is_used(digest)):
                 if trash := self._try_discard(entry):
                     removed[entry.digest] = trash
@@ -364,7 +365,7 @@ class EngineStore:
 
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Move a corrupt entry to the quarantine, where the store can be written; else only warn."""
-        self._warn_once(reason)
+        warn_once(log, reason)
         self.damaged[entry.digest] = reason
         try:
             with self._space.writing(f"Setting the engine {entry.digest[:12]} aside"):
@@ -387,13 +388,8 @@ class EngineStore:
             return None
         except StoreError as error:
             log.debug("The engine %s could not be set aside: %s", digest[:12], error)
-        self._warn_once(reason)
+        warn_once(log, reason)
         return None
-
-    def _warn_once(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
-            log.warning("%s", reason)
 
     def _read_if_sound(self, digest: str) -> Entry | None:
         try:
@@ -436,7 +432,7 @@ class EngineStore:
 
 
 def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: Callable[[str], bool]) -> Entries:
-    """What to remove, least recently used first, so that the rest fits the limit and is young enough."""
+    """The entries to remove, least recently used first, so that the rest fits the limit and none is too old."""
     entries = sorted(entries, key=lambda entry: entry.last_used)
     total = sum(entry.bytes for entry in entries)
     chosen = []
@@ -449,9 +445,9 @@ def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: 
 
 @functools.lru_cache(maxsize=64)
 def _manifest_of(text: bytes, source: str) -> tuple[Manifest, str | None]:
-    """What it says, and the digest by which its factors go; None where it says another one, or they are no factors.
+    """A manifest and the digest of its factors; None in place of the digest where the manifest states another one.
 
-    Read once for as long as the text stays: each engine of each picture is looked up.
+    Cached by the text, since every run looks up each engine.
     """
     manifest = Manifest.from_json(text, source)
     try:

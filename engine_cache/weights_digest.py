@@ -1,4 +1,4 @@
-"""Digests of a model's numbers, computed on the device that they lie on: a model is gigabytes of them."""
+"""Digests of a model's weights, computed on their own device, since a model holds gigabytes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
     """sha256 over the sorted (name, dtype, shape, sums) of all tensors; not over strides and device.
 
     A tensor's bytes in logical order are rows of 1024 signed words of 32 bits. Each row is multiplied by an odd number
-    of 64 bits of its own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are. So
-    it is memory that a digest waits for, on a GPU too, from which nothing but the sums is copied. A column in which one
-    word differs always shows; one in which more do would hide at odds of 2^-32 if the numbers were drawn by chance:
-    multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). It does not withstand
-    people who want two models to agree.
+    of 64 bits of its own, and the columns are summed modulo 2^64; bytes behind the last row are taken as they are.
+    The digest is limited by memory bandwidth, on a GPU too, from which only the sums are copied. One changed word in a
+    column always changes the digest, several with odds of 1 - 2^-32 if the factors were random: multilinear hashing
+    (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). It is not collision resistant against an
+    attacker.
 
     Raises:
         UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one, or memory does not suffice.
     """
     names, sums = sorted(named), dict[str, torch.Tensor]()
     for name in names:
-        with _said(f"the tensor {name} ({named[name].dtype}, on {named[name].device})"):
+        with _reading(f"the tensor {name} ({named[name].dtype}, on {named[name].device})"):
             sums[name] = _sums(named[name])
-    with _said("the model's tensors"):
+    with _reading("the model's tensors"):
         found = dict(_on_cpu(sums))
     rows = [[name, str(named[name].dtype), list(named[name].shape)] for name in names]
     digest = hashlib.sha256(canonical_json(rows).encode("ascii"))
@@ -47,8 +47,9 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
 
 
 @contextmanager
-def _said(what: str) -> Iterator[None]:
-    """
+def _reading(what: str) -> Iterator[None]:
+    """Turn errors inside the block into one that names `what`.
+
     Raises:
         UnsupportedModel: torch or the tensor's class raised something inside.
     """
@@ -74,7 +75,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """In logical order, and where words of 32 bits may begin."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
         raise TypeError(f"it is quantized or {tensor.layout}")
-    if type(tensor) is torch.Tensor:  # other classes may hold their numbers elsewhere
+    if type(tensor) is torch.Tensor:  # subclasses may keep their data elsewhere
         _check_is_there(tensor)
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).as_subclass(torch.Tensor)
     _check_is_there(raw)
@@ -82,23 +83,23 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_is_there(tensor: torch.Tensor) -> None:
-    """
+    """Check that a tensor has memory to read.
+
     Raises:
-        TypeError: it is a meta tensor, also behind a fake one; or what moves weights has given its memory back, which
-            torch would read all the same.
+        TypeError: it is a meta or fake tensor, or its storage was freed by an offloading extension.
     """
     storage = tensor.untyped_storage()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
     if storage.device.type == "meta" or storage.nbytes() < needed:
-        raise TypeError("it has no numbers")
+        raise TypeError("it holds no data")
 
 
 def _sums_of_columns(words: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(_COLUMNS, dtype=torch.int64, device=words.device)
     factors = _factors((len(words) - 1).bit_length(), words.device)
-    for part, numbers in zip(words.split(_ROWS_AT_ONCE), factors.split(_ROWS_AT_ONCE), strict=False):
-        total += (part * numbers[: len(part)]).sum(0)
+    for part, odd in zip(words.split(_ROWS_AT_ONCE), factors.split(_ROWS_AT_ONCE), strict=False):
+        total += (part * odd[: len(part)]).sum(0)
     return total
 
 
@@ -114,7 +115,7 @@ def _factors(bits: int, device: torch.device) -> torch.Tensor:
 
 
 def _on_cpu(sums: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """By one copy a device: each waits for the device."""
+    """Copy all sums of one device at once, since every copy synchronises with the device."""
     places = defaultdict(list)
     for name, each in sums.items():
         places[each.device].append(name)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..core.dtypes import WHOLE_NUMBERS
+from ..core.dtypes import INTEGER_INPUTS
 from ..core.errors import UnsupportedModel
 from ..core.protocols import BoundWeights, Tensors
 from ..core.shapes import Shape
@@ -194,7 +194,7 @@ def random_inputs(
 
 def cast_inputs(inputs: Tensors, dtype: torch.dtype) -> Tensors:
     """Inputs for a module that computes in `dtype`."""
-    keep = {name for name, tensor in inputs.items() if name in WHOLE_NUMBERS or not tensor.is_floating_point()}
+    keep = {name for name, tensor in inputs.items() if name in INTEGER_INPUTS or not tensor.is_floating_point()}
     return {name: tensor if name in keep else tensor.to(dtype) for name, tensor in inputs.items()}
 
 

@@ -19,7 +19,7 @@ class AccelerateModel(io.ComfyNode):
             category="Slipstream",
             description="Runs the model on engines that are compiled for your resolution, built once and kept on disk. "
             "Place it anywhere between the loader and the sampler; LoRA works before and after it. "
-            "Whatever an engine cannot honour runs on the plain model, and Engine Info says why.",
+            "Whatever an engine cannot do runs on your model without Slipstream, and Engine Info says why.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to accelerate. Other nodes may go on using it as it is."),
                 *choices(),

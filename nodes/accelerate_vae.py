@@ -19,7 +19,7 @@ class AccelerateVAE(io.ComfyNode):
             category="Slipstream",
             description="Runs the VAE's decoder and encoder on engines that are compiled for your resolution. Place it "
             "between the loader and the nodes that decode or encode, tiled ones and inpainting included. Whatever an "
-            "engine cannot honour runs on the plain VAE, and Engine Info says why.",
+            "engine cannot do runs on your VAE without Slipstream, and Engine Info says why.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
                 *choices(with_manual=False),

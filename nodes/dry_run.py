@@ -1,4 +1,4 @@
-"""Nodes of the prompts that build engines by a click; no person places them."""
+"""Internal nodes of the test runs that the button Build engine queues."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ class EngineInfo(io.ComfyNode):
             node_id="SlipstreamEngineInfo",
             display_name="Engine Info",
             category="Slipstream",
-            description="Shows what an accelerated model did: the engine in use, calls of the engine and of the plain "
-            "model, and each reason for the plain model. Connect a picture or latent to `after`, so that it looks "
-            "after sampling.",
+            description="Shows what an accelerated model did: the engine in use, calls of the engine and of your "
+            "model without Slipstream, and each reason why it ran. Connect a picture or latent to `after`, so that it "
+            "looks after sampling.",
             inputs=[
                 io.Model.Input("model", optional=True, tooltip="The output of Accelerate Model."),
                 io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from .shared.sampler_inputs import denoise_input, sampler_inputs
 from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 from .step_skip import recorder
 
@@ -60,27 +61,11 @@ def _ksampler_inputs() -> list[io.Input]:
     """KSampler's own, by the same names."""
     return [
         io.Model.Input("model", tooltip="The model to sample, of Accelerate Model for instance."),
-        *_number_inputs(),
-        *_sampler_inputs(),
+        io.Int.Input("seed", default=0, min=0, max=2**64 - 1, control_after_generate=True, tooltip="Of the noise."),
+        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Of the sampler, computed and skipped ones."),
+        *sampler_inputs(),
         io.Conditioning.Input("positive", tooltip="What the picture shows, with or without ControlNets."),
         io.Conditioning.Input("negative", tooltip="What it does not show."),
         io.Latent.Input("latent_image", tooltip="What sampling starts from."),
-        io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Less keeps more of the latent."),
-    ]
-
-
-def _number_inputs() -> list[io.Input]:
-    return [
-        io.Int.Input("seed", default=0, min=0, max=2**64 - 1, control_after_generate=True, tooltip="Of the noise."),
-        io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Of the sampler, computed and skipped ones."),
-        io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Scale of guidance."),
-    ]
-
-
-def _sampler_inputs() -> list[io.Input]:
-    from comfy.samplers import KSampler
-
-    return [
-        io.Combo.Input("sampler_name", options=KSampler.SAMPLERS, tooltip="The algorithm of sampling."),
-        io.Combo.Input("scheduler", options=KSampler.SCHEDULERS, tooltip="How noise goes down from step to step."),
+        denoise_input(),
     ]

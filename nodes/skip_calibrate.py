@@ -6,6 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
+from .shared.sampler_inputs import denoise_input, sampler_inputs
 from .shared.skip_inputs import CATEGORY
 from .step_skip import recorder
 
@@ -83,14 +84,10 @@ def _what_is_sampled() -> list[io.Input]:
 
 
 def _how() -> list[io.Input]:
-    from comfy.samplers import KSampler
-
     return [
         io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Of the sampler. The preset is for this number."),
-        io.Float.Input("cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="Scale of guidance."),
-        io.Combo.Input("sampler_name", options=KSampler.SAMPLERS, tooltip="The algorithm of sampling."),
-        io.Combo.Input("scheduler", options=KSampler.SCHEDULERS, tooltip="How noise goes down from step to step."),
-        io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, tooltip="Less keeps more of the latent."),
+        *sampler_inputs(),
+        denoise_input(),
     ]
 
 

@@ -1,7 +1,7 @@
-"""At which steps of a sampling run the model is computed, and what is reused in the rest.
+"""Step skipping: at which steps of a sampling run the model is computed, and how the other steps are extrapolated.
 
 schedule   which of N steps are computed
-reuse      what stands in for the model in the others
+reuse      rules that extrapolate the others
 samplers   kinds of samplers, and the rule for each
 task       a run before it begins
 presets    what a user picks
@@ -9,5 +9,4 @@ run        one run, step by step
 calibrate  a selection for the user's own model: `trial`, `paths`, `calibrated`; `saved` keeps it
 measured   how close the presets came
 metrics    how far a picture is from another
-statistics how sure a mean is
 """

@@ -1,4 +1,4 @@
-"""How close presets came to the full run, for people to choose by. `docs/step-skipping.md` has all of it."""
+"""Measured closeness of presets to the full run, shown beside them; see `docs/step-skipping.md`."""
 
 from __future__ import annotations
 

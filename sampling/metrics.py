@@ -57,9 +57,9 @@ def latent_psnr(latents: Tensor, reference: Tensor) -> Tensor:
     return _decibels(found, wanted, values.amax(1) - values.amin(1))
 
 
-def capped(decibels: Tensor, cap: float = PSNR_CAP) -> Tensor:
-    """PSNRs between −cap and cap dB, for means, intervals and JSON, which know no infinity. NaN stays NaN."""
-    return decibels.clamp(-cap, cap)
+def capped(decibels: Tensor) -> Tensor:
+    """PSNRs limited to ±`PSNR_CAP` dB, for means, intervals and JSON, which know no infinity. NaN stays NaN."""
+    return decibels.clamp(-PSNR_CAP, PSNR_CAP)
 
 
 def ssim(images: Tensor, reference: Tensor) -> Tensor:
@@ -219,17 +219,17 @@ def _spectral_pair(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 def _band_energy(items: Tensor, bands: int) -> Tensor:
     """Energy of [B, ..., H, W] in each band, without the mean: [B, bands]; exactly 0 where there is only rounding."""
     height, width = items.shape[-2:]
-    numbers = _band_numbers(height, width, bands).to(items.device)
+    band_of = _band_indices(height, width, bands).to(items.device)
     rows = []
     for item in items:  # one at a time: a spectrum takes twice the memory of what it is of
         power = torch.fft.fft2(item.reshape(-1, height, width)).abs().square().sum(0)
-        energy = torch.stack([power[numbers == band].sum() for band in range(bands + 1)])
+        energy = torch.stack([power[band_of == band].sum() for band in range(bands + 1)])
         rows.append(energy.masked_fill(energy <= _ROUNDING * energy.sum(), 0.0))
     return torch.stack(rows)[:, 1:]
 
 
-def _band_numbers(height: int, width: int, bands: int) -> Tensor:
-    """The band of each place of a spectrum, from 1; 0 for the mean: int64 [H, W] on the CPU.
+def _band_indices(height: int, width: int, bands: int) -> Tensor:
+    """The band of each frequency, counted from 1, and 0 for the mean (DC): int64 [H, W] on the CPU.
 
     Raises:
         ValueError: a band would be empty.

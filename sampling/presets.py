@@ -1,4 +1,4 @@
-"""What a user picks: how much is computed, which steps, and how the others are filled in.
+"""Presets: which steps are computed, and how the others are extrapolated.
 
 `benchmarks/step_skipping.md` says how the presets were chosen and judged, and what was measured.
 """
@@ -21,7 +21,7 @@ _CHOOSE = f"choose {CUSTOM} to skip steps all the same"
 
 @dataclass(frozen=True)
 class Selection:
-    """Which steps are computed, whatever their number will be.
+    """A rule that selects the computed steps of a run of any length.
 
     Attributes:
         share: of the steps, without a list and a count.
@@ -42,7 +42,8 @@ class Selection:
         return None
 
     def computed(self, steps: int) -> Steps:
-        """
+        """The computed steps of a run of `steps`.
+
         Raises:
             ValueError: these steps are not in a run of that length.
         """
@@ -54,7 +55,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Use:
-    """A kind of sampler, and whether a negative prompt guides it."""
+    """A kind of sampler, with or without guidance by a negative prompt (CFG above 1)."""
 
     kind: SamplerKind
     guided: bool
@@ -62,12 +63,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Preset:
-    """
+    """A selection of steps, a rule for the others, and the samplers that it is for.
+
     Attributes:
         name: that the user picks.
         selection: of steps.
         rule: for skipped steps; None takes the sampler kind's own.
-        uses: where it was measured, and no plain sampling found closer in the same time.
+        uses: where it was measured to be closer than sampling without skipping in the same time.
         note: for people, in a few words.
     """
 
@@ -78,7 +80,7 @@ class Preset:
     uses: frozenset[Use] = frozenset()
 
     def rule_for(self, task: Task) -> Reuse:
-        """A line through a packed latent would follow its parts, which have nothing to do with each other, alike."""
+        """The extrapolation rule. Packed latents hold: one line would not fit parts that are unrelated."""
         return self.rule or (Reuse.HOLD if task.has_parts else rule_for(task.kind))
 
     def why_not(self, task: Task) -> str | None:
@@ -88,14 +90,16 @@ class Preset:
         return _why_not_measured(task) or why_too_short(task.steps) or self._why_not_shipped(task)
 
     def remark(self, task: Task) -> str:
-        """What people should know of steps that are skipped in it; empty where that is nothing."""
+        """A note to the user about skipping steps in `task`; empty where there is none."""
         return ""
 
     def _why_not_shipped(self, task: Task) -> str | None:
         use = Use(task.kind, task.guided)
         if use not in self.uses:
             where = f"{task.kind.value} samplers at CFG {'above 1' if task.guided else '1'}"
-            return f"with {where}, a plain run in the time of {self.name} was measured closer; {_instead(use)}"
+            return (
+                f"with {where}, a run without skipping in the time of {self.name} was measured closer; {_instead(use)}"
+            )
         return None
 
 
@@ -151,7 +155,7 @@ DEFAULT = "balanced"
 
 
 def custom(selection: Selection, rule: Reuse | None = None) -> Preset:
-    """The user's own choice, with any sampler that calls the model once a step."""
+    """The user's own selection, for any sampler that calls the model once a step."""
     return _Custom(CUSTOM, selection, "your own choice", rule)
 
 

@@ -1,4 +1,4 @@
-"""One sampling run of which some steps are skipped. Knows no host: it is given x, sigma and a way to compute."""
+"""One sampling run of which some steps are skipped; independent of the host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ AfterRun = Callable[[Skipped], None]
 
 
 class SkippingRun:
-    """Decides at each call whether the model is computed, and fills in where it is not.
+    """Decides at each call whether the model is computed, and extrapolates where it is not.
 
     The step of a call is known by its sigma, never by counting calls: guiders and samplers call as often as they like.
     A call whose sigma is none of the schedule's, or does not fall, is computed.
@@ -59,8 +59,8 @@ class SkippingRun:
         rule: for the others.
 
     Attributes:
-        computed_calls: of the model.
-        skipped_calls: that were filled in.
+        computed_calls: calls that the model computed.
+        skipped_calls: calls that were extrapolated.
     """
 
     def __init__(self, sigmas: Sequence[float], computed: Steps, rule: Reuse) -> None:
@@ -73,13 +73,13 @@ class SkippingRun:
         self.skipped_calls = 0
 
     def __call__(self, x: Tensor, sigma: float, compute: Callable[[], Tensor], conditions: Hashable = None) -> Tensor:
-        """The denoised latent of a step, computed or expected; a tensor that the caller may write into.
+        """The denoised latent of a step, computed or extrapolated; a tensor that the caller may write into.
 
         Args:
             x: the noisy latent [B, ...].
             compute: the model with all its guidance.
-            conditions: all else that the result hangs on, such as which ControlNets are active: where it differs from
-                the last call's, the step is computed and what was known before is forgotten.
+            conditions: all else that the result depends on, such as which ControlNets are active: where it differs from
+                the last call's, the history is cleared and the step computed.
         """
         step, conditions = self._step(sigma), (conditions, x.shape, x.dtype, x.device)
         if step is None:
@@ -97,7 +97,7 @@ class SkippingRun:
         return denoised
 
     def forget(self) -> None:
-        """Let go of all tensors; the next step is computed."""
+        """Free all tensors; the next step is computed."""
         self._history.clear()
 
     def _step(self, sigma: float) -> int | None:

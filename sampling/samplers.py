@@ -8,7 +8,8 @@ from .reuse import Reuse
 
 
 class SamplerKind(str, Enum):
-    """
+    """How a sampler uses the denoised latents of its steps.
+
     ONE_STEP: deterministic, from this step's denoised latent alone.
     MULTISTEP: deterministic, from the denoised latents of two or three steps.
     LINEAR_MULTISTEP: deterministic, a polynomial through the noise of up to four steps.

@@ -23,12 +23,13 @@ _warned: set[tuple[object, ...]] = set()
 
 
 def presets_folder(home: Path) -> Path:
-    """Where they lie in the folder of all that Slipstream keeps."""
+    """The folder of saved presets inside Slipstream's home folder."""
     return home / "step_skipping"
 
 
 def check_name(name: str) -> None:
-    """
+    """Check that a preset can be saved under `name`.
+
     Raises:
         ValueError: no preset can be saved under it.
     """
@@ -57,7 +58,8 @@ def save(preset: SavedPreset, folder: Path) -> Path:
 
 
 def load(name: str, folder: Path) -> SavedPreset:
-    """
+    """Read the preset `name`.
+
     Raises:
         ValueError: there is none of that name, or its file is damaged.
     """

@@ -18,7 +18,8 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class SavedPreset:
-    """
+    """The computed steps that a calibration found, and what it was made with.
+
     Attributes:
         name: that the user picks; also of its file.
         computed: steps, of `steps`.
@@ -70,7 +71,8 @@ class OneLength(Selection):
         )
 
     def computed(self, steps: int) -> Steps:
-        """
+        """The fixed steps.
+
         Raises:
             ValueError: the run has another length.
         """
@@ -112,7 +114,7 @@ def _with(there: bool) -> str:
 def _what_differs(known: SavedPreset, task: Task) -> list[str]:
     """What the steps were found with and this run does not have, as far as both are known."""
     others = []
-    if known.sigmas and task.sigmas and not _are_alike(known.sigmas, task.sigmas):
+    if known.sigmas and task.sigmas and not _are_close(known.sigmas, task.sigmas):
         others.append(f"another schedule ({known.scheduler})")
     if task.cfg is not None and task.cfg != known.cfg:
         others.append(f"CFG {known.cfg:g}")
@@ -121,7 +123,7 @@ def _what_differs(known: SavedPreset, task: Task) -> list[str]:
     return others
 
 
-def _are_alike(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+def _are_close(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=SAME_SIGMA) for a, b in pairs)
 
@@ -136,9 +138,9 @@ def from_record(name: str, record: Any) -> SavedPreset:
         raise ValueError(f"format {record['format']!r} is not known to this version")
     record = {"has_mask": False, "sigmas": ()} | record  # which were not always written down
     values = {field.name: record[field.name] for field in fields(SavedPreset) if field.name != "name"}
-    numbers, words = ("cfg", "held_out_db"), ("model", "sampler", "scheduler", "saved")
-    if not all(isinstance(values[key], str) for key in words):
-        raise TypeError(f"{', '.join(words)} must be texts")
+    floats, texts = ("cfg", "held_out_db"), ("model", "sampler", "scheduler", "saved")
+    if not all(isinstance(values[key], str) for key in texts):
+        raise TypeError(f"{', '.join(texts)} must be texts")
     computed, steps = tuple(values["computed"]), values["steps"]
     if not all(type(step) is int for step in (*computed, steps)):
         raise TypeError("steps must be whole numbers")
@@ -147,7 +149,7 @@ def from_record(name: str, record: Any) -> SavedPreset:
     if not isinstance(values["has_mask"], bool):
         raise TypeError("has_mask must be true or false")
     sigmas = tuple(map(float, values["sigmas"]))
-    changed = {"computed": computed, "sigmas": sigmas} | {key: float(values[key]) for key in numbers}
+    changed = {"computed": computed, "sigmas": sigmas} | {key: float(values[key]) for key in floats}
     return SavedPreset(name, **(values | changed))
 
 

@@ -9,7 +9,8 @@ from .samplers import SamplerKind, kind_of
 
 @dataclass(frozen=True)
 class Task:
-    """
+    """The sampling run that a preset is asked about.
+
     Attributes:
         sampler: ComfyUI's name of its method.
         steps: N.

@@ -1,7 +1,7 @@
 """Slipstream in a WebUI of the Forge family, or in AUTOMATIC1111.
 
-A WebUI runs this file by its path, and puts this extension's folder on `sys.path`, where the names of our rooms would
-get in the way of other extensions': so the folder is loaded as one package, and taken from the path again.
+A WebUI runs this file by its path, and puts this extension's folder on `sys.path`, where the names of our folders would
+clash with other extensions': so the folder is loaded as one package, and taken from the path again.
 """
 
 import importlib

@@ -205,7 +205,7 @@ def _order(page: Any, role: str, sizes: str, batch: int) -> None:
 
 def _state(page: Any) -> str:
     """Of what is built now, or was built last."""
-    orders = page.page.locator(".slipstream-order")
+    orders = page.page.locator(".slipstream-request")
     return str(orders.first.get_attribute("data-state")) if orders.count() else ""
 
 

@@ -31,7 +31,7 @@ PLAN = "engine.plan"
 RECIPE = 1
 """Raise when export, surgery or build make another plan of the same model: it makes new engines of all old ones."""
 ALL, NEEDED = "all", "needed"
-"""Passes of surgery: all of them, or those without which TensorRT cannot read the graph."""
+"""Graph passes to run: all of them, or those without which TensorRT cannot read the graph (for benchmarks)."""
 _NEEDED = ("split_sequences", "fold_constants", "forget_empty_sizes")
 _NEEDED_FOR_EIGHT_BITS = (*_NEEDED, "fold_transposes")
 
@@ -55,7 +55,7 @@ class TensorRTBackend:
             "opset": library.opset,
             "level": library.level(optimize),
             "aux_streams": 0,  # a CUDA graph of one stream is simpler to capture, and gains more
-            "hardware": "this",
+            "hardware": "this",  # never another: a part of the keys of stored engines
             "stripped": library.can_strip,
             "surgery": ALL,
             "recipe": RECIPE,
@@ -85,7 +85,7 @@ class TensorRTBackend:
         return reason
 
     def build_bytes(self, spec: EngineSpec) -> int:
-        """The weights once in the network and once in the plan, and as much again to try kernels in."""
+        """Twice the weights, in the network and in the plan, and as much again as workspace for kernel selection."""
         return 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
@@ -123,16 +123,16 @@ def _build(job: BuildJob, progress: ProgressCallback) -> Artifact:
     graph = export_graph(job, max(library.opset, 18))
     progress(Progress("export", None, "simplifying the graph"))
     graph, reports = _operated(graph, library, job.spec)
-    numbers = _read_weights(job.weights) if job.spec.backend.contains_weights else None
-    path = save_graph(graph.model, graph.weights, job.directory, numbers)
-    share = sparse_share(numbers.values()) if numbers else 0.0
+    embedded = _read_weights(job.weights) if job.spec.backend.contains_weights else None
+    path = save_graph(graph.model, graph.weights, job.directory, embedded)
+    share = sparse_share(embedded.values()) if embedded else 0.0
     nodes = len(graph.model.graph.node)
-    refittable = graph.weights if numbers is None else ()
+    refittable = graph.weights if embedded is None else ()
     cache = TimingCache(job.keep, _maker(library), job.environment.gpu)
     exact = [node.name for node in graph.model.graph.node if node.op_type in ("Sin", "Cos")]  # of timesteps
     plan = PlanBuilder(library, job.spec, refittable, cache, progress, share, exact).build(path, nodes)
     (job.directory / PLAN).write_bytes(memoryview(plan))
-    _signature(job, library, graph, nodes, numbers).save(job.directory)
+    _signature(job, library, graph, nodes, embedded).save(job.directory)
     details = {"nodes": nodes, "surgery": {report.name: report.changed for report in reports}}
     details |= {"sparse_weights": round(share, 3), "device_bytes": 2 * graph.weight_bytes}
     return Artifact(job.directory, (PLAN, SIGNATURE), details)
@@ -143,7 +143,8 @@ def _maker(library: Library) -> str:
 
 
 def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple[ExportedGraph, list[Any]]:
-    """
+    """Run the graph passes on an exported graph.
+
     Raises:
         UnsupportedModel: eight bits were asked for, and no layer gains by them.
     """
@@ -151,14 +152,8 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
 
     weights, eight_bits = dict(graph.weights), DTYPES[spec.quantised] if spec.quantised else None
     only = None if spec.backend.options["surgery"] == ALL else _NEEDED if eight_bits is None else _NEEDED_FOR_EIGHT_BITS
-    model, reports = operate(
-        graph.model,
-        weights,
-        opset=max(library.opset, 18),
-        only=only,
-        eight_bits=eight_bits,
-        tuned=spec.profile.opt,
-    )
+    opset, tuned = max(library.opset, 18), spec.profile.opt
+    model, reports = operate(graph.model, weights, opset=opset, only=only, eight_bits=eight_bits, tuned=tuned)
     if eight_bits is not None and not any(source.eight_bits for source in weights.values()):
         raise UnsupportedModel(why_no_layer(spec.fingerprint.architecture_name, spec.precision_name))
     if library.opset < 18:
@@ -167,14 +162,14 @@ def _operated(graph: ExportedGraph, library: Library, spec: EngineSpec) -> tuple
 
 
 def _signature(
-    job: BuildJob, library: Library, graph: ExportedGraph, nodes: int, numbers: Mapping[str, torch.Tensor] | None
+    job: BuildJob, library: Library, graph: ExportedGraph, nodes: int, embedded: Mapping[str, torch.Tensor] | None
 ) -> PlanSignature:
     inputs = {tensor.name: job.spec.dtypes[tensor.name] for tensor in graph.model.graph.input}
     used = sorted({source.name for source in graph.weights.values()})
     return PlanSignature(
         inputs={name: dtype_named(dtype) for name, dtype in inputs.items()},
-        weights=graph.weights if numbers is None else {},
-        baked=dict(zip(used, fingerprints([numbers[name] for name in used]), strict=True)) if numbers else {},
+        weights=graph.weights if embedded is None else {},
+        baked=dict(zip(used, fingerprints([embedded[name] for name in used]), strict=True)) if embedded else {},
         weight_bytes=graph.weight_bytes,
         library=_maker(library),
         nodes=nodes,
@@ -185,5 +180,5 @@ def _read_weights(path: Path | None) -> Mapping[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     if path is None:
-        raise IncompatibleEngine("An engine that holds its weights was asked for without weights; build it again")
+        raise IncompatibleEngine("An engine with embedded weights cannot be built without the weights; build it again")
     return load_file(path)

@@ -1,4 +1,4 @@
-"""From an ONNX file to a plan."""
+"""Builds a TensorRT plan from an ONNX file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PlanBuilder:
     """Builds one plan.
 
     Args:
-        refittable: weights that are to be replaced later; none for a plan that holds its weights.
-        sparse_share: of the weights, that have two zeros in every four.
-        exact: names of nodes that are computed in fp32, whatever TensorRT would choose.
+        refittable: names of the weights that can be refitted; empty for a plan with embedded weights.
+        sparse_share: share of the weights that are 2:4 sparse, 0 to 1.
+        exact: names of nodes that are computed in fp32 in any case.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class PlanBuilder:
         self._exact = exact
 
     def build(self, graph: Path, operations: int) -> Any:
-        """
+        """Build the plan, with ever smaller workspaces where GPU memory runs out.
+
         Args:
             graph: the ONNX file.
-            operations: of it, for reports.
+            operations: number of its nodes, for progress reports.
 
         Returns:
             TensorRT's buffer with the plan's bytes.
@@ -107,9 +108,6 @@ class PlanBuilder:
         config.max_aux_streams = int(options["aux_streams"] or 0)
         library.follow_dtypes(config, network, self._spec.precision, self._exact)
         library.target_this_gpu(config)
-        if options["hardware"] != "this":
-            level = library.trt.HardwareCompatibilityLevel
-            config.hardware_compatibility_level = getattr(level, str(options["hardware"]))
         if workspace is not None:
             config.set_memory_pool_limit(library.trt.MemoryPoolType.WORKSPACE, workspace)
         if self._sparse_share >= LAYER_SHARE:
@@ -137,7 +135,7 @@ class PlanBuilder:
 
 
 def _smaller_workspace(workspace: int | None) -> int:
-    """Half of the last one; at first of what is free."""
+    """Half of the last workspace; at first half of the free GPU memory; in bytes."""
     if workspace is not None:
         return workspace // 2
     return torch.cuda.mem_get_info()[0] // 2 if torch.cuda.is_available() else 4 << 30
@@ -149,7 +147,7 @@ def _parser_errors(parser: Any) -> str:
 
 
 def _monitor(progress: ProgressCallback, operations: int) -> type:
-    """What TensorRT tells about its phases, as progress; it calls from several threads."""
+    """A progress monitor for TensorRT, which calls it from several threads."""
 
     class Monitor:
         _told = 0.0

@@ -1,4 +1,4 @@
-"""A TensorRT engine behind the `Engine` interface: torch's memory, torch's stream, every answer looked at."""
+"""A TensorRT plan as an `Engine`, on torch's memory and streams; every return code is checked."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .refit import Refit
 from .signature import PlanSignature
 
 _CONTEXTS = 16
-"""As many sets of shapes are kept ready at most."""
+"""The most execution contexts, one for each set of input shapes."""
 
 
 class TensorRTEngine:
     """A deserialised plan with an execution context for each set of shapes that came up.
 
-    A CUDA graph of a call keeps what its context held then: that of a context whose shapes never change stays right.
+    The shapes of a context never change, so that a CUDA graph captured from one of its calls stays valid.
 
     Args:
         engine, runtime: TensorRT's own; the runtime is to outlive the engine.
@@ -95,10 +95,10 @@ class TensorRTEngine:
         return results
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: Hashable = None) -> None:
-        """Put what changed into the engine; baked weights stay as they are.
+        """Refit the weights that changed; where they are embedded, check that these are the same.
 
         Raises:
-            IncompatibleEngine: the weights cannot be put in, or are others than those that are baked in.
+            IncompatibleEngine: the weights cannot be put in, or differ from the embedded ones.
         """
         if self._engine is None:
             raise IncompatibleEngine("The engine was closed; run the workflow again to load it")
@@ -133,7 +133,7 @@ class TensorRTEngine:
         return self._contexts[key]
 
     def _drop_surplus(self) -> None:
-        """Graphs of calls may still use the contexts: all are dropped at once, and with them what was captured."""
+        """Drop all contexts at once: captured CUDA graphs may use any of them, and `generation` voids all."""
         if len(self._contexts) >= _CONTEXTS:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
@@ -144,11 +144,11 @@ class TensorRTEngine:
         index = profile_for(self._profiles, shapes)
         if index is None:
             reason = self.profile.why_not(shapes) or "its shapes do not fit"
-            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; the plain model is used for this call")
+            raise ShapeOutsideProfile(f"{reason[0].upper()}{reason[1:]}; your model runs this call without Slipstream")
         return index
 
     def _room(self) -> torch.Tensor:
-        """What all contexts compute in, one after the other: enough for the largest shapes, so that it never moves."""
+        """The memory that all contexts share, enough for the largest shapes, so that its address never changes."""
         if self._memory is None:
             wanted = (self._library.needed_bytes(self._engine, index) for index in range(len(self._profiles)))
             with torch.inference_mode(False):  # it outlives a host's inference mode
@@ -187,7 +187,8 @@ class _Context:
         return tuple(self._context.get_tensor_shape(output))
 
     def run(self, tensors: Mapping[str, torch.Tensor], stream: Stream) -> None:
-        """
+        """Enqueue one call on `stream`.
+
         Args:
             tensors: inputs and results.
         """
@@ -201,12 +202,16 @@ class _Context:
 
 
 def _check_baked(baked: Mapping[str, int], weights: Mapping[str, torch.Tensor]) -> None:
-    """Hosts change weights in place and remember what they were: only the numbers themselves tell."""
+    """Compare by value, since hosts change weights in place without telling anybody.
+
+    Raises:
+        IncompatibleEngine: a weight differs from the embedded one, or is missing.
+    """
     names = [name for name in baked if name in weights]
     found = dict(zip(names, fingerprints([weights[name] for name in names]), strict=True))
     if changed := [name for name in baked if found.get(name) != baked[name]]:
         raise IncompatibleEngine(
-            f"The model's weights are others than those that are baked into the engine ({changed[0]!r} and "
+            f"The model's weights differ from those that are baked into the engine ({changed[0]!r} and "
             f"{len(changed) - 1} more); switch bake off in the node, or run Build Engine again"
         )
 

@@ -1,4 +1,4 @@
-"""From a module to a typed ONNX graph that names its weights and does not hold them."""
+"""Exports a module as an ONNX graph whose weights are references to a file."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ _WRAPPER = "module."
 
 @dataclass(frozen=True)
 class ExportedGraph:
-    """
+    """An ONNX graph whose weights are references.
+
     Attributes:
-        model: its weights are references to `WEIGHTS`, all to the same place: numbers are for later.
-        weights: which weight each initializer is.
-        weight_bytes: of all of them.
+        model: its weights are references to the file `WEIGHTS`, which `save_graph` writes.
+        weights: initializer name -> the weight of the model that it holds.
+        weight_bytes: size of all of them.
     """
 
     model: onnx.ModelProto
@@ -46,7 +47,7 @@ class ExportedGraph:
 
 
 def export_graph(job: BuildJob, opset: int) -> ExportedGraph:
-    """Trace the job's model on the CPU, without its numbers and without computing any.
+    """Trace the job's model on the CPU, as a placeholder module and without running it.
 
     Args:
         opset: version of the ONNX operators. From 23 on attention is one operator, from 21 on GroupNorm.
@@ -80,7 +81,7 @@ def export_graph(job: BuildJob, opset: int) -> ExportedGraph:
 
 
 class _Positional(torch.nn.Module):
-    """Takes the inputs in order: torch.export names no open axes of keyword arguments that it does not know."""
+    """Takes the inputs by position: torch.export does not support dynamic axes of `**kwargs`."""
 
     def __init__(self, module: torch.nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -107,17 +108,12 @@ def open_axes(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     for name, axes in spec.profile.inputs.items():
-        sizes = [
-            {end for profile in spec.profiles for end in _ends(profile.inputs[name][axis])} for axis in range(len(axes))
-        ]
-        found[name] = tuple(axis for axis, wanted in enumerate(sizes) if len(wanted) > 1)
+        ranges = [[profile.inputs[name][axis] for profile in spec.profiles] for axis in range(len(axes))]
+        sizes = [{end for size in taken for end in (size.min, size.max)} for taken in ranges]
+        found[name] = tuple(axis for axis, taken in enumerate(sizes) if len(taken) > 1)
         if fixed := [axis for axis in found[name] if axis_name(name, axis) is None]:
             raise UnsupportedModel(f"Engines for a range of sizes cannot vary axis {fixed[0]} of {name}")
     return found
-
-
-def _ends(size: Any) -> tuple[int, int]:
-    return size.min, size.max
 
 
 def _example_shapes(spec: EngineSpec) -> dict[str, Shape]:
@@ -159,45 +155,45 @@ def _without_weights(model: Any, module: torch.nn.Module) -> ExportedGraph:
 
 
 def bytes_of_weights(model: onnx.ModelProto, weights: WeightMap) -> int:
-    """Of all that a graph's initializers refer to."""
+    """The size of the weights that a graph's initializers refer to."""
     there = (tensor for tensor in model.graph.initializer if tensor.name in weights)
     return sum(int(_entry(tensor, "length").value) for tensor in there)
 
 
 def _name_axes(model: onnx.ModelProto) -> None:
-    """Call open axes what they are; what torch called them means nothing outside of it."""
+    """Give dynamic axes the names of `axis_name` in place of torch's generated ones."""
     known: dict[str, str] = {}
     for tensor in (*model.graph.input, *model.graph.output):
         for axis, dim in enumerate(tensor.type.tensor_type.shape.dim):
             if dim.dim_param:
                 dim.dim_param = known.setdefault(dim.dim_param, axis_name(tensor.name, axis) or dim.dim_param)
-    del model.graph.value_info[:]  # they speak of the old names, and surgery changes them
+    del model.graph.value_info[:]  # they use the old names, and the passes change shapes
 
 
 def save_graph(
-    model: onnx.ModelProto, weights: WeightMap, directory: Path, numbers: Mapping[str, torch.Tensor] | None = None
+    model: onnx.ModelProto, weights: WeightMap, directory: Path, embedded: Mapping[str, torch.Tensor] | None = None
 ) -> Path:
     """Write a graph and what its initializers refer to.
 
     Args:
-        numbers: the model's weights by state-dict name; read one by one. None leaves all of them 0, in a file little
-            larger than the largest.
+        embedded: the model's weights by state-dict name, read one by one. None writes zeros, to a file little larger
+            than the largest weight.
 
     Raises:
-        UnsupportedModel: a weight is missing among `numbers`, or has another size.
+        UnsupportedModel: a weight is missing among `embedded`, or has another size.
     """
     path = directory / "model.onnx"
     external = {tensor.name: tensor for tensor in model.graph.initializer if tensor.name in weights}
-    if numbers is None:
+    if embedded is None:
         _write_zeros(external, directory / WEIGHTS)
     else:
-        _write_numbers(external, weights, directory / WEIGHTS, numbers)
+        _write_weights(external, weights, directory / WEIGHTS, embedded)
     path.write_bytes(model.SerializeToString())
     return path
 
 
 def _write_zeros(external: Mapping[str, onnx.TensorProto], path: Path) -> None:
-    """Each weight begins at a place of its own, by which TensorRT tells them apart, and reaches over its neighbours."""
+    """Zeros, with overlapping weights that start at distinct offsets, by which TensorRT tells them apart."""
     end = 0
     for index, tensor in enumerate(external.values()):
         _entry(tensor, "offset").value = str(index * _ALIGNED)
@@ -206,15 +202,15 @@ def _write_zeros(external: Mapping[str, onnx.TensorProto], path: Path) -> None:
         file.truncate(end)
 
 
-def _write_numbers(
-    external: Mapping[str, onnx.TensorProto], weights: WeightMap, path: Path, numbers: Mapping[str, torch.Tensor]
+def _write_weights(
+    external: Mapping[str, onnx.TensorProto], weights: WeightMap, path: Path, embedded: Mapping[str, torch.Tensor]
 ) -> None:
     with open(path, "wb") as file:
         for name, tensor in external.items():
             source = weights[name]
-            if source.name not in numbers:
+            if source.name not in embedded:
                 raise UnsupportedModel(f"The model holds no weight {source.name!r}; build the engine again")
-            data = source.laid_out(numbers[source.name]).reshape(-1).view(torch.uint8).numpy().tobytes()
+            data = source.laid_out(embedded[source.name]).reshape(-1).view(torch.uint8).numpy().tobytes()
             if len(data) != int(_entry(tensor, "length").value):
                 raise UnsupportedModel(f"Weight {source.name!r} has another size or dtype than the traced model's")
             file.seek(-file.tell() % _ALIGNED, 1)
@@ -233,7 +229,7 @@ def _entry(tensor: onnx.TensorProto, key: str) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The exporter warns of what is meant so: weights that are views, operators that it has no name for."""
+    """Silence the exporter's warnings about weights that are views and operators without a name."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,4 +1,4 @@
-"""Which weights changed? By their bytes, since hosts change weights in place and tell nobody."""
+"""Fingerprints of weights, by which changes in place are detected."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _SEED = 20260
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A number of 64 bits for each tensor, equal for equal bytes; computed where the tensors lie, each read once.
+    """A 64-bit hash of each tensor's bytes, computed on the tensor's device.
 
     A multilinear hash (Carter and Wegman, "Universal classes of hash functions", 1979) of rows, mixed, and again of the
-    rows' hashes: two weights that differ have the same one by a chance of 2⁻³² at the very most.
+    rows' hashes: two different weights collide with a probability of at most 2⁻³².
     """
     if not tensors:
         return []
     found = [_fingerprint(tensor) for tensor in tensors]
-    numbers: list[int] = torch.stack([value.to(found[0].device) for value in found]).tolist()
-    return numbers
+    hashes: list[int] = torch.stack([value.to(found[0].device) for value in found]).tolist()
+    return hashes
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The TensorRT that this machine has: TensorRT-RTX, 10, 11, or 8.6 as far as it was tried.
 
-All that differs between them is decided here, by what their bindings offer.
+All differences between them are handled here, by what their Python bindings offer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPSETS = (((10, 15), 23), ((10, 9), 21), ((10, 0), 18), ((8, 6), 17))
 
 
 class Log:
-    """What TensorRT says: its last errors and warnings are kept for messages, the rest is left out."""
+    """TensorRT's log: the last errors and warnings are kept for messages, the rest is dropped."""
 
     def __init__(self, trt: Any) -> None:
         self.errors: list[str] = []
@@ -46,7 +46,7 @@ class Log:
         self.listener = Listener()
 
     def said(self) -> str:
-        """Its last errors, else its last warnings, in one line."""
+        """The last errors, else the last warnings, in one line."""
         told = self.errors[-3:] or self.warnings[-2:]
         return " | ".join(message.strip()[:300] for message in told) or "it gave no reason"
 
@@ -75,7 +75,8 @@ class Library:
         self.log = Log(trt)
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers, e.g. (10, 16, 1)."""
         return tuple(int(part) for part in self.version.split(".")[:3] if part.isdigit())
 
     @property
@@ -86,7 +87,7 @@ class Library:
     def opset(self) -> int:
         if self.is_rtx:
             return 23
-        return next(opset for oldest, opset in _OPSETS if self.numbers >= oldest)
+        return next(opset for oldest, opset in _OPSETS if self.release >= oldest)
 
     @property
     def is_strongly_typed(self) -> bool:
@@ -112,7 +113,7 @@ class Library:
 
     @property
     def why_not_in_eight_bits(self) -> str | None:
-        """Why older ones do not: they read no graph of opset 21, the first that says such numbers in all dtypes."""
+        """Why TensorRT before 10.9 cannot: it does not read opset 21, the first with 8-bit floats for all operators."""
         if self.opset >= 21:
             return None
         return f"TensorRT {self.version} does not compute in 8 bits here, 10.9 and newer do; choose backend compiled"
@@ -120,7 +121,8 @@ class Library:
     # ------------------------------------------------------------------------------------------------ building
 
     def new_builder(self) -> Any:
-        """
+        """TensorRT's builder.
+
         Raises:
             BackendUnavailable: TensorRT does not start, for lack of a driver say.
         """
@@ -140,11 +142,11 @@ class Library:
 
         Args:
             exact: names of nodes that are computed in fp32, with all that leads to them: a network without types of its
-                own is computed in fp16 throughout, where 999 timesteps are no numbers.
+                own is computed in fp16 throughout, which cannot represent all timesteps.
         """
         flags = self.trt.BuilderFlag
         if precision is Precision.FP32:
-            config.clear_flag(flags.TF32)  # on unless it is cleared, and no fp32
+            config.clear_flag(flags.TF32)  # on by default, and less precise than fp32
         if self.is_strongly_typed or precision is not Precision.FP16:
             return
         config.set_flag(flags.FP16)
@@ -153,7 +155,7 @@ class Library:
             layer.precision = self.trt.DataType.FLOAT
 
     def make_refittable(self, config: Any, network: Any, names: Iterable[str]) -> list[str]:
-        """Let exactly these weights be replaced later, and leave them out of the plan where that can be.
+        """Make these weights refittable, and strip them from the plan where TensorRT supports that.
 
         Returns:
             Names that the network does not know.
@@ -167,7 +169,7 @@ class Library:
         return [name for name in names if not network.mark_weights_refittable(name)]
 
     def target_this_gpu(self, config: Any) -> None:
-        """TensorRT-RTX builds for many GPUs at once unless it is told."""
+        """Build for this GPU alone; TensorRT-RTX builds for several by default."""
         if self.is_rtx and torch.cuda.is_available():
             config.num_compute_capabilities = 1
             config.set_compute_capability(self.trt.ComputeCapability.CURRENT, 0)
@@ -251,19 +253,24 @@ class Library:
         return bool(refitter.refit_cuda_engine())
 
     def torch_dtype(self, dtype: Any) -> torch.dtype:
-        """
+        """The torch dtype of one of TensorRT's.
+
         Raises:
             KeyError: no input, output or weight of ours has it.
         """
         names = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
         names |= {"BOOL": "bool", "FP8": "float8_e4m3fn", "INT8": "int8"}
-        known = {getattr(self.trt.DataType, ours): theirs for ours, theirs in names.items() if _has(self.trt, ours)}
+        known = {
+            getattr(self.trt.DataType, ours): theirs
+            for ours, theirs in names.items()
+            if hasattr(self.trt.DataType, ours)
+        }
         found: torch.dtype = getattr(torch, known[dtype])
         return found
 
 
 def _up_to(network: Any, names: Container[str], constant: Any) -> list[Any]:
-    """The layers of these names and all that lead to them, constants left out."""
+    """The layers of these names and all layers that they depend on, constants left out."""
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     makers = {layer.get_output(index).name: layer for layer in layers for index in range(layer.num_outputs)}
     open_ends = [layer for layer in layers if layer.name in names]
@@ -276,10 +283,6 @@ def _up_to(network: Any, names: Container[str], constant: Any) -> list[Any]:
         given = [layer.get_input(index) for index in range(layer.num_inputs)]
         open_ends += [makers[tensor.name] for tensor in given if tensor is not None and tensor.name in makers]
     return list(found.values())
-
-
-def _has(trt: Any, dtype: str) -> bool:
-    return hasattr(trt.DataType, dtype)
 
 
 def find_library(device: torch.device) -> Library:
@@ -310,10 +313,10 @@ def _import(name: str) -> Library | str | None:
         library = Library(name, importlib.import_module(module))
     except Exception as error:  # a library of it may be missing, or be made for another CUDA
         return f"{module} is installed but cannot be imported: {error}"
-    if library.name == FULL and not _is_known(library.numbers):
+    if library.name == FULL and not _is_known(library.release):
         return f"TensorRT {library.version} is not supported; 10 and 11 are"
     return library
 
 
-def _is_known(numbers: tuple[int, ...]) -> bool:
-    return numbers[:2] == (8, 6) or numbers >= (10, 0)
+def _is_known(release: tuple[int, ...]) -> bool:
+    return release[:2] == (8, 6) or release >= (10, 0)

@@ -1,4 +1,4 @@
-"""The host's weights on their way into an engine: only those that changed."""
+"""Refits an engine with the host's weights that changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Refit:
     """Keeps an engine's weights equal to those that the host computes with.
 
     Args:
-        sources: which weight of the model each weight of the engine is.
+        sources: name in the engine -> weight of the model.
 
     Raises:
         IncompatibleEngine: the engine cannot take one of them.
@@ -40,7 +40,7 @@ class Refit:
             )
 
     def update(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Give the engine what changed since the last call.
+        """Refit the weights that changed since the last call.
 
         Args:
             weights: state-dict name -> tensor on the engine's device.
@@ -59,7 +59,7 @@ class Refit:
         changed = [name for name in names if self._known.get(name) != found[name]]
         if not changed:
             return False
-        self._known = {}  # what fails below leaves an engine of which nothing is known
+        self._known = {}  # a failure below leaves the weights undefined
         self._put((entry for name in changed for entry in self._dependents[name]), weights)
         self._known = found
         return True
@@ -100,7 +100,7 @@ class Refit:
 
 
 def _dependents(sources: WeightMap) -> dict[str, list[str]]:
-    """State-dict name -> weights of the engine that come of it."""
+    """State-dict name -> names of the engine's weights that are computed from it."""
     found: dict[str, list[str]] = {}
     for entry, source in sources.items():
         found.setdefault(source.name, []).append(entry)

@@ -1,4 +1,4 @@
-"""What a plan takes for granted, beside it in the artifact."""
+"""The inputs and weights of a plan, stored beside it in the artifact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ SIGNATURE = "signature.json"
 
 @dataclass(frozen=True)
 class PlanSignature:
-    """
+    """What an engine has to know of its plan to call and refit it.
+
     Attributes:
         inputs: name -> dtype, in the order of the graph.
         weights: what the plan is refitted with; empty where the weights are baked in.

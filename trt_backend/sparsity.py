@@ -11,7 +11,7 @@ LAYER_SHARE = 0.5
 
 
 def is_2_4_sparse(weight: torch.Tensor) -> bool:
-    """Whether a weight [out, in, …] has at most two numbers other than 0 in every four along its inputs."""
+    """Whether a weight [out, in, …] has at most two nonzero elements in every four along its inputs."""
     if weight.ndim < 2 or weight.shape[1] % 4 or not weight.is_floating_point():
         return False
     groups = weight.movedim(1, -1).reshape(-1, 4)
@@ -19,7 +19,7 @@ def is_2_4_sparse(weight: torch.Tensor) -> bool:
 
 
 def sparse_share(weights: Iterable[torch.Tensor]) -> float:
-    """Of all numbers in weights of two or more axes, those in sparse weights."""
+    """The share of elements, 0 to 1, that lie in sparse weights; weights of one axis are left out."""
     sparse = total = 0
     for weight in weights:
         if weight.ndim >= 2:

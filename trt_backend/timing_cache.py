@@ -1,4 +1,4 @@
-"""What earlier builds measured on this GPU: a file for each TensorRT version and GPU, shared by all builds."""
+"""TensorRT's timing cache: a file for each TensorRT version and GPU, shared by all builds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOCK_SECONDS = 60.0
 
 
 class TimingCache:
-    """A help only: where it cannot be read or written, a build takes longer, and that is all.
+    """Kernel timings of earlier builds. Where the file cannot be read or written, builds only take longer.
 
     Args:
-        folder: None for none.
+        folder: where the file is kept; None keeps none.
         maker: name and version of TensorRT; measurements of another are worth nothing.
         gpu: the card's name.
     """
@@ -29,7 +29,7 @@ class TimingCache:
         self._path = None if folder is None else folder / f"{name}.cache"
 
     def lend(self, config: Any) -> None:
-        """Let a build use what is known."""
+        """Let a build use the known timings."""
         if self._path is None:
             return
         cache = config.create_timing_cache(self._read())
@@ -40,7 +40,7 @@ class TimingCache:
             config.set_timing_cache(cache, False)
 
     def learn(self, config: Any) -> None:
-        """Keep what a build measured, beside what others measured meanwhile."""
+        """Add a build's timings to the file."""
         cache = config.get_timing_cache() if self._path is not None else None
         if cache is None or self._path is None:
             return
@@ -52,7 +52,10 @@ class TimingCache:
                     cache.combine(others, False)
                 self._write(bytes(cache.serialize()))
         except (OSError, Timeout) as error:
-            log.warning("Slipstream: what this build measured is not kept for the next one: %s", error)
+            log.warning(
+                "Slipstream: the timing cache of this build could not be saved, so the next one takes as long: %s",
+                error,
+            )
 
     def _read(self) -> bytes:
         try:

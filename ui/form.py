@@ -1,12 +1,14 @@
-"""The build form's answers, as a request."""
+"""The build form: its answers as a build request, and its sliders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..core.spec import Role
 from ..runtime.requests.build_requests import Wanted
-from ..runtime.settings.model_settings import Settings
+from ..runtime.settings.model_settings import TOKENS, Settings
+from .compat import gradio
 
 PRESETS = {
     "SD 1.5": "512x512, 512x768, 768x512",
@@ -34,7 +36,8 @@ class Answers:
     bake: bool
 
     def wanted(self) -> Wanted:
-        """
+        """The build request of these answers.
+
         Raises:
             ValueError: an answer that does not do, with what to do.
         """
@@ -54,3 +57,11 @@ class Answers:
         if not settings.resolutions:
             raise ValueError("Name at least one resolution, such as 512x512")
         return Wanted(self.model, Role(self.role), settings, int(self.batch), int(self.tokens))
+
+
+def batch_slider(value: int = 2, label: str = "Batch: 2 for one picture with CFG") -> Any:
+    return gradio().Slider(1, 64, value=value, step=1, label=label)
+
+
+def tokens_slider(value: int = TOKENS, label: str = "Length of the text, in tokens") -> Any:
+    return gradio().Slider(TOKENS, 16 * TOKENS, value=value, step=TOKENS, label=label)

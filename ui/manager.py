@@ -1,4 +1,4 @@
-"""What the page shows and does. It knows nothing of Gradio, and nothing of which host it is in."""
+"""The page's data and actions, independent of Gradio and of the host."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Manager:
         return list(saved_presets(presets_folder(self._home)).values())
 
     def version(self) -> tuple[int, int]:
-        """Another one once engines came, went or were changed here, or by another process."""
+        """Changes whenever engines were added, removed or changed, by this or another process."""
         try:
             touched = os.stat(self.provider.store.root / "engines").st_mtime_ns
         except OSError:  # no store yet
@@ -124,15 +124,15 @@ class Manager:
     # Building
 
     def foresee(self, wanted: Wanted) -> Needs:
-        """What a request will take.
+        """Estimate time, memory and disk space of a build request.
 
         Raises:
             BackendUnavailable: nothing here could build it.
             ValueError: the model is not offered.
         """
         self._check_offered(wanted)
-        numbers = self.builder.parameter_count(wanted.model, wanted.role)
-        return foresee(self.provider, self.builder.device(), wanted, numbers)
+        parameters = self.builder.parameter_count(wanted.model, wanted.role)
+        return foresee(self.provider, self.builder.device(), wanted, parameters)
 
     def request_build(self, wanted: Wanted) -> BuildRequest:
         """Have engines made.
@@ -141,7 +141,7 @@ class Manager:
             BackendUnavailable: nothing here could build them.
             ValueError: the model is not offered.
         """
-        self.foresee(wanted)  # says no before a model is loaded
+        self.foresee(wanted)  # fails before a model is loaded
         return self.requests.submit(wanted)
 
     def progress(self) -> list[dict[str, Any]]:

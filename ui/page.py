@@ -52,7 +52,7 @@ class _Page:
         refresh = self._engines.refresh.click
         listen(page.load, self._look, [], [*self._outputs(), seen])
         listen(refresh, self._look, [], [*self._outputs(), seen])
-        follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.ordered])
+        follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.requested])
 
     def _outputs(self) -> list[Any]:
         return [*self._about_engines(), self._build.progress, self._log]

@@ -74,7 +74,8 @@ def start(
 
 
 def check_address(address: str, password: str | None) -> None:
-    """
+    """Refuse an address that others can reach without a password.
+
     Raises:
         ValueError: others could reach it, and no password keeps them out.
     """

@@ -1,4 +1,4 @@
-"""The second tab: ordering engines, and following them."""
+"""The second tab: build requests and their progress."""
 
 from __future__ import annotations
 
@@ -11,24 +11,21 @@ from ..runtime.settings.model_settings import (
     MAX_BATCH,
     MAX_TOKENS,
     PRECISIONS,
-    TOKENS,
     BackendChoice,
     ShapeChoice,
 )
 from . import wording
 from .compat import gradio, listen
-from .form import PRESETS, Answers
+from .form import PRESETS, Answers, batch_slider, tokens_slider
 from .manager import Manager
-
-_LARGEST_BATCH = 64
-_LONGEST_TEXT = 16 * TOKENS
 
 
 class BuildTab:
-    """
+    """The build form, an estimate, and progress bars.
+
     Attributes:
         progress: shows `wording.bars`.
-        ordered: the event after which something goes on.
+        requested: the event after which a build is pending.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -44,10 +41,10 @@ class BuildTab:
         self.progress = gr.HTML(elem_id="slipstream_progress")
         listen(look.click, self._models, [], answers[:1])
         listen(foresee.click, self._foresee, answers, [self.message])
-        ordered = listen(build.click, self._request, answers, [self.message])
+        requested = listen(build.click, self._request, answers, [self.message])
         listen(cancel.click, self._cancel, [], [self.message])
         listen(cancel_all.click, self._cancel_all, [], [self.message])
-        self.ordered = ordered.then
+        self.requested = requested.then
 
     def _form(self) -> list[Any]:
         """Its components, in the order of `Answers`."""
@@ -59,7 +56,7 @@ class BuildTab:
         with gr.Row():
             preset = gr.Radio(list(PRESETS), label="Sizes for")
             sizes = gr.Textbox("512x512", label="Resolutions", elem_id="slipstream_sizes")
-            batch = gr.Slider(1, _LARGEST_BATCH, value=2, step=1, label="Batch: 2 for one picture with CFG")
+            batch = batch_slider()
         with gr.Row():
             precision = gr.Radio(list(PRECISIONS), value=AUTO, label="Precision")
             backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
@@ -80,11 +77,9 @@ class BuildTab:
                 "the first; batches go from 1 up, texts from 77 tokens up. Both kinds of one engine for all need "
                 "TensorRT; other backends make one per size."
             )
-            max_batch = gr.Slider(1, _LARGEST_BATCH, value=MAX_BATCH, step=1, label="Largest batch of such an engine")
-            tokens = gr.Slider(TOKENS, _LONGEST_TEXT, value=TOKENS, step=TOKENS, label="Length of the text, in tokens")
-            longest = gr.Slider(
-                TOKENS, _LONGEST_TEXT, value=MAX_TOKENS, step=TOKENS, label="Longest text of an engine for all"
-            )
+            max_batch = batch_slider(MAX_BATCH, "Largest batch of such an engine")
+            tokens = tokens_slider()
+            longest = tokens_slider(MAX_TOKENS, "Longest text of an engine for all")
             bake = gr.Checkbox(False, label="Bake the weights in (TensorRT only: one checkpoint, no LoRA)")
         return [optimize, engines, max_batch, tokens, longest, bake]
 
@@ -101,7 +96,7 @@ class BuildTab:
 
     def _request(self, *answers: Any) -> str:
         request = self._manager.request_build(Answers(*answers).wanted())
-        return f"Ordered: {wording.code(request.wanted)}. It goes on when this page is closed."
+        return f"Requested: {wording.code(request.wanted)}. The build goes on when this page is closed."
 
     def _cancel(self) -> str:
         stopped = self._manager.cancel()

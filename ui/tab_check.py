@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ..runtime.reporting.engine_coverage import Asked
-from ..runtime.settings.model_settings import TOKENS, parse_resolutions
+from ..runtime.settings.model_settings import parse_resolutions
 from . import wording
 from .compat import gradio, listen
+from .form import batch_slider, tokens_slider
 from .manager import Manager
-
-_LARGEST_BATCH = 64
-_LONGEST_TEXT = 16 * TOKENS
 
 
 class CheckTab:
@@ -18,8 +16,7 @@ class CheckTab:
         self._manager = manager
         with gr.Row():
             size = gr.Textbox("512x512", label="Resolution of the picture", elem_id="slipstream_hit_size")
-            batch = gr.Slider(1, _LARGEST_BATCH, value=2, step=1, label="Batch: 2 for one picture with CFG")
-            tokens = gr.Slider(TOKENS, _LONGEST_TEXT, value=TOKENS, step=TOKENS, label="Length of the text, in tokens")
+            batch, tokens = batch_slider(), tokens_slider()
         ask = gr.Button("Would it hit?", variant="primary")
         verdict = gr.Markdown(elem_id="slipstream_verdict")
         listen(ask.click, self._coverage, [size, batch, tokens], [verdict])

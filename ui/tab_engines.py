@@ -1,4 +1,4 @@
-"""The first tab: the engines that there are, and what can be done with them."""
+"""The first tab: the stored engines, and actions on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MOST_DAYS = 365
 
 
 class EnginesTab:
-    """
+    """The table of engines, and buttons for what is chosen in it.
+
     Attributes:
         table, chosen: show the store's engines; see `shown`.
         refresh: the button that looks again.

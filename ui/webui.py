@@ -1,4 +1,4 @@
-"""What Slipstream shows in a WebUI: the choices below the prompt, and the tab of engines."""
+"""Slipstream's controls below the prompt of a WebUI, and its tab of engines."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def code(text: object) -> str:
 
 
 def bars(progress: Sequence[Mapping[str, Any]]) -> str:
-    """HTML: a bar for each order and build, those that go on first."""
+    """HTML: a bar for each build request and build, the unfinished ones first."""
     if not progress:
         return "<p>Nothing is being built.</p>"
     goes_on = [row for row in progress if row["state"] not in ENDED]
@@ -103,7 +103,7 @@ def _bar(row: Mapping[str, Any]) -> str:
     colour = _COLOURS.get(row["state"], _COLOUR)
     title = f"<b>{escape(row['label'])}</b> · {escape(_say(row))}"
     return (
-        f'<div class="slipstream-order" data-state="{escape(row["state"])}" style="margin:.6em 0">{title}'
+        f'<div class="slipstream-request" data-state="{escape(row["state"])}" style="margin:.6em 0">{title}'
         f'{bar(fraction, colour)}<ul style="margin:.2em 0 0 1.2em">{told}</ul></div>'
     )
 

@@ -17,7 +17,7 @@ from ...hosts.comfy.skip.step_skip import skip_steps
 from ...sampling.metrics import capped, latent_psnr, psnr, ssim
 from ...sampling.presets import PRESETS, Preset
 from ...sampling.schedule import shortened
-from ...sampling.statistics import paired_bootstrap
+from .bootstrap import paired_bootstrap
 from .samples import protocol
 from .samples.protocol import DECODED
 from .samples.subject import Outcome, Patch, Subject

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...core.dtypes import WHOLE_NUMBERS, dtype_of
+from ...core.dtypes import INTEGER_INPUTS, dtype_of
 from ...core.errors import UnsupportedModel
 from ...core.protocols import ModelSource, Tensors
 from ...core.shapes import Shape
@@ -104,7 +104,7 @@ class Model:
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         dtype = dtype_of(self.source.precision)
-        return {name: torch.float32 if name in WHOLE_NUMBERS else dtype for name in self.shapes}
+        return {name: torch.float32 if name in INTEGER_INPUTS else dtype for name in self.shapes}
 
 
 class _Judge:

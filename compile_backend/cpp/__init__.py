@@ -1,1 +1,1 @@
-"""The C++ compiler that compiled engines need, and what it is given of torch."""
+"""The C++ compiler that compiled engines need: its headers, runtime library and toolchain."""

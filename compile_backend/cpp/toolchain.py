@@ -1,4 +1,4 @@
-"""What a machine needs to compile, and in plain words what is missing."""
+"""The tools that compiling needs, and messages that say which are missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def why_no_c_compiler() -> str | None:
 
 
 def _why_no_compiler(language: str, variable: str, named: str | None, *usual: str) -> str | None:
-    """
+    """Why no compiler of `language` was found; None where there is one.
+
     Args:
         variable: of the environment, which names the one compiler that is tried, if any.
         usual: those that are tried otherwise.
@@ -47,7 +48,7 @@ def _why_no_compiler(language: str, variable: str, named: str | None, *usual: st
         return None
     missing = f"no {language} compiler was found"
     if named is not None:
-        return f"{missing}: {variable} names {named!r}, which is no program; set it to a compiler, or unset it"
+        return f"{missing}: {variable} names {named!r}, which is not a program; set it to a compiler, or unset it"
     return f"{missing} ({', '.join(usual)}); {_how_to_get_a_compiler()}, or set {variable} to another one"
 
 

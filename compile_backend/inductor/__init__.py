@@ -1,1 +1,1 @@
-"""What torch's compiler is told: its options, and its choices of kernels."""
+"""Settings of torch's compiler: its options, and its choices of kernels."""

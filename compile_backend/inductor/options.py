@@ -1,4 +1,4 @@
-"""Inductor's options for a build: attacks overhead and bandwidth by fusion, compute by tuned kernels."""
+"""Inductor's options for a build: reduces launch overhead and memory traffic by fusion, compute by tuned kernels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 from ...core.spec import EngineSpec, Optimize
 
 OURS = "slipstream."
-"""How the names of those options begin that the compiler itself does not know."""
+"""Prefix of our own options, which are not passed to the compiler."""
 
 REWRITES = f"{OURS}rewrites"
-"""Whether the graph is written anew for this kind of device, see `.rewrites`."""
+"""Whether the graph is rewritten before it is compiled, see `..rewrites`."""
 JOINED_PERCENT = f"{OURS}joined_percent"
-"""Copies of weights that joined layers may take, of all the model's weights."""
+"""The most memory for copies of joined layers' weights, in percent of the model's weights."""
 ROWS_AT_ONCE = f"{OURS}rows_at_once"
-"""The longest row that one kernel reads whole, and so only once, to find a mean or a maximum and use it."""
+"""The longest row, in elements, that one reduction kernel holds whole and so reads only once."""
 
 PACKAGED = f"{OURS}packaged"
-"""Whether the program is compiled where it was made, so that it may have what a saved one cannot: products that widen,
-for attention of very wide heads, which torch 2.11 does not read back, and kernels of our own, which whoever reads it
-back would have to know."""
+"""Whether the program is compiled in the process that exported it. Only then may it contain what cannot be saved:
+matrix products with wider results, which torch 2.11 does not load again, and kernels of our own."""
 
 _ROW = 8192
 
@@ -54,7 +53,7 @@ def fusion_options(device: torch.device, optimize: Optimize) -> Options:
 
 
 def of_compiler(spec: EngineSpec) -> dict[str, str | int | float | bool | None]:
-    """The options of a build that the compiler itself takes."""
+    """The options of a build that are passed to the compiler."""
     return {name: value for name, value in spec.backend.options.items() if not name.startswith(OURS)}
 
 

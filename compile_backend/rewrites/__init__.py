@@ -1,8 +1,8 @@
-"""The exported graph, written anew where the compiler would make slow kernels of it. What it computes stays the same.
+"""Rewrites of the exported graph where the compiler would make slow kernels of it; the results stay the same.
 
-Each module here is one pass over the graph: it names the operations that it replaces, says by which of compute, memory
-bandwidth and overhead it gains, and writes in plain torch what stands in their place. The graph is traced again
-afterwards, so that the compiler sees nothing but torch's own operations.
+Each module here is one pass over the graph: it says which operations it replaces, whether that reduces compute, memory
+traffic or launch overhead, and implements the replacement as a torch function. The graph is traced again afterwards,
+so that the compiler sees only torch operations.
 """
 
 from .passes import Rewritten, rewrite

@@ -1,4 +1,4 @@
-"""Weights that compiled code reads and the host does not have: made of the host's whenever it supplies them."""
+"""Weights that compiled code reads and the host does not have, computed from the host's at every update."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from ...core.eight_bits import FP8, quantised, scale_of_rows
 
 
 class Form(str, Enum):
-    """What of the host's weights is kept."""
+    """How a weight is computed from the host's."""
 
     JOINED = "joined"
-    """One under the other: [rows of all, columns]."""
+    """Concatenated: [rows of all, columns]."""
     QUANTISED = "quantised"
-    """The same in eight bits, each row divided by its scale."""
+    """Concatenated, in eight bits, each row divided by its scale."""
     SCALE = "scale"
     """The scale of each row, fp32 [rows, 1]."""
     ONE = "one"
-    """Just the number 1, fp32 []: for operators that want a scale where there is none."""
+    """The constant 1, fp32 []: for operators that need a scale where there is none."""
 
 
 @dataclass(frozen=True)
 class DerivedWeight:
-    """
+    """A weight that is computed from the host's.
+
     Attributes:
         sources: names of the host's weights, [rows, columns] or, of biases, [rows].
-        eight_bits: what a quantised one is, and its scale is for: float8_e4m3fn or int8.
+        eight_bits: the dtype of a quantised weight, float8_e4m3fn or int8; `SCALE` is the scale for it.
     """
 
     sources: tuple[str, ...]
@@ -40,7 +41,7 @@ class DerivedWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the sources' own numbers, one under the other."""
+        """Whether it is the concatenation of the sources' own values."""
         return self.form is Form.JOINED
 
     def write(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -61,7 +62,8 @@ class DerivedWeight:
         return into
 
     def check(self, into: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """
+        """Check shapes and dtypes before `write`.
+
         Raises:
             ValueError: the sources do not fill `into`.
         """

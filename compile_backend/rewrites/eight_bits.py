@@ -1,6 +1,6 @@
-"""Large linear layers in eight bits, inputs quantised row by row as they come: attacks compute, and bandwidth.
+"""Large linear layers in eight bits with dynamically quantised inputs: reduces compute and memory traffic.
 
-Which layers gain, `core/eight_bits.py` says.
+`core/eight_bits.py` selects the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEAST_PART = 256
 
 
 def quantise_linears(graph: Graph, eight_bits: torch.dtype) -> int:
-    """The number of layers that were quantised."""
+    """Quantise the linear layers that gain; returns how many there were."""
     count = 0
     for node in graph.calls(aten.linear.default):
         weight = node.args[1]
@@ -65,7 +65,7 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias
 def fp8_product(
     small: torch.Tensor, by: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, one: torch.Tensor
 ) -> torch.Tensor:
-    """What `in_eight_bits` gave by a weight of `fp8_linear`, [samples, rows]."""
+    """The product of `in_eight_bits`' results and a weight of `fp8_linear`: [samples, rows]."""
     # Scaling in the product costs a narrow one a third of its time; afterwards it is part of the next kernel.
     is_wide = weight.shape[0] > weight.shape[1]
     scales = (by, scale.t()) if is_wide else (one, one)
@@ -88,8 +88,8 @@ def in_eight_bits(x: torch.Tensor, eight_bits: torch.dtype) -> tuple[torch.Tenso
 
 
 def _at_hand(samples: torch.Tensor) -> torch.Tensor:
-    """The same [samples, columns]. Long rows are written to memory first: to hold one whole, a kernel would have to be
-    as wide as the next power of two, and compute an activation for numbers that are none."""
+    """The same [samples, columns]; long rows are materialised first, since a kernel that holds one whole would pad it
+    to the next power of two and compute an activation for the padding."""
     if samples.shape[1] <= _LONG:
         return samples
     return samples.contiguous().as_strided(samples.shape, (samples.shape[1], 1))

@@ -1,7 +1,7 @@
-"""Gated feed-forward blocks (GEGLU) between two fp8 layers, in a kernel of our own: attacks bandwidth, and compute.
+"""Gated feed-forward blocks (GEGLU) between two fp8 layers, in a kernel of our own: reduces memory traffic and compute.
 
-The compiler writes what the gate gave in half precision, finds the largest number of each row, and reads it again to
-quantise it. No library has that in one kernel; `geglu_rows` has.
+The compiler writes the gate's output in half precision, finds the largest value of each row, and reads it again to
+quantise it; `geglu_rows` does all that in one kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def fuse_gates(graph: Graph) -> None:
-    """Blocks of fp8 layers that are in the graph already."""
+    """Replace GEGLU between two fp8 layers of the graph by the fused kernel."""
     _drop_dropout(graph)
     for narrow in graph.calls(fp8_linear):
         wide = _gated(graph, narrow.args[0])
@@ -50,7 +50,7 @@ def fp8_feed_forward(
 
 
 def _drop_dropout(graph: Graph) -> None:
-    """What does nothing outside of training still counts as random, so that nobody removes what it reads."""
+    """Remove dropout, which is off in inference but counts as random and would block the match."""
     for node in graph.calls(aten.dropout.default):
         given = node.args[0]
         if not node.args[2] and isinstance(given, Node):
@@ -59,8 +59,7 @@ def _drop_dropout(graph: Graph) -> None:
 
 
 def _gated(graph: Graph, node: Any) -> Node | None:
-    """The fp8 layer of whose result `node` is the one half times GELU of the other, and which is there for nothing
-    else: what others read, or write into, has to be computed as it was."""
+    """The fp8 layer of whose output `node` is one half times GELU of the other; None unless it is the only reader."""
     if not _alone(node, aten.mul.Tensor):
         return None
     for half, activated in (node.args, node.args[::-1]):
@@ -86,12 +85,12 @@ def _halved(first: Any, second: Any) -> Node | None:
 
 
 def _suits(graph: Graph, wide: Node) -> bool:
-    """Whether its bias is a weight with a number for each column, and its product comes scaled."""
+    """Whether its bias is a weight with one element for each column, and its product is already scaled."""
     x, bias = wide.args[0], graph.weight(wide.args[3])
     widens = isinstance(x, Node) and shape_of(wide)[-1] > shape_of(x)[-1]
     return widens and bias is not None and tuple(bias.shape) == shape_of(wide)[-1:]
 
 
 def _alone(node: Any, *operators: Any) -> bool:
-    """Whether it calls one of them, and one other node reads what comes out."""
+    """Whether it calls one of `operators`, and exactly one node reads its result."""
     return is_call(node, *operators) and len(node.users) == 1

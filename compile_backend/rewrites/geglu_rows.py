@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
-"""A kernel of our own: GEGLU, quantised row by row. Attacks bandwidth, and compute.
+"""A Triton kernel for GEGLU with row-wise fp8 output: reduces memory traffic and compute.
 
-A row has to be known whole before its first number can be written in eight bits. A compiler that works with powers of
-two either pads rows of 5120 to 8192 and computes an activation for numbers that are none, or writes the row to memory
-and reads it again. Here a row is held as two powers of two, 4096 and 1024, is read once and is written once.
+A row has to be complete before its first element can be quantised. A compiler that works with powers of two either
+pads rows of 5120 to 8192 and computes an activation for the padding, or writes the row to memory and reads it again.
+Here a row is held as two powers of two, 4096 and 1024, is read once and is written once.
 
 Needs Triton, so this module is imported where code for CUDA is compiled and nowhere else.
 """

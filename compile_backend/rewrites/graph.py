@@ -19,7 +19,8 @@ _PREFIX = "derived_"
 
 
 class Graph:
-    """
+    """A traced model, its derived weights, and the ways in which passes change it.
+
     Args:
         module: as `torch.export` gives it; weights are attributes under their names in the state dict.
     """
@@ -41,14 +42,14 @@ class Graph:
         return any(each in self._memory for each in (node, *node.all_input_nodes))
 
     def weight(self, node: Any) -> torch.Tensor | None:
-        """The tensor without numbers that a node stands for; None where it is no weight of the host's."""
+        """The placeholder tensor of a node; None where it is no weight of the host's."""
         if not isinstance(node, Node) or node.op != "get_attr" or node.target in self.derived:
             return None
         found = tensor_of(self.module, str(node.target))
         return found if isinstance(found, torch.nn.Parameter) else None
 
     def replace(self, node: Node, function: Callable[..., torch.Tensor], *args: Any) -> None:
-        """Let `function` of `args`, which may be nodes, stand in a node's place."""
+        """Replace a node by a call of `function` with `args`, which may be nodes."""
         with self.module.graph.inserting_before(node):
             new = self.module.graph.call_function(function, args)
         new.meta["val"] = node.meta["val"]
@@ -126,7 +127,7 @@ def _schema(node: Node) -> Any:
 
 
 def is_call(node: Any, *operators: Any) -> bool:
-    """Whether an argument is what one of `operators` gives."""
+    """Whether an argument is a node that calls one of `operators`."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in operators
 
 

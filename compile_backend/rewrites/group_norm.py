@@ -1,4 +1,4 @@
-"""Group norm for channels that lie last: attacks bandwidth.
+"""Group norm for channels-last tensors: reduces memory traffic.
 
 The compiler's own reads a group, some ten channels of each pixel, at a quarter of what memory gives. Here statistics
 are taken by channel over chunks of pixels, where neighbours in memory are neighbours in the kernel, and brought
@@ -18,7 +18,7 @@ _SMALL = 256
 _LEAST_ROWS = 64
 _MOST_CHUNKS = 256
 _MANY = 1 << 22
-"""Numbers from which it pays to have scale and shift of each channel computed once, by a kernel of their own."""
+"""Elements from which on a kernel of its own for scale and shift of each channel pays."""
 
 
 def by_channel(graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers of one input as a single one: attacks overhead, and bandwidth, as the input is read once.
+"""Linear layers of one input joined into one: reduces launch overhead and memory traffic.
 
 These are query, key and value of an attention, keys and values of all attentions over the text, and what all blocks
 make of the time's embedding. The joined weights are copies.
@@ -22,9 +22,10 @@ _OF_ONE_INPUT = (aten.silu.default, aten.gelu.default, aten.reshape.default, ate
 
 
 def join_linears(graph: Graph, most_bytes: int) -> None:
-    """
+    """Join linear layers that share an input, those first that save most time for their size.
+
     Args:
-        most_bytes: that the copies may take together. Those that save most time for their size come first.
+        most_bytes: the most memory that all copies of weights may take.
     """
     _compute_once(graph)
     for group in sorted(_groups(graph), key=lambda group: group.bytes / group.gain):

@@ -1,4 +1,4 @@
-"""Pictures with their channels last wherever they are: attacks bandwidth, as kernels between two layouts crawl.
+"""Features in channels last throughout: reduces memory traffic, since kernels that mix two layouts are slow.
 
 Convolutions want [N, H, W, C] in memory. Where a model's code makes [N, C, H, W] of features, say after attention, all
 that is joined with them follows, and is turned round element by element before the next convolution.
@@ -63,7 +63,7 @@ def _joined_channels(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _doubled(x: torch.Tensor) -> torch.Tensor:
-    """Each pixel as four, as nearest neighbours are; without an index to compute for each number."""
+    """Nearest-neighbour upsampling by 2, without computing an index for each element."""
     n, c, h, w = x.shape
     pixels = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(n, h, 2, w, 2, c)
     return pixels.reshape(n, 2 * h, 2 * w, c).permute(0, 3, 1, 2)

@@ -29,11 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rewritten:
-    """
+    """A program after all passes.
+
     Attributes:
         derived: the weights that the program reads and the host does not have, by name.
         eight_bits: layers that compute in eight bits.
-        as_it_is: why the graph was left alone, where that was not meant; else empty.
+        as_it_is: why rewriting failed and the graph was compiled unchanged; else empty.
     """
 
     program: ExportedProgram
@@ -43,7 +44,8 @@ class Rewritten:
 
 
 def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device: torch.device) -> Rewritten:
-    """
+    """Run the passes that the spec asks for, and trace the result again.
+
     Args:
         example: inputs to trace it with again.
 
@@ -63,12 +65,14 @@ def rewrite(program: ExportedProgram, spec: EngineSpec, example: Tensors, device
         raise
     except Exception as error:  # whatever torch raises for a graph that it cannot trace again
         if gates:
-            log.warning("Slipstream: %s does without a kernel of ours: %s", spec.describe(), first_line(error))
+            log.warning(
+                "Slipstream: %s is built without the fused GEGLU kernel: %s", spec.describe(), first_line(error)
+            )
             without = replace(spec.backend, options={**options, PACKAGED: False})
             return rewrite(program, replace(spec, backend=without), example, device)
         if spec.quantised is not None:
-            raise UnsupportedModel(f"{spec.describe()} cannot be made: {first_line(error)}; {CHOOSE_AUTO}") from error
-        log.warning("Slipstream: %s is compiled as it is: %s", spec.describe(), first_line(error))
+            raise UnsupportedModel(f"{spec.describe()} cannot be built: {first_line(error)}; {CHOOSE_AUTO}") from error
+        log.warning("Slipstream: %s is compiled without rewriting its graph: %s", spec.describe(), first_line(error))
         return Rewritten(program, {}, as_it_is=first_line(error))
 
 

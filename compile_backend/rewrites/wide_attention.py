@@ -1,7 +1,7 @@
-"""Attention whose heads are wider than fused kernels can do, as of the middle of a VAE: attacks compute.
+"""Attention with heads too wide for fused kernels, as in the middle of a VAE: reduces compute time.
 
-What torch has left for 512 channels a head reaches a sixth of the chip's speed. Two matrix products reach most of it,
-and their scores, a block of queries at a time, take less memory than the VAE does later.
+torch's fallback for 512 channels a head reaches a sixth of the GPU's peak. Two matrix products reach most of it, and
+their scores, for a block of queries at a time, take less memory than later layers of the VAE.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Builds that wait or run, what the nodes have to say, and building by a click."""
+"""Routes for pending builds, the states of nodes, and the button Build engine."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -16,19 +15,22 @@ log = logging.getLogger(__name__)
 
 
 @asks()
-async def list_builds(request: web.Request) -> Answer:
-    return await asyncio.to_thread(_builds)
+def list_builds(request: web.Request) -> Answer:
+    from ...hosts.comfy.node_state.announcer import builds, policy
+    from ...hosts.comfy.process.shared_provider import provider
+
+    return {"builds": builds(provider().queue), "policy": policy()}
 
 
 @asks()
-async def list_nodes(request: web.Request) -> Answer:
+def list_nodes(request: web.Request) -> Answer:
     from ...hosts.comfy.node_state.node_states import REGISTRY
 
-    return {"nodes": await asyncio.to_thread(REGISTRY.to_json)}
+    return {"nodes": REGISTRY.to_json()}
 
 
 @changes()
-async def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
+def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
     """A dry run, or a Build Engine, that waits for this build ends as by an interrupt."""
     from ...hosts.comfy.process.shared_provider import provider
 
@@ -36,16 +38,9 @@ async def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
     ticket = provider().queue.find(digest)
     if ticket is None:
         raise Refused("not_found", "No such build waits or runs; it may have ended meanwhile.")
-    await asyncio.to_thread(ticket.cancel)
+    ticket.cancel()
     log.info("Slipstream: the build of %s is cancelled", ticket.plan)
     return {"cancelled": digest}
-
-
-def _builds() -> dict[str, Any]:
-    from ...hosts.comfy.node_state.announcer import builds, policy
-    from ...hosts.comfy.process.shared_provider import provider
-
-    return {"builds": builds(provider().queue), "policy": policy()}
 
 
 ROUTES: list[Route] = [

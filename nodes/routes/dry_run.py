@@ -1,8 +1,7 @@
-"""The part of a workflow that a node's engines need, for the page to queue."""
+"""The route that turns a workflow into a test run, which builds a node's engines."""
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any
 
@@ -16,31 +15,24 @@ _BYTES = 16 * 1024 * 1024
 
 
 @changes("prompt", "node", most_bytes=_BYTES)
-async def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
+def dry_run(request: web.Request, fields: dict[str, Any]) -> Answer:
+    from ...hosts.comfy.dry_run.build_prompt import dry_run_of
+    from ...hosts.comfy.dry_run.node_types import loaded_kinds
+
     prompt, node = _checked(fields.get("prompt")), fields.get("node")
     if not isinstance(node, str):
         raise Refused("bad_request", 'node must be the id of a node, as text, such as "4".')
     try:
-        return await asyncio.to_thread(_dry_run, prompt, node)
+        made = dry_run_of(prompt, node, loaded_kinds(), uuid.uuid4().hex)
+        _check_not_off(prompt[node])
     except ValueError as error:
         raise Refused("bad_request", f"{error}.") from None
-
-
-def _dry_run(prompt: dict[str, dict[str, Any]], node: str) -> Answer:
-    """
-    Raises:
-        ValueError: in words, why nothing can be built for the node.
-    """
-    from ...hosts.comfy.dry_run.build_prompt import dry_run_of
-    from ...hosts.comfy.dry_run.node_types import loaded_kinds
-
-    made = dry_run_of(prompt, node, loaded_kinds(), uuid.uuid4().hex)
-    _check_not_off(prompt[node])
     return {"prompt": made.prompt, "targets": made.targets, "estimate_s": _estimate(prompt[node])}
 
 
 def _checked(prompt: Any) -> dict[str, dict[str, Any]]:
-    """
+    """The prompt, once its structure is checked.
+
     Raises:
         Refused: no prompt as ComfyUI's API takes it.
     """
@@ -54,7 +46,8 @@ def _is_node(node: Any) -> bool:
 
 
 def _check_not_off(node: dict[str, Any]) -> None:
-    """
+    """Check that acceleration is on for a node.
+
     Raises:
         ValueError: the node leaves its backend to the settings, and these switch acceleration off.
     """

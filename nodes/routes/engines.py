@@ -1,8 +1,7 @@
-"""The engines in the store: list, show, check, remove."""
+"""Routes for the engines in the store: list, show, verify, delete, prune."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -21,49 +20,64 @@ _MOST_BYTES = 2**62
 
 
 @asks()
-async def list_engines(request: web.Request) -> Answer:
-    return await asyncio.to_thread(lambda: overview(_store()))
+def list_engines(request: web.Request) -> Answer:
+    return overview(_store())
 
 
 @asks()
-async def show_engine(request: web.Request) -> Answer:
-    return await asyncio.to_thread(_show, _digest(request))
+def show_engine(request: web.Request) -> Answer:
+    store, digest = _store(), _digest(request)
+    entry = store.lookup(digest)
+    if entry is None:
+        raise _missing(digest)
+    return {**details(entry), "in_use": store.is_used(digest)}
 
 
 @changes()
-async def verify_engine(request: web.Request, fields: dict[str, Any]) -> Answer:
-    return await asyncio.to_thread(_verify, _digest(request))
+def verify_engine(request: web.Request, fields: dict[str, Any]) -> Answer:
+    problem = _store().verify(digest := _stored(request))
+    if problem is not None:
+        send(ENGINES, {})  # it was set aside
+    return {"digest": digest, "problem": problem}
 
 
 @changes()
-async def delete_engine(request: web.Request, fields: dict[str, Any]) -> Answer:
-    return await asyncio.to_thread(_delete, _digest(request))
+def delete_engine(request: web.Request, fields: dict[str, Any]) -> Answer:
+    digest = _digest(request)
+    if not provider().delete(digest):
+        raise _missing(digest)
+    send(ENGINES, {})
+    return {"deleted": digest}
 
 
 @changes()
-async def try_again(request: web.Request, fields: dict[str, Any]) -> Answer:
-    return await asyncio.to_thread(_try_again, _digest(request))
+def try_again(request: web.Request, fields: dict[str, Any]) -> Answer:
+    provider().try_again(digest := _stored(request))
+    send(ENGINES, {})
+    return {"digest": digest}
 
 
 @changes()
-async def verify_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
-    return await asyncio.to_thread(_verify_all)
+def verify_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
+    problems = _store().verify_all()
+    if any(problem is not None for problem in problems.values()):
+        send(ENGINES, {})
+    return {"problems": problems}
 
 
 @changes("limit_bytes")
-async def prune_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
-    return await asyncio.to_thread(_prune, whole_number(fields, "limit_bytes", 0, _MOST_BYTES))
+def prune_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
+    removed = prune(_store(), whole_number(fields, "limit_bytes", 0, _MOST_BYTES))
+    if removed:
+        send(ENGINES, {})
+    return {"removed": [entry.digest for entry in removed], "bytes": sum(entry.bytes for entry in removed)}
 
 
 @changes("width", "height", "batch", "tokens")
-async def hit(request: web.Request, fields: dict[str, Any]) -> Answer:
+def hit(request: web.Request, fields: dict[str, Any]) -> Answer:
     least = {"width": 8, "height": 8, "batch": 1, "tokens": 1}
     asked = Asked(**{name: whole_number(fields, name, number, _LARGEST) for name, number in least.items()})
-
-    def find() -> Answer:
-        return engine_coverage([entry.manifest for entry in _store().list()], asked)
-
-    return await asyncio.to_thread(find)
+    return engine_coverage([entry.manifest for entry in _store().list()], asked)
 
 
 ROUTES: list[Route] = [
@@ -86,52 +100,17 @@ def _digest(request: web.Request) -> str:
     return check_digest(request.match_info["digest"])
 
 
-def _missing(digest: str) -> Refused:
-    return Refused("not_found", f"There is no engine {digest[:12]} in the store; it may be gone. Reload the list.")
+def _stored(request: web.Request) -> str:
+    """The digest of an engine that is in the store, readable or not.
 
-
-def _show(digest: str) -> Answer:
-    store = _store()
-    entry = store.lookup(digest)
-    if entry is None:
-        raise _missing(digest)
-    return {**details(entry), "in_use": store.is_used(digest)}
-
-
-def _verify(digest: str) -> Answer:
-    store = _store()
-    if not store.has(digest):
-        raise _missing(digest)
-    problem = store.verify(digest)
-    if problem is not None:
-        send(ENGINES, {})  # it was set aside
-    return {"digest": digest, "problem": problem}
-
-
-def _verify_all() -> Answer:
-    problems = _store().verify_all()
-    if any(problem is not None for problem in problems.values()):
-        send(ENGINES, {})
-    return {"problems": problems}
-
-
-def _try_again(digest: str) -> Answer:
+    Raises:
+        Refused: there is no such engine.
+    """
+    digest = _digest(request)
     if not _store().has(digest):
         raise _missing(digest)
-    provider().try_again(digest)
-    send(ENGINES, {})
-    return {"digest": digest}
+    return digest
 
 
-def _delete(digest: str) -> Answer:
-    if not provider().delete(digest):
-        raise _missing(digest)
-    send(ENGINES, {})
-    return {"deleted": digest}
-
-
-def _prune(limit_bytes: int) -> Answer:
-    removed = prune(_store(), limit_bytes)
-    if removed:
-        send(ENGINES, {})
-    return {"removed": [entry.digest for entry in removed], "bytes": sum(entry.bytes for entry in removed)}
+def _missing(digest: str) -> Refused:
+    return Refused("not_found", f"There is no engine {digest[:12]} in the store; it may be gone. Reload the list.")

@@ -1,4 +1,4 @@
-"""What stands between a request and the function that answers it: every answer is JSON, and no request goes wrong."""
+"""Decorators that make routes of functions: they check the request, and every answer and error is JSON."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = tuple[str, str, Handler]
 """Method, path below `PREFIX`, and what answers."""
 
-Asked = Callable[[web.Request], Awaitable[Answer]]
-Changing = Callable[[web.Request, dict[str, Any]], Awaitable[Answer]]
+Asked = Callable[[web.Request], Answer]
+Changing = Callable[[web.Request, dict[str, Any]], Answer]
 
 
 def asks(*names: str) -> Callable[[Asked], Handler]:
-    """For a GET: the decorated function returns what to answer, or raises `Refused` or a `SlipstreamError`.
+    """Make a GET handler of a function that returns the answer, or raises `Refused` or a `SlipstreamError`.
+
+    The function runs on a thread of its own, so it may block.
 
     Args:
-        names: of queries that it reads.
+        names: the query parameters that it reads; any other is refused.
     """
 
     def decorate(answer: Asked) -> Handler:
@@ -39,7 +41,7 @@ def asks(*names: str) -> Callable[[Asked], Handler]:
         async def handler(request: web.Request) -> web.Response:
             async def work() -> Answer:
                 check_names(request.query, names, "query")
-                return await answer(request)
+                return await asyncio.to_thread(answer, request)
 
             return await _guarded(request, work)
 
@@ -49,11 +51,11 @@ def asks(*names: str) -> Callable[[Asked], Handler]:
 
 
 def changes(*names: str, most_bytes: int = BODY_BYTES) -> Callable[[Changing], Handler]:
-    """For a POST, which only ComfyUI's own page may send: the decorated function is also given the body's fields.
+    """Make a POST handler of a function; only ComfyUI's own page may call it. See `asks`.
 
     Args:
-        names: of fields that it reads.
-        most_bytes: that a body may have.
+        names: the fields of the JSON body that it reads, which it is given as a dict; any other is refused.
+        most_bytes: the largest body that is accepted.
     """
 
     def decorate(answer: Changing) -> Handler:
@@ -64,7 +66,7 @@ def changes(*names: str, most_bytes: int = BODY_BYTES) -> Callable[[Changing], H
                 check_names(request.query, (), "query")
                 fields = await asyncio.to_thread(parse_object, await _body(request, most_bytes))
                 check_names(fields, names)
-                return await answer(request, fields)
+                return await asyncio.to_thread(answer, request, fields)
 
             return await _guarded(request, work)
 
@@ -102,7 +104,8 @@ async def _guarded(request: web.Request, work: Callable[[], Awaitable[Answer]]) 
 
 
 def _check_headers(request: web.Request) -> None:
-    """
+    """Check origin and content type.
+
     Raises:
         Refused: another page sent this, or it holds no JSON.
     """
@@ -115,7 +118,8 @@ def _check_headers(request: web.Request) -> None:
 
 
 async def _body(request: web.Request, most: int) -> bytes:
-    """
+    """Read the body.
+
     Raises:
         Refused: it is larger than `most` bytes, or did not arrive whole.
     """

@@ -10,7 +10,7 @@ from .rules import Refused
 
 
 @asks("after")
-async def lines(request: web.Request) -> Answer:
+def lines(request: web.Request) -> Answer:
     after = request.query.get("after", "0")
     if not (after.isascii() and after.isdigit() and len(after) < 16):
         raise Refused("bad_request", "after must be a whole number: `next` of the last answer, or 0.")

@@ -1,4 +1,4 @@
-"""What a request must look like, apart from any server."""
+"""Checks of requests, independent of any server."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def parse_object(content: bytes) -> dict[str, Any]:
 
 
 def check_names(given: Iterable[str], allowed: Collection[str], what: str = "field") -> None:
-    """
+    """Check that only known names are given.
+
     Args:
         what: that is named, for people.
 
@@ -107,7 +108,8 @@ def check_names(given: Iterable[str], allowed: Collection[str], what: str = "fie
 
 
 def check_digest(text: str) -> str:
-    """
+    """The digest, once its form is checked.
+
     Raises:
         Refused: no engine has such a name.
     """
@@ -117,7 +119,8 @@ def check_digest(text: str) -> str:
 
 
 def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int) -> int:
-    """
+    """The integer field `name`, from `least` to `most`.
+
     Raises:
         Refused: the field is missing, no whole number, or out of range.
     """

@@ -1,8 +1,7 @@
-"""What the user chose for all of Slipstream."""
+"""Routes for Slipstream's settings."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -17,22 +16,23 @@ from .rules import Refused
 
 
 @asks()
-async def show(request: web.Request) -> Answer:
-    return await asyncio.to_thread(lambda: _answer(preferences().read()))
+def show(request: web.Request) -> Answer:
+    return _answer(preferences().read())
 
 
 @changes(*NAMES)
-async def change(request: web.Request, fields: dict[str, Any]) -> Answer:
+def change(request: web.Request, fields: dict[str, Any]) -> Answer:
     if "folder" in fields and not is_here(request):
-        await asyncio.to_thread(_check_same_folder, fields["folder"])
-    return await asyncio.to_thread(_change, fields)
+        _check_same_folder(fields["folder"])
+    return _change(fields)
 
 
 ROUTES: list[Route] = [("GET", "/settings", show), ("POST", "/settings", change)]
 
 
 def _check_same_folder(folder: Any) -> None:
-    """
+    """Refuse a change of the engine folder.
+
     Raises:
         Refused: another machine asks for another folder; what lies in an engine store is run.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
 from ...hosts.comfy.process.shared_provider import device, provider
@@ -12,12 +10,9 @@ from .guard import Answer, Route, asks
 
 
 @asks()
-async def system(request: web.Request) -> Answer:
-    def describe() -> Answer:
-        using = provider()
-        return describe_machine(device(), using.backends, using.history)
-
-    return await asyncio.to_thread(describe)
+def system(request: web.Request) -> Answer:
+    using = provider()
+    return describe_machine(device(), using.backends, using.history)
 
 
 ROUTES: list[Route] = [("GET", "/system", system)]

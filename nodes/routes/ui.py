@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +18,18 @@ _started: list[Server] = []
 
 
 @changes()
-async def open_ui(request: web.Request, fields: dict[str, Any]) -> Answer:
+def open_ui(request: web.Request, fields: dict[str, Any]) -> Answer:
+    from ...hosts.comfy.building.prompt_builder import PromptBuilder
+    from ...hosts.comfy.process.shared_provider import home, provider
+    from ...ui.manager import Manager
+    from ...ui.serve import start
+
     if not is_here(request):
         raise Refused(
             "forbidden",
             "The engine manager's page opens on ComfyUI's own machine alone. From elsewhere, start it there with "
             "`slipstream ui --listen ADDRESS` and a password.",
         )
-    return await asyncio.to_thread(_open)
-
-
-def _open() -> Answer:
-    from ...hosts.comfy.building.prompt_builder import PromptBuilder
-    from ...hosts.comfy.process.shared_provider import home, provider
-    from ...ui.manager import Manager
-    from ...ui.serve import start
-
     with _lock:
         if not _started:
             _started.append(start(Manager(provider(), PromptBuilder(), home())))

@@ -1,4 +1,4 @@
-"""What the Accelerate nodes do alike."""
+"""The common part of the Accelerate nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ HIDDEN = [io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo]
 def accelerated(
     node: type[io.ComfyNode], accelerate: Callable[..., Any], subject: Any, **choices: Any
 ) -> io.NodeOutput:
-    """
+    """The output of an Accelerate node.
+
     Args:
         node: that runs.
         accelerate: given `subject`, a module with the user's choices, and who hears of its runs.

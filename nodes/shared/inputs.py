@@ -25,7 +25,7 @@ def backend_input(with_off: bool = True) -> io.Combo.Input:
         default=BackendChoice.AUTO.value,
         tooltip="auto: the first that works here, compiled before TensorRT. compiled: torch modules compiled ahead of "
         "time. tensorrt: engines by NVIDIA's TensorRT, where it is installed; else the reason says how to."
-        + (" off: the plain model." if with_off else ""),
+        + (" off: your model, without Slipstream." if with_off else ""),
     )
 
 
@@ -58,7 +58,7 @@ def build_input(with_manual: bool = True) -> io.Combo.Input:
         "build",
         options=[policy.value for policy in BuildPolicy if with_manual or policy is not BuildPolicy.MANUAL],
         default=BuildPolicy.BACKGROUND.value,
-        tooltip="background: pictures keep coming from the plain model while the engine is built whenever ComfyUI is "
+        tooltip="background: pictures keep coming from your model while the engine is built whenever ComfyUI is "
         "idle. first use: the first picture waits for its engine."
         + (" manual: only the Build Engine node builds." if with_manual else ""),
     )
@@ -131,5 +131,5 @@ def _bake_input() -> io.Boolean.Input:
         default=False,
         optional=True,
         tooltip="TensorRT only: put the weights into the engine instead of refitting it. Each checkpoint then needs an "
-        "engine of its own, which is not built in the background, and LoRA runs on the plain model.",
+        "engine of its own, which is not built in the background, and LoRA runs on your model without Slipstream.",
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.dtypes import WHOLE_NUMBERS, dtype_name, dtype_of
+from ...core.dtypes import INTEGER_INPUTS, dtype_name, dtype_of
 from ...core.protocols import Architecture, Backend, Tensors
 from ...core.shapes import Shape, ShapeProfile
 from ...core.spec import BackendConfig, EngineSpec, Precision
@@ -93,7 +93,7 @@ class CallShape:
     def dtypes(self, host: Precision, precision: Precision) -> dict[str, torch.dtype]:
         """What the engine takes: the host's compute dtype gives way to `precision`, others (timesteps) stay."""
         return {
-            name: dtype_of(precision) if dtype == dtype_of(host) and name not in WHOLE_NUMBERS else dtype
+            name: dtype_of(precision) if dtype == dtype_of(host) and name not in INTEGER_INPUTS else dtype
             for name, _, dtype in self.inputs
         }
 

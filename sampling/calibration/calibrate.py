@@ -20,37 +20,27 @@ from .paths import cheapest_selections, gaps_up_to, least_gap, with_gap
 from .trial import Sample, Trial, mean
 
 Shortened = Callable[[Steps], Tensor]
-"""The final latents [B, ...] of the plain sampler on the sigmas of these steps alone."""
+"""The final latents [B, ...] of the unmodified sampler on the sigmas of these steps alone."""
 
 AfterRun = Callable[[int, int], None]
 """Called after each run with the runs so far and the most there will be; what it raises ends the calibration."""
+
+LONGEST_GAP = 4
+"""The widest gap that is measured by itself, each by a run; see `_longest_gap`."""
+
+SWAP_RUNS = 40
+"""The most runs for moving single steps."""
+
+_POWERS = (1.5, 2.0)
+"""Of the power laws among which the search starts."""
 
 _CLOSER = 1e-6
 """In dB: less is rounding."""
 
 
 @dataclass(frozen=True)
-class Search:
-    """How much is tried. The runs of a calibration are bounded by `most_runs`.
-
-    Attributes:
-        longest_gap: the widest gap that is measured by itself; wider where K steps are too few for it. Each is a run.
-        swap_runs: for moving steps.
-        powers: of the power laws among which the search starts.
-    """
-
-    longest_gap: int = 4
-    swap_runs: int = 40
-    powers: tuple[float, ...] = (1.5, 2.0)
-
-    def longest_for(self, count: int, steps: int) -> int:
-        """Enough for K steps to reach the end, and one to spare."""
-        return max(self.longest_gap, least_gap(count, steps) + 1)
-
-
-@dataclass(frozen=True)
 class Pictures:
-    """What is sampled; no picture of one is in the other.
+    """The pictures to sample; those to fit on and those held out are disjoint.
 
     Attributes:
         fitted: that the search looks at.
@@ -63,13 +53,17 @@ class Pictures:
     shortened: Shortened
 
 
-def most_runs(steps: int, count: int, others: Sequence[int] = (), search: Search | None = None) -> int:
-    """The most runs of a whole set that `calibrate` makes: about 3 N for the gaps, the swaps, and 9 for each number."""
-    search = search or Search()
-    numbers = len({count, *others})
-    gaps = len(gaps_up_to(search.longest_for(count, steps), steps))
-    starts = 2 + len(search.powers) + 1
-    return 2 + gaps + search.swap_runs + numbers * (starts + 4)
+def most_runs(steps: int, count: int, others: Sequence[int] = ()) -> int:
+    """The most runs of the whole set of pictures: about 3 N for gaps, plus the swaps, plus 9 for each count."""
+    counts = len({count, *others})
+    gaps = len(gaps_up_to(_longest_gap(count, steps), steps))
+    starts = 2 + len(_POWERS) + 1
+    return 2 + gaps + SWAP_RUNS + counts * (starts + 4)
+
+
+def _longest_gap(count: int, steps: int) -> int:
+    """`LONGEST_GAP`, or wider where K steps need it to reach the end, with one to spare."""
+    return max(LONGEST_GAP, least_gap(count, steps) + 1)
 
 
 def calibrate(
@@ -77,27 +71,27 @@ def calibrate(
     steps: int,
     count: int,
     others: Sequence[int] = (),
-    search: Search | None = None,
     after_run: AfterRun | None = None,
 ) -> Calibration:
-    """
+    """Search for the K of N steps whose pictures come closest to those of the full run.
+
     Args:
-        steps: of the run, N.
-        count: of computed steps, K.
-        others: further numbers, for comparison; their best start is taken as it is.
+        steps: N, of the run.
+        count: K, of computed steps.
+        others: further counts for comparison, for which the best start is not improved.
 
     Raises:
         ValueError: a number of computed steps that leaves none to skip, or is less than 2; or see `Trial`.
     """
-    search, numbers = search or Search(), sorted({count, *others})
-    _check(numbers, steps)
-    ran = _progress(after_run, most_runs(steps, count, others, search))
+    counts = sorted({count, *others})
+    _check(counts, steps)
+    ran = _progress(after_run, most_runs(steps, count, others))
     trial = Trial(pictures.fitted, ran)
-    paths = _paths(trial, steps, search.longest_for(count, steps))
-    found = {number: _closest(trial, _starts(number, steps, paths, search)) for number in numbers}
-    found[count] = moved(trial, found[count], search.swap_runs)
+    paths = _paths(trial, steps, _longest_gap(count, steps))
+    found = {each: max(_starts(each, steps, paths), key=trial.mean) for each in counts}
+    found[count] = moved(trial, found[count], SWAP_RUNS)
     judge = Trial(pictures.held_out, ran)
-    choices = tuple(_choice(trial, judge, pictures.shortened, found[number], steps) for number in numbers)
+    choices = tuple(_choice(trial, judge, pictures.shortened, found[each], steps) for each in counts)
     return Calibration(steps, count, choices, trial.runs, judge.runs)
 
 
@@ -143,13 +137,9 @@ def _paths(trial: Trial, steps: int, longest: int) -> list[dict[int, Steps]]:
     return [cheapest_selections(costs, steps) for costs in (errors, squares)]
 
 
-def _starts(number: int, steps: int, paths: list[dict[int, Steps]], search: Search) -> list[Steps]:
-    laws = [_preset_steps(number, steps), *(power_law(steps, number, power) for power in search.powers)]
-    return [*laws, *(path[number] for path in paths if number in path)]
-
-
-def _closest(trial: Trial, selections: list[Steps]) -> Steps:
-    return max(selections, key=trial.mean)
+def _starts(count: int, steps: int, paths: list[dict[int, Steps]]) -> list[Steps]:
+    laws = [_preset_steps(count, steps), *(power_law(steps, count, power) for power in _POWERS)]
+    return [*laws, *(path[count] for path in paths if count in path)]
 
 
 def _preset_steps(count: int, steps: int) -> Steps:
@@ -159,11 +149,11 @@ def _preset_steps(count: int, steps: int) -> Steps:
 def _choice(trial: Trial, judge: Trial, shortened: Shortened, found: Steps, steps: int) -> Choice:
     count = len(found)
     preset, name = _preset_steps(count, steps), f"{nearest_preset(count, steps).name} ({count} steps)"
-    plain = [_shortened(judge, shortened, each) for each in dict.fromkeys((found, preset))]
+    shorter = [_shortened(judge, shortened, each) for each in dict.fromkeys((found, preset))]
     return Choice(
         Candidate(FOUND, found, judge.of(found), trial.of(found)),
         Candidate(name, preset, judge.of(preset), trial.of(preset)),
-        max(plain, key=lambda candidate: mean(candidate.held_out)),
+        max(shorter, key=lambda candidate: mean(candidate.held_out)),
     )
 
 
@@ -183,8 +173,8 @@ def _progress(after_run: AfterRun | None, most: int) -> Callable[[], None]:
     return ran
 
 
-def _check(numbers: Sequence[int], steps: int) -> None:
-    wrong = next((number for number in numbers if not 2 <= number < steps), None)
+def _check(counts: Sequence[int], steps: int) -> None:
+    wrong = next((count for count in counts if not 2 <= count < steps), None)
     if wrong is not None:
         raise ValueError(
             f"{wrong} of {steps} steps cannot be chosen: compute at least 2, and fewer than all, so that some are "

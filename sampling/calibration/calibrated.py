@@ -1,4 +1,4 @@
-"""What a calibration found, and what it says of it."""
+"""The result of a calibration, and its report."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Choice:
     Attributes:
         found: by the search.
         preset: what the nearest built-in preset computes with so many.
-        shortened: the plain sampler on the sigmas of those steps, of the two above the closer on the held-out pictures.
+        shortened: the unmodified sampler on the sigmas of the steps of `found` or `preset`, whichever comes closer.
     """
 
     found: Candidate
@@ -69,7 +69,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """
+    """The result for each count of computed steps.
+
     Attributes:
         steps: of the run, N.
         count: of computed steps that was asked for.

@@ -1,4 +1,4 @@
-"""Attention that was written out, as the operator that it is, and what TensorRT wants to hear about it."""
+"""Fuses decomposed attention to ONNX's Attention, with the attributes that TensorRT needs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _scores(operation: Operation, tensor: gs.Tensor) -> Scores | None:
 
 
 def _scaled(operation: Operation, tensor: gs.Tensor) -> tuple[float, gs.Tensor]:
-    """The number that a tensor is multiplied with, and the tensor without it."""
+    """The constant factor of a tensor, 1 where there is none, and the tensor before that multiplication."""
     node = written_by(tensor, "Mul", "Div")
     if node is None:
         return 1.0, tensor
@@ -86,7 +86,7 @@ def _scaled(operation: Operation, tensor: gs.Tensor) -> tuple[float, gs.Tensor]:
 
 
 def _past_nan_guard(operation: Operation, softmax: gs.Node) -> tuple[gs.Tensor, gs.Node | None]:
-    """Behind Where(IsNaN(p), 0, p), which makes nothing of rows that a mask hides altogether."""
+    """The output of Where(IsNaN(p), 0, p), which zeroes fully masked rows, and the MatMul that reads it."""
     probabilities = softmax.outputs[0]
     guards = [reader for reader in probabilities.outputs if reader.op == "Where"]
     if len(guards) != 1 or {reader.op for reader in probabilities.outputs} != {"Where", "IsNaN"}:
@@ -140,7 +140,7 @@ def _unrounded(scores: Scores, like: gs.Tensor, size: Dim) -> float:
 
 
 def mark_attention_decomposable(operation: Operation) -> int:
-    """Let TensorRT take an Attention apart where it has no fused kernel, and say nothing that is the default.
+    """Let TensorRT decompose an Attention where it has no fused kernel, and drop attributes that have their defaults.
 
     Attentions get `TRT_decomposable`, which only TensorRT knows: no other runtime takes the graph behind this pass.
     An explicit `scale` is set where the size of a head is known.

@@ -1,4 +1,4 @@
-"""Nodes that do nothing, and sizes of 0 that no tensor has."""
+"""Removes nodes without effect, and `allowzero` of Reshapes, which no model needs."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def _is_idle(operation: Operation, node: gs.Node) -> bool:
         return order is not None and order == tuple(range(len(order)))
     if node.op == "Reshape" and is_shape(target_shape(operation, node), dims(data)):
         return True
-    # Only sizes that are numbers: a name may stand for another size than the same name of the exporter's.
-    shape = _numbers(data)
+    # Only known sizes: one name may stand for different sizes here and in the exporter.
+    shape = _known_sizes(data)
     if node.op == "Expand":
-        return shape is not None and (shape == _numbers(output) or shape == elements(operation, node.inputs[1]))
-    return shape is not None and shape == _numbers(output)
+        return shape is not None and (shape == _known_sizes(output) or shape == elements(operation, node.inputs[1]))
+    return shape is not None and shape == _known_sizes(output)
 
 
-def _numbers(tensor: gs.Tensor) -> list[int] | None:
+def _known_sizes(tensor: gs.Tensor) -> list[int] | None:
     shape = dims(tensor)
     return None if shape is None or any(isinstance(size, str) for size in shape) else [int(size) for size in shape]
 

@@ -1,4 +1,4 @@
-"""What can be computed once is computed once; what is computed twice is computed once."""
+"""Constant folding, and merging of duplicate constants and nodes."""
 
 from __future__ import annotations
 

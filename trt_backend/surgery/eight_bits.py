@@ -1,8 +1,8 @@
 """Large linear layers in eight bits (Q/DQ), for TensorRT 10.9 and newer.
 
-TensorRT wants the scale of what it quantises as a constant, which usually takes calibration with pictures of each
-checkpoint. Here the numbers of a row are divided by the row's largest before they reach it, so that one constant fits
-every model: the way of torchao's dynamic recipes, and of compiled engines.
+TensorRT needs constant scales, which usually takes calibration with pictures of each checkpoint. Here each row is
+divided by its largest magnitude before it is quantised, so that one constant scale fits every model, as in torchao's
+dynamic recipes and in compiled engines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Sizes = Mapping[str, Sequence[Dim]]
 """Tensor name -> its sizes at the shapes that an engine is tuned for, as far as they are known."""
 
 _FLOAT, _HALF, _BF16, _INT8, _FP8, _BOOL = 1, 10, 16, 3, 17, 9
-"""As ONNX numbers dtypes."""
+"""ONNX's ids of dtypes."""
 
 
 def quantise_products(operation: Operation, eight_bits: torch.dtype, sizes: Sizes) -> int:
-    """Products of features with a weight that is read nowhere else become products of numbers in eight bits.
+    """Products of features with a weight that is read nowhere else become products in eight bits.
 
     Args:
         eight_bits: float8_e4m3fn or int8.
@@ -62,7 +62,7 @@ class _Quantiser:
         self._dtype, self._kind = eight_bits, _FP8 if eight_bits == FP8 else _INT8
         self._unit, self._largest = UNIT[eight_bits], LARGEST[eight_bits]
         self._known: dict[str, tuple[gs.Tensor, gs.Tensor]] = {}
-        self._numbers: dict[tuple[float, int], gs.Tensor] = {}
+        self._scalars: dict[tuple[float, int], gs.Tensor] = {}
         self._last_axis = operation.constant("last_axis", np.array([-1], np.int64))
         self._before: gs.Node | None = None
 
@@ -95,37 +95,38 @@ class _Quantiser:
         """x [..., columns] rounded to eight bits, none larger than 1, and by what it has to be multiplied, [..., 1]."""
         kind, shape, each = _kind(x), x.shape, [*x.shape[:-1], 1]
         largest = self._node("ReduceMax", kind, each, self._size(x), self._last_axis)
-        of_largest = self._number(1 / (self._largest * self._unit), _FLOAT)
+        of_largest = self._scalar(1 / (self._largest * self._unit), _FLOAT)
         by = self._node("Mul", _FLOAT, each, self._cast(largest, _FLOAT), of_largest)
-        by = self._node("Max", _FLOAT, each, by, self._number(LEAST_SCALE / self._unit, _FLOAT))
-        # In fp32 up to here: rounded to half precision first, numbers would come to lie between two others.
+        by = self._node("Max", _FLOAT, each, by, self._scalar(LEAST_SCALE / self._unit, _FLOAT))
+        # In fp32 up to here: rounding to half precision first would round twice.
         divided = self._node("Div", _FLOAT, shape, self._cast(x, _FLOAT), by)
         small = self._node("QuantizeLinear", self._kind, shape, divided, *self._unit_and_zero(_FLOAT))
         return self._dequantised(small, kind), by
 
     def _size(self, x: gs.Tensor) -> gs.Tensor:
-        """|x|, and infinity for what is no number: a maximum overlooks that, and rounded it would look like one."""
+        """|x|, with infinity for NaN, which ReduceMax would ignore and rounding would hide."""
         kind = _kind(x)
         is_none = self._node("IsNaN", _BOOL, x.shape, x)
-        return self._node("Where", kind, x.shape, is_none, self._number(inf, kind), self._node("Abs", kind, x.shape, x))
+        return self._node("Where", kind, x.shape, is_none, self._scalar(inf, kind), self._node("Abs", kind, x.shape, x))
 
     def _dequantised(self, small: gs.Tensor, kind: int) -> gs.Tensor:
-        """What numbers in eight bits count."""
+        """The values of a tensor in eight bits, in the dtype `kind`."""
         return self._node("DequantizeLinear", kind, small.shape, small, *self._unit_and_zero(kind))
 
     def _cast(self, x: gs.Tensor, kind: int) -> gs.Tensor:
         return x if _kind(x) == kind else self._node("Cast", kind, x.shape, x, to=kind)
 
     def _unit_and_zero(self, kind: int) -> tuple[gs.Tensor, gs.Tensor]:
-        return self._number(self._unit, kind), self._number(0, self._kind)
+        return self._scalar(self._unit, kind), self._scalar(0, self._kind)
 
-    def _number(self, value: float, kind: int) -> gs.Tensor:
-        if (value, kind) not in self._numbers:
-            self._numbers[value, kind] = self._operation.number("number", value, kind)
-        return self._numbers[value, kind]
+    def _scalar(self, value: float, kind: int) -> gs.Tensor:
+        if (value, kind) not in self._scalars:
+            self._scalars[value, kind] = self._operation.number("number", value, kind)
+        return self._scalars[value, kind]
 
     def _node(self, op: str, kind: int, shape: Sequence[Any], *inputs: gs.Tensor, **attributes: Any) -> gs.Tensor:
-        """
+        """Insert a node; returns its output.
+
         Args:
             kind, shape: of what it gives.
         """

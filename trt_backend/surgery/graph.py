@@ -1,4 +1,4 @@
-"""The graph under operation: what the passes ask of it, and the few ways in which they change it."""
+"""The graph that the passes work on: queries, and the few ways to change it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
 LARGEST_CONSTANT = 1 << 20
-"""Bytes of a constant that is still computed with: what a pass computes is stored in the graph."""
+"""Bytes of the largest constant that passes compute with; their results are stored in the graph."""
 
 Dim = int | str
 """A size, or the name of one: equal names are equal sizes."""
@@ -68,7 +68,7 @@ class Operation:
         return loaded
 
     def scalar(self, tensor: gs.Tensor) -> float | None:
-        """The number in a constant of one element."""
+        """The value of a constant of one element; None for other tensors."""
         value = self.value(tensor)
         return None if value is None or value.size != 1 else float(value.reshape(()))
 
@@ -80,7 +80,7 @@ class Operation:
         return [int(element) for element in value.reshape(-1)]
 
     def fresh(self, name: str) -> str:
-        """`name`, or the like, such that no tensor bears it yet."""
+        """`name`, with a suffix where a tensor has that name already."""
         return fresh_name(name, self._names)
 
     def constant(self, name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
@@ -89,7 +89,7 @@ class Operation:
         return gs.Constant(self.fresh(name), value)
 
     def number(self, name: str, value: float, kind: int) -> gs.Constant:
-        """A constant of no axes, of a dtype as ONNX numbers it: NumPy lacks some."""
+        """A scalar constant of the ONNX dtype id `kind`; NumPy lacks some of these dtypes."""
         import onnx
         import onnx_graphsurgeon as gs
         from onnx_graphsurgeon.ir.tensor import LazyValues
@@ -176,14 +176,14 @@ def reroute(old: gs.Tensor, new: gs.Tensor) -> None:
 
 
 def dims(tensor: gs.Tensor) -> list[Dim] | None:
-    """The sizes of a tensor, those without a name named after it; None where even their number is unknown."""
+    """The sizes of a tensor, unnamed dynamic ones named after it; None where the rank is unknown."""
     if tensor.shape is None:
         return None
     return [f"{tensor.name}[{axis}]" if size is None else size for axis, size in enumerate(tensor.shape)]
 
 
 def element_type(tensor: gs.Tensor) -> int | None:
-    """The dtype as ONNX numbers it."""
+    """ONNX's id of the dtype; None where it is unknown."""
     import onnx
 
     if tensor.dtype is None or isinstance(tensor.dtype, int):
@@ -204,7 +204,7 @@ def permutation(node: gs.Node, rank: int | None = None) -> tuple[int, ...] | Non
 
 
 def value_of_node(node: gs.Node) -> np.ndarray[Any, Any] | None:
-    """What a Constant node says; None where that is no plain tensor of numbers."""
+    """The value of a Constant node; None where it is sparse or text."""
     if "value" in node.attrs:
         held: np.ndarray[Any, Any] = node.attrs["value"].values
         return held
@@ -223,7 +223,7 @@ def lay_out(weight: gs.Constant, shape: Sequence[int], kind: int | None = None) 
     Data that lies in the graph itself is left as it is, or becomes zeros where the number of bytes changes.
 
     Args:
-        kind: the dtype as ONNX numbers it; None leaves it.
+        kind: ONNX's id of the dtype; None leaves it.
     """
     from onnx_graphsurgeon.ir.tensor import LazyValues
 
@@ -231,7 +231,7 @@ def lay_out(weight: gs.Constant, shape: Sequence[int], kind: int | None = None) 
 
 
 def named_weight(operation: Operation, name: str, beside: gs.Constant, shape: Sequence[int], kind: int) -> gs.Constant:
-    """One more initializer for a weight, of a dtype as ONNX numbers it, which lies where `beside` does."""
+    """A further initializer of a weight, of the ONNX dtype id `kind`, stored in the same file as `beside`."""
     import onnx_graphsurgeon as gs
     from onnx_graphsurgeon.ir.tensor import LazyValues
 
@@ -271,7 +271,7 @@ def _resize(proto: onnx.TensorProto, kind: int) -> None:
 
 
 def fresh_name(name: str, taken: set[str]) -> str:
-    """`name`, or the like, that is not taken; it is from now on."""
+    """`name`, with a suffix where it is among `taken`, to which the result is added."""
     number, free = 1, name
     while free in taken:
         number, free = number + 1, f"{name}_{number}"

@@ -1,4 +1,4 @@
-"""Normalizations that were written out, as the operators that they are."""
+"""Fuses decomposed normalizations to ONNX's operators."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _reduced(operation: Operation, tensor: gs.Tensor, kind: str) -> gs.Tensor | 
 
 
 def _vector(tensor: gs.Tensor, data: gs.Tensor) -> gs.Tensor | None:
-    """`tensor`, if it has one number of the data's dtype for each place on the data's last axis."""
+    """`tensor`, if it is a vector of the data's dtype along the data's last axis."""
     shape = dims(data)
     fits = shape is not None and dims(tensor) == shape[-1:] and element_type(tensor) == element_type(data)
     return tensor if fits else None

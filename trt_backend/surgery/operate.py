@@ -64,7 +64,7 @@ def operate(
     eight_bits: torch.dtype | None = None,
     tuned: Mapping[str, Shape] = MappingProxyType({}),
 ) -> tuple[onnx.ModelProto, list[PassReport]]:
-    """Return the graph as TensorRT builds it best, and what each pass did, in the order they first ran.
+    """Run the passes on a copy of the graph; returns it with a report for each pass, in the order they first ran.
 
     Args:
         model: as exported, its weights references to external data or not; their values are never looked at.
@@ -127,8 +127,8 @@ def _begin(model: onnx.ModelProto, weights: WeightMap, opset: int) -> Operation:
 def _sizes(
     model: onnx.ModelProto, weights: WeightMap, opset: int, tuned: Mapping[str, Shape]
 ) -> dict[str, Sequence[Dim]]:
-    """Of all tensors whose number of axes is known, for inputs of these shapes; the model is not to be used again."""
-    del model.graph.value_info[:]  # they name sizes that are numbers now
+    """The sizes of all tensors of known rank, for inputs of these shapes; changes the model."""
+    del model.graph.value_info[:]  # they hold names of sizes that are known now
     for tensor in model.graph.input:
         for dim, size in zip(tensor.type.tensor_type.shape.dim, tuned.get(tensor.name, ()), strict=False):
             dim.dim_value = size
@@ -174,7 +174,7 @@ def _forget_missing(model: onnx.ModelProto, weights: WeightMap) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the library from printing that NumPy lacks a dtype, which no pass minds."""
+    """Silence warnings that NumPy lacks a dtype, which does not affect the passes."""
     from onnx_graphsurgeon.logger import G_LOGGER
 
     before = G_LOGGER.severity

@@ -1,4 +1,4 @@
-"""Products over a length that tensor cores can work with."""
+"""Pads matrix products whose inner axis is not aligned for tensor cores."""
 
 from __future__ import annotations
 

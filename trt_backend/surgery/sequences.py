@@ -1,4 +1,4 @@
-"""`chunk` without sequences."""
+"""Replaces ONNX sequences, by which `chunk` is exported, by Split."""
 
 from __future__ import annotations
 

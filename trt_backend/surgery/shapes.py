@@ -1,4 +1,4 @@
-"""Arithmetic on shapes, as far as it can be followed with sizes that only have a name."""
+"""Symbolic shape arithmetic, for dynamic sizes that only have a name."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _without_rest(told: list[Dim], source: list[Dim] | None) -> list[Dim | None]
 
 
 def _rest(told: list[Dim], source: list[Dim]) -> Dim | None:
-    """What is missing in `told` to have as many elements as `source`; None where that has no number and no name."""
+    """The size that `told` lacks to have as many elements as `source`; None where it is neither known nor named."""
     names = [size for size in source if isinstance(size, str)]
     for size in told:
         if isinstance(size, str):

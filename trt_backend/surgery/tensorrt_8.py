@@ -1,6 +1,6 @@
-"""What TensorRT 8.6 does not read of opset 17, or reads otherwise, said in operators that it reads.
+"""Rewrites operators of opset 17 that TensorRT 8.6 does not support, or misreads.
 
-Its reader passes over attributes that it does not know: what they say would be lost, and nothing would be said of it.
+Its parser silently ignores attributes that it does not know.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lowering:
         self._made: dict[tuple[int, ...], str] = {}
 
     def sizes(self, name: str) -> list[int | None] | None:
-        """A tensor's sizes, None for each that is open; None where even their number is unknown."""
+        """A tensor's sizes, None for each dynamic one; None where the rank is unknown."""
         if name in self._constants:
             return list(self._constants[name].dims)
         held = self._types.get(name)
@@ -58,7 +58,7 @@ class Lowering:
         return [size.dim_value if size.HasField("dim_value") else None for size in held.shape.dim]
 
     def element_type(self, name: str) -> int | None:
-        """A tensor's dtype as ONNX numbers it; None where it is unknown."""
+        """ONNX's id of a tensor's dtype; None where it is unknown."""
         if name in self._constants:
             return int(self._constants[name].data_type)
         return int(self._types[name].elem_type) or None if name in self._types else None
@@ -127,7 +127,7 @@ def drop_attributes(node: onnx.NodeProto, *names: str) -> None:
 
 
 def _become(node: onnx.NodeProto, kind: str, *inputs: str, **attributes: Any) -> None:
-    """The node writes what it wrote, by other means."""
+    """Turn a node into one of another operator with the same output."""
     import onnx
 
     node.op_type = kind
@@ -180,7 +180,7 @@ def _slice(lowering: Lowering, node: onnx.NodeProto) -> str | None:
 
 
 def _reshape(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    """A number becomes a list of one without the reader having to find out how long that is."""
+    """Reshape of a scalar to [-1] names the size 1, which the parser does not infer."""
     if lowering.sizes(node.input[0]) == [] and lowering.integers(node.input[1]) == [-1]:
         node.input[1] = lowering.constant([1])
     return None

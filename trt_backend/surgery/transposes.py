@@ -1,4 +1,4 @@
-"""Transposes that a weight's layout, a Gemm or another Transpose can take over."""
+"""Folds Transposes into the layout of weights, into Gemms and into other Transposes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weight of the model each initializer of a graph is, and how it has to be laid out."""
+"""How each initializer of a graph is computed from a weight of the model."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from ...core.dtypes import dtype_name, dtype_named
 from ...core.eight_bits import FP8, quantised, scale_of_rows
 
 UNIT = {FP8: 2.0**-9, torch.int8: 2.0**-7}
-"""What a number in eight bits counts in a graph. A power of two, which every dtype holds exactly; with it none exceeds
-1, and no sum of some ten thousand products what half precision can hold."""
+"""The constant scale of 8-bit values in a graph: a power of two, exact in every dtype, with which no value exceeds 1,
+so that sums of some ten thousand products do not overflow in half precision."""
 
 
 class Part(str, Enum):
-    """What of a weight in eight bits an initializer is."""
+    """Which part of a weight in eight bits an initializer holds."""
 
-    NUMBERS = "numbers"
+    WEIGHT = "numbers"
     SCALE = "scale"
     """Of each column of the laid out weight, fp32."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """How one initializer comes of a weight of the model.
+    """How one initializer is computed from a weight of the model.
 
     Attributes:
         name: in the model's state dict.
         permutation: axes of the weight in the order that the graph wants; None leaves them.
         padded: the shape that zeros at the end of each axis give it at last; None adds none.
-        eight_bits: float8_e4m3fn or int8, where that is what the weight is rounded to; else None.
-        part: what of it, where it is.
+        eight_bits: float8_e4m3fn or int8 where the weight is quantised; else None.
+        part: which part of a quantised weight.
     """
 
     name: str
     permutation: tuple[int, ...] | None = None
     padded: tuple[int, ...] | None = None
     eight_bits: torch.dtype | None = None
-    part: Part = Part.NUMBERS
+    part: Part = Part.WEIGHT
 
     def transposed(self, permutation: tuple[int, ...]) -> WeightSource:
         """As the graph wants it after a further transposition. Pad last: a padded weight is not transposed again."""
@@ -49,7 +49,7 @@ class WeightSource:
         before = self.permutation or tuple(range(len(permutation)))
         return replace(self, permutation=tuple(before[axis] for axis in permutation))
 
-    def in_eight_bits(self, dtype: torch.dtype, part: Part = Part.NUMBERS) -> WeightSource:
+    def in_eight_bits(self, dtype: torch.dtype, part: Part = Part.WEIGHT) -> WeightSource:
         """One part of it in eight bits."""
         return replace(self, eight_bits=dtype, part=part)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....sampling.metrics import PSNR_CAP, capped, high_frequency_energy, latent_psnr, psnr, ssim
 from ....sampling.presets import Preset
-from ....sampling.statistics import paired_bootstrap
+from ..bootstrap import paired_bootstrap
 from . import protocol, ways
 from .fingerprint import fingerprint
 from .protocol import DECODED, Condition

@@ -22,7 +22,7 @@ from slipstream.nodes.routes.guard import asks
 
 def answer_of(error: BaseException | None, data: Any = None) -> tuple[int, Any]:
     @asks()
-    async def handler(request: web.Request) -> Any:
+    def handler(request: web.Request) -> Any:
         if error is not None:
             raise error
         return data

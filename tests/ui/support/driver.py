@@ -103,7 +103,7 @@ class UiPage:
     def fraction(self) -> float:
         """Of the first bar, in percent."""
         width = "bar => parseFloat(bar.style.width || '0')"
-        return float(self.page.locator(".slipstream-order div div").first.evaluate(width))
+        return float(self.page.locator(".slipstream-request div div").first.evaluate(width))
 
     def until(self, ready: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
         """Wait until `ready` gives something, with the page going on meanwhile."""

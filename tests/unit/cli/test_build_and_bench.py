@@ -155,4 +155,4 @@ def fails_after_its_check(tensor: torch.Tensor, calls: list[int] = []) -> torch.
 def test_bench_never_passes_the_plain_model_off_as_an_engine(cli, backend) -> None:
     done = cli("bench", "--model", "x", "--resolution", "64x64", "--json")
     assert done.status == 1 and list(done.json) == ["error"]
-    assert "The plain model ran instead of Fake 64×64 batch 2" in done.err and "x is too large" in done.err
+    assert "The model ran without its engine (Fake 64×64 batch 2" in done.err and "x is too large" in done.err

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.inductor.kernels import whole_rows
 from slipstream.compile_backend.inductor.options import (
     JOINED_PERCENT,
     PACKAGED,
@@ -21,7 +22,6 @@ from slipstream.compile_backend.inductor.options import (
     fusion_options,
     package_options,
 )
-from slipstream.compile_backend.inductor.reductions import whole_rows
 from slipstream.compile_backend.layouts import LaidOutWeights, TensorLayout
 from slipstream.compile_backend.rewrites import (
     Rewritten,
@@ -376,7 +376,7 @@ def test_a_kernel_that_cannot_be_traced_is_done_without(
     monkeypatch.setitem(sys.modules, gated.__name__.replace("gated", "geglu_rows"), None)
     module, inputs = Gated(), {"x": torch.randn(2, 16, 32)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
-    assert found.eight_bits == 2 and "does without a kernel of ours" in caplog.text
+    assert found.eight_bits == 2 and "is built without the fused GEGLU kernel" in caplog.text
     assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
 
 
@@ -538,7 +538,7 @@ def test_a_graph_that_cannot_be_traced_again_is_compiled_as_it_is(
     found = rewritten(module, inputs, spec_of(100))
     assert found.as_it_is == "RuntimeError: no such stride" and not found.derived
     assert count(found, aten.group_norm.default) == 1
-    assert "is compiled as it is: RuntimeError: no such stride" in caplog.text
+    assert "is compiled without rewriting its graph: RuntimeError: no such stride" in caplog.text
     with pytest.raises(UnsupportedModel, match="no such stride"):
         rewritten(module, inputs, spec_of(100, quantised=Quantised.FP8))
 

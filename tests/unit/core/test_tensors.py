@@ -24,7 +24,7 @@ def test_names_of_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["float17", "nn", "Tensor", ""])
 def test_what_is_no_dtype(name: str) -> None:
-    with pytest.raises(ValueError, match="no dtype"):
+    with pytest.raises(ValueError, match="not a torch dtype"):
         dtype_named(name)
 
 

@@ -36,6 +36,11 @@ OUT_OF_KEY = {
     "environment.driver",
 }
 
+
+def differences(one: EngineKey, other: EngineKey) -> list[str]:
+    return describe_differences(one.factors, other.factors)
+
+
 FURTHER = ShapeProfile.static({"x": (1, 4, 96, 64), "timesteps": (1,), "context": (1, 77, 768)})
 
 
@@ -103,14 +108,14 @@ def test_every_field_of_the_spec_enters_unless_marked(path: str, in_key: bool, c
         EngineKey(changed, make_environment()),
     )
     assert (base.digest != other.digest) is in_key
-    assert bool(base.diff(other)) is in_key
+    assert bool(differences(base, other)) is in_key
 
 
 @pytest.mark.parametrize(("path", "in_key", "changed"), environment_changes())
 def test_every_field_of_the_environment_enters_unless_marked(path: str, in_key: bool, changed: Environment) -> None:
     base, other = EngineKey(make_spec(), make_environment()), EngineKey(make_spec(), changed)
     assert (base.digest != other.digest) is in_key
-    assert bool(base.diff(other)) is in_key
+    assert bool(differences(base, other)) is in_key
 
 
 def test_a_key_that_was_asked_for_lately_is_kept() -> None:
@@ -145,7 +150,10 @@ def test_engines_from_before_quantised_ones_are_still_found() -> None:
     plain, *quantised = (EngineKey(make_spec(quantised=chosen), make_environment()) for chosen in (None, *Quantised))
     assert "quantised" not in plain.factors["spec"] and plain == EngineKey(make_spec(), make_environment())
     assert len({plain.digest, *(key.digest for key in quantised)}) == 3
-    assert [plain.diff(key) for key in quantised] == [["quantisation: none → fp8"], ["quantisation: none → int8"]]
+    assert [differences(plain, key) for key in quantised] == [
+        ["quantisation: none → fp8"],
+        ["quantisation: none → int8"],
+    ]
 
 
 def test_engines_from_before_further_profiles_are_still_found() -> None:
@@ -162,7 +170,7 @@ def test_weights_enter_only_where_the_artifact_contains_them() -> None:
     inside = [EngineKey(with_weights(letter * 64, True), make_environment()) for letter in "cd"]
     outside = [EngineKey(with_weights(letter * 64, False), make_environment()) for letter in "cd"]
     assert inside[0] != inside[1]
-    assert inside[0].diff(inside[1]) == ["weights: cccccccccccc → dddddddddddd"]
+    assert differences(*inside) == ["weights: cccccccccccc → dddddddddddd"]
     assert outside[0] == outside[1]
     assert "weights" not in outside[0].factors["spec"]["fingerprint"]
 
@@ -258,7 +266,7 @@ def test_differences_in_words() -> None:
     environment = make_environment(
         torch="2.13.0", threads=2, cpu=None, gpu="NVIDIA H200", versions={"triton": "3.7.0", "onnx": "1"}
     )
-    assert make_key().diff(EngineKey(spec, environment)) == [
+    assert differences(make_key(), EngineKey(spec, environment)) == [
         "role: unet → controlnet",
         "architecture: aaaaaaaaaaaa → cccccccccccc",
         "LoRA: live → none",
@@ -296,16 +304,14 @@ def test_odd_factors_of_a_foreign_manifest_do_not_stop_the_explanation() -> None
     assert any(line.startswith("x shape: what → 2×4×64×64") for line in describe_differences(odd, make_key().factors))
 
 
-def test_nearest_takes_the_fewest_differences_and_prefers_the_same_model() -> None:
+def test_the_closest_engine_has_the_fewest_differences_and_is_of_the_same_model() -> None:
     wanted = make_key(128, torch="2.13.0")
     far, near = make_key(64, threads=4), make_key(128)
     other_model = EngineKey(
         dataclasses.replace(wanted.spec, fingerprint=ModelFingerprint("c" * 64)), wanted.environment
     )
-    assert wanted.nearest([]) is None
-    assert wanted.nearest([other_model, far, near]) is near
-    assert wanted.nearest([other_model, far]) is far, "one difference, but it is another model"
-    assert wanted.nearest(key.factors for key in (far, near)) is near.factors
+    assert wanted.explain_miss([other_model, far, near]).endswith("differs in torch: 2.12.0 → 2.13.0")
+    assert "CPU threads" in wanted.explain_miss([other_model, far]), "one difference, but it is another model"
 
 
 def test_a_miss_is_explained_from_what_is_there_to_what_is_wanted() -> None:

@@ -374,8 +374,7 @@ def test_a_foreign_folder_is_not_an_entry(store: EngineStore, put: Put) -> None:
 
 def test_an_entry_in_use_is_not_deleted(store: EngineStore, put: Put) -> None:
     entry = put()
-    with entry.hold() as hold:
-        assert hold.protects
+    with entry.hold():
         with pytest.raises(StoreError, match=r"in use.*wait until the run"):
             store.delete(entry.digest)
     assert store.delete(entry.digest) is True
@@ -553,8 +552,8 @@ def test_reading_a_read_only_store_works(unprivileged: Artifact) -> None:
         found = reader.lookup(entry.digest)
         assert found == entry and reader.list() == [entry]
         found.verify_files()
-        with found.hold() as hold:
-            assert not hold.protects
+        with found.hold():
+            assert not reader.is_used(entry.digest)
         assert reader.prune() == []
         reader.touch(found)
         assert "1 bytes instead" in str(reader.verify_all()[bad.digest])
@@ -622,9 +621,11 @@ def test_every_write_waits_for_the_lock(
         ):
             with pytest.raises(StoreError, match=r"changing the engine store.*Wait for it and try again"):
                 write()
-        assert not entry.hold().protects, "an engine runs all the same"
+        unprotected = entry.hold()  # an engine runs all the same
         assert store.list() == [entry]
-    assert entry.hold().protects
+    assert not store.is_used(entry.digest) and unprotected is not None
+    with entry.hold():
+        assert store.is_used(entry.digest)
 
 
 # Scratch and cleaning

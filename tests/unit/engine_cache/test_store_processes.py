@@ -166,7 +166,7 @@ def test_an_error_inside_the_block_is_passed_on_and_frees_the_lock(store: Engine
 HOLD_ENTRY = """
 store = EngineStore(sys.argv[1])
 hold = store.lookup(make_key().digest).hold()
-print(hold.protects, flush=True)
+print(store.is_used(make_key().digest), flush=True)
 input()
 hold.release()
 print("released", flush=True)

@@ -15,11 +15,15 @@ from slipstream.sampling.schedule import (
     count_of,
     count_within,
     countdown_law,
-    gaps,
     parse_steps,
     power_law,
     shortened,
 )
+
+
+def gaps(computed: Steps, steps: int) -> tuple[int, ...]:
+    return tuple(after - before for before, after in itertools.pairwise((*computed, steps)))
+
 
 COUNTS = [(steps, count) for steps in range(2, 61) for count in range(2, steps + 1)]
 POWERS = [0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0]
@@ -309,13 +313,3 @@ def test_a_shortened_schedule_ends_where_the_whole_does() -> None:
 def test_steps_that_a_schedule_has_not(computed: Steps) -> None:
     with pytest.raises(ValueError, match="do not belong to 5 steps; name some of 0 to 4"):
         shortened(torch.linspace(5, 0, 6), computed)
-
-
-def test_gaps() -> None:
-    assert gaps((0, 1, 2, 4, 8, 15), 20) == (1, 1, 2, 4, 7, 5)
-    assert gaps((0,), 7) == (7,)
-    for steps, count in COUNTS[::7]:
-        computed = power_law(steps, count, 2)
-        assert tuple(itertools.accumulate(gaps(computed, steps), initial=0)) == (*computed, steps)
-        assert gaps(computed, steps)[-1] == 1
-    assert set(gaps(tuple(range(20)), 20)) == {1}

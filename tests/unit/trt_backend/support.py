@@ -32,7 +32,7 @@ from slipstream.trt_backend.surgery import lower_to_opset_17, operate
 from slipstream.trt_backend.timing_cache import TimingCache
 
 CPU = torch.device("cpu")
-OPTIONS = {"level": 2, "aux_streams": 0, "hardware": "this"}
+OPTIONS = {"level": 2, "aux_streams": 0}
 TOLERANCE = {Precision.FP32: 1e-5, Precision.FP16: 5e-3}
 NO_CACHE = TimingCache(None, "fake", None)
 

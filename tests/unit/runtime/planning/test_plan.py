@@ -7,6 +7,7 @@ import torch
 
 from slipstream.core.errors import BackendUnavailable
 from slipstream.core.spec import EngineSpec, Optimize, Precision, Quantised, Role
+from slipstream.engine_cache import describe_differences
 from slipstream.runtime.planning.plan import CallShape, Plan, plans
 from slipstream.runtime.settings.model_settings import BackendChoice, Settings, ShapeChoice, parse_resolutions
 from slipstream.tests.fakes import CPU, FakeArchitecture, FakeSource, NullBackend, make_inputs, make_model
@@ -58,7 +59,7 @@ def test_a_quantised_engine_takes_and_gives_what_the_model_does(role: Role, quan
     plan, plain = (plan_for(inputs, Precision.BF16, role, precision=chosen) for chosen in (quantised, None))
     assert (plan.spec.quantised, plan.spec.precision, plan.spec.output_dtype) == (quantised, Precision.BF16, "bfloat16")
     assert plan.spec.dtypes == plain.spec.dtypes and plan.key != plain.key
-    assert plan.key.diff(plain.key) == [f"quantisation: {quantised.value} → none"]
+    assert describe_differences(plan.key.factors, plain.key.factors) == [f"quantisation: {quantised.value} → none"]
     assert plan.serves(CallShape.of(inputs), Settings(precision=quantised))
 
 

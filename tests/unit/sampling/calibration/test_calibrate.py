@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.sampling.calibration.calibrate import Pictures, Search, calibrate, most_runs, moved, nearest_preset
+from slipstream.sampling.calibration.calibrate import SWAP_RUNS, Pictures, calibrate, most_runs, moved, nearest_preset
 from slipstream.sampling.calibration.calibrated import Calibration, Candidate, Choice
 from slipstream.sampling.calibration.paths import Gap, cheapest_selections, gaps_up_to, least_gap, with_gap
 from slipstream.sampling.calibration.trial import Trial, mean
@@ -209,8 +209,8 @@ def test_its_runs_are_bounded_and_counted(steps: int, count: int, others: tuple[
 
 
 def test_the_bound_for_an_ordinary_run() -> None:
-    assert most_runs(20, 12) <= 3 * 20 + Search().swap_runs + 11
-    assert most_runs(30, 18, (10, 15, 22)) <= 3 * 30 + Search().swap_runs + 2 + 4 * 9
+    assert most_runs(20, 12) <= 3 * 20 + SWAP_RUNS + 11
+    assert most_runs(30, 18, (10, 15, 22)) <= 3 * 30 + SWAP_RUNS + 2 + 4 * 9
 
 
 @pytest.mark.parametrize("at", [1, 2, 30])

@@ -164,7 +164,7 @@ def test_a_signature_tells_what_a_weight_is(wanted: Quantised, tmp_path: Path) -
     bench.signature.save(tmp_path)
     found = PlanSignature.read(tmp_path).weights
     assert found == bench.graph.weights
-    rounded = sorted(source.name for source in found.values() if source.eight_bits and source.part is Part.NUMBERS)
+    rounded = sorted(source.name for source in found.values() if source.eight_bits and source.part is Part.WEIGHT)
     assert rounded == list(ROUNDED)
 
 
@@ -189,7 +189,7 @@ def in_eight_bits(case: Case, wanted: Quantised, **tuned: tuple[int, ...]) -> tu
     """The graph, and the weights of the layers that were taken."""
     weights = dict(case.weights)
     model, _ = operate(case.model, weights, opset=21, only=RUNNABLE, eight_bits=DTYPES[wanted], tuned=tuned)
-    taken = [source.name for source in weights.values() if source.eight_bits and source.part is Part.NUMBERS]
+    taken = [source.name for source in weights.values() if source.eight_bits and source.part is Part.WEIGHT]
     case.weights = weights
     return model, sorted(taken)
 

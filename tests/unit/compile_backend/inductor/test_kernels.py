@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from slipstream.compile_backend.inductor import attention
-from slipstream.compile_backend.inductor.attention import fastest_attention
+from slipstream.compile_backend.inductor import kernels
+from slipstream.compile_backend.inductor.kernels import fastest_attention
 
 
 def order() -> list[int]:
@@ -27,7 +27,7 @@ def test_cudnn_leads_from_hopper_on(capability: tuple[int, int], leads: bool, mo
 
 
 def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_CUDNN_LEADS_FROM", (0, 0))
+    monkeypatch.setattr(kernels, "_CUDNN_LEADS_FROM", (0, 0))
     before = order()
     with fastest_attention(torch.device("cpu")):
         assert order() == before
