@@ -19,24 +19,21 @@ _C1, _C2 = 0.01**2, 0.03**2  # (K1·L)² and (K2·L)² with the range L = 1
 _ROUNDING = 1e-12  # share of an item's energy below which a band holds nothing but the FFT's rounding in fp32
 
 
-def psnr(images: Tensor, reference: Tensor, peak: float = 1.0) -> Tensor:
-    """Peak signal-to-noise ratio of pictures, 10·log10(peak² / mean squared error).
+def psnr(images: Tensor, reference: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio of pictures with values from 0 to 1: 10·log10(1 / mean squared error).
 
     Args:
         images: [B, ...] floats, such as [B, C, H, W] or [B, H, W, C].
         reference: of the same shape.
-        peak: the largest value that a picture may hold; 1 where they go from 0 to 1.
 
     Returns:
         [B] in dB, larger is closer; +inf where nothing differs: see `capped`.
 
     Raises:
-        ValueError: the tensors cannot be compared, or `peak` is not above 0.
+        ValueError: the tensors cannot be compared.
     """
-    if not peak > 0:
-        raise ValueError(f"The peak of a PSNR must be above 0, got {peak}. Latents have none: use latent_psnr")
     found, wanted = _pair(images, reference)
-    return _decibels(found, wanted, wanted.new_tensor(peak))
+    return _decibels(found, wanted, wanted.new_tensor(1.0))
 
 
 def latent_psnr(latents: Tensor, reference: Tensor) -> Tensor:

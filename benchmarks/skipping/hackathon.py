@@ -17,8 +17,8 @@ from ...hosts.comfy.skip.step_skip import skip_steps
 from ...sampling.metrics import capped, latent_psnr, psnr, ssim
 from ...sampling.presets import PRESETS, Preset
 from ...sampling.schedule import shortened
-from .bootstrap import paired_bootstrap
 from .samples import protocol
+from .samples.bootstrap import paired_bootstrap
 from .samples.protocol import DECODED
 from .samples.subject import Outcome, Patch, Subject
 from .samples.ways import everywhere

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ....sampling.metrics import PSNR_CAP, capped, high_frequency_energy, latent_psnr, psnr, ssim
 from ....sampling.presets import Preset
-from ..bootstrap import paired_bootstrap
 from . import protocol, ways
+from .bootstrap import paired_bootstrap
 from .fingerprint import fingerprint
 from .protocol import DECODED, Condition
 from .results import Raw, Row

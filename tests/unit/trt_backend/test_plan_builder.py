@@ -68,12 +68,6 @@ def test_profiles_that_tensorrt_refuses(tmp_path: Path) -> None:
         bench.build()
 
 
-def test_hardware(tmp_path: Path) -> None:
-    bench = Bench("11.4.0", tmp_path, make_spec(hardware="AMPERE_PLUS"))
-    bench.build()
-    assert bench.script.builds[0].settings["hardware_compatibility_level"].name == "AMPERE_PLUS"
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_rtx_builds_for_the_gpu_that_is_there(release: str, tmp_path: Path, there: bool) -> None:
     bench = Bench(release, tmp_path)

@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     bench = Bench("11.4.0", tmp_path / "job", keep=tmp_path / "keep")
     with caplog.at_level(logging.WARNING, "slipstream.trt_backend.timing_cache"):
         assert bench.build()
-    assert "is not kept for the next one" in caplog.text
+    assert "timing cache of this build could not be saved" in caplog.text
 
 
 def test_it_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

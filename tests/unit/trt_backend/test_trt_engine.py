@@ -69,7 +69,7 @@ def test_sizes_outside_of_every_profile(release: str, tmp_path: Path, profiles: 
     engine.update_weights(make_weights())
     for batch, side in ((5, 16), (2, 32), (2, 4)):
         inputs = make_inputs(bench.spec, {"x": (batch, 4, side, side), "timesteps": (batch,), "context": (batch, 5, 8)})
-        with pytest.raises(ShapeOutsideProfile, match="the plain model is used for this call"):
+        with pytest.raises(ShapeOutsideProfile, match="your model runs this call without Slipstream"):
             engine(**inputs)
 
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from slipstream.benchmarks.skipping.bootstrap import Interval, paired_bootstrap
+from slipstream.benchmarks.skipping.samples.bootstrap import Interval, paired_bootstrap
 
 
 def normal(count: int, seed: int, mean: float = 0.0, deviation: float = 1.0) -> list[float]:
