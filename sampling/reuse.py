@@ -1,7 +1,7 @@
-"""Rules that extrapolate a skipped step from earlier, computed ones.
+"""What stands in for the model in a step that is not computed.
 
-All rules work on the latent x, its noise level sigma and the denoised latent D after guidance, in the terms of
-k-diffusion: x = D + sigma * noise. So they serve models that predict noise, velocity or flow alike.
+All rules speak of the latent x, its noise level sigma and the denoised latent D that guidance has already formed, in
+the terms of k-diffusion: x = D + sigma * noise. So they serve models that predict noise, velocity or flow alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST = 1.0
 
 
 class Reuse(str, Enum):
-    """How a skipped step is extrapolated.
+    """How a skipped step is filled in.
 
     HOLD: D stays as it is.
     HOLD_NOISE: the noise (x - D) / sigma stays as it is.
@@ -55,7 +55,7 @@ class Computed:
 
 
 class History:
-    """The last computed steps of a run, from which skipped ones are extrapolated."""
+    """The last computed steps of a run, and what they let one expect of the next."""
 
     def __init__(self, rule: Reuse) -> None:
         self.rule = rule
@@ -119,7 +119,7 @@ class History:
 
 
 def _missed(gains: list[Tensor], directions: list[Tensor], went: Tensor) -> Tensor:
-    """The squared error, [B, 1, ...], of extrapolating with these gains instead of the computed difference `went`."""
+    """How far from where the model went these shares would have led, squared, [B, 1, ...]."""
     for gain, direction in zip(gains, directions, strict=False):
         went = went - gain * direction
     wide = torch.promote_types(went.dtype, torch.float32)
@@ -128,9 +128,9 @@ def _missed(gains: list[Tensor], directions: list[Tensor], went: Tensor) -> Tens
 
 
 def _gains(directions: list[Tensor], went: Tensor) -> list[Tensor]:
-    """The gains, [B, 1, ...] for each direction, whose combination comes closest to the computed difference `went`.
+    """By which shares of the directions the model went, for each item of the batch, [B, 1, ...] each.
 
-    Least squares, clamped to `_LIMITS`; 0 for a direction of length 0.
+    The least squares answer, limited; 0 for a direction of no length.
     """
     wide = torch.promote_types(went.dtype, torch.float32)  # 16 bits do not hold sums of squares
     ways, way = [direction.flatten(1).to(wide) for direction in directions], went.flatten(1).to(wide)

@@ -260,7 +260,7 @@ def test_interrupted_side_by_side_everything_ends_and_rows_are_kept(tmp_path: Pa
     program = child(tmp_path, f'put({{**rows[0], "case": {case}}}); open(part + ".there", "w"); time.sleep(600)')
     script = f"""
 import sys
-from slipstream.benchmarks import command
+from slipstream.benchmarks.measuring import command
 command.measure_apart.__defaults__ = ({program!r},)
 sys.exit(command.main({["--variants", "eager", "--cases", "sd15-512-b2,sdxl-1024-b2", "--side-by-side"]!r}
     + ["--out", {str(tmp_path / "out")!r}]))
