@@ -162,7 +162,7 @@ class LiveModel:
         own, fresh = vars(layer), wanted[name][1]
         yield from (key for key in fresh if key in own)
         added = own.keys() - fresh.keys() - _OF_MODULES
-        yield from (key for key in added if key not in self._notes and not _is_bookkeeping(key))
+        yield from (key for key in added if not self._is_note(key))
 
     @functools.cached_property
     def _wanted(self) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -214,11 +214,14 @@ class LiveModel:
                 continue
             is_method = callable(getattr(kind, key, None))
             is_hidden = any(key in own[parts] for parts in _PARTS)  # which it is read in the place of
-            is_note = _is_bookkeeping(key) or key in self._notes
-            is_read = not isinstance(own[key], _PLACES) and not is_note and key in _names_read(kind)
+            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in _names_read(kind)
             if is_method or is_hidden or is_read:
                 return f"another extension changed how {what} computes ({key})"
         return None
+
+    def _is_note(self, name: str) -> bool:
+        """Whether an attribute that fresh layers have not is one that hosts give layers."""
+        return _is_bookkeeping(name) or name in self._notes
 
     def _is_read(self, name: str, layers: Mapping[str, torch.nn.Module]) -> bool:
         """Whether a layer that a fresh model has not takes part in what its parent computes."""
