@@ -101,8 +101,8 @@ def obtain(provider: EngineProvider, model: LoadedModel, call: CallShape, settin
     with progress_bar(str(plans[0])) as progress:
         if not known:
             progress(Progress("start", 0.0, f"building the engine{say_estimate(expected)}"))
-        plan, entry = provider.prepare(model.source, call, settings, HostHooks(progress))
-    return Obtained(plan, entry, entry.digest in known, expected)
+        made = provider.make(model.source, call, settings, HostHooks(progress))
+    return Obtained(made.plan, made.entry, made.entry.digest in known, expected)
 
 
 def _facts(engine: Obtained) -> dict[str, Any]:

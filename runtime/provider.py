@@ -237,11 +237,9 @@ class EngineProvider:
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
     def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
-        wanted = self.plans(source, call, settings)
-        found: tuple[Plan, Entry] | str | None = self._find(wanted, source)
-        seconds = self.estimate(wanted[0]) if found is None else None
+        wanted, there, seconds = self._look_for(source, call, settings)
         try:
-            found = found or self._obtain(wanted, source, settings, hooks)
+            found = there or self._obtain(wanted, source, settings, hooks)
         except hooks.interruptions:
             raise
         except SlipstreamError as error:
@@ -287,11 +285,6 @@ class EngineProvider:
             raise BuildFailed(f"{built[0].upper()}{built[1:]}")
         return built
 
-    def prepare(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
-        """The plan and entry of what `make` makes."""
-        made = self.make(source, call, settings, hooks)
-        return made.plan, made.entry
-
     def make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
         """Build or find an engine, load it and compare it with this model, so that it is ready for the first picture.
 
@@ -301,10 +294,8 @@ class EngineProvider:
         return self._or_in_bf16(source, settings, lambda: self._make(source, call, settings, hooks))
 
     def _make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
-        wanted = self.plans(source, call, settings)
-        found = self._find(wanted, source)
-        expected = self.estimate(wanted[0]) if found is None else None
-        plan, entry = found or self._build_now(wanted, source, settings, hooks)
+        wanted, there, expected = self._look_for(source, call, settings)
+        plan, entry = there or self._build_now(wanted, source, settings, hooks)
         self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
@@ -315,6 +306,14 @@ class EngineProvider:
         self.pool.give_back(ready)
         checked = ready.entry.manifest.verifications.get(source.weights_digest())
         return Made(plan, ready.entry, expected, checked.relative_error if checked else None)
+
+    def _look_for(
+        self, source: ModelSource, call: CallShape, settings: Settings
+    ) -> tuple[list[Plan], tuple[Plan, Entry] | None, float | None]:
+        """Return a call's plans, the engine that is there for one of them, and the seconds of a build where none is."""
+        wanted = self.plans(source, call, settings)
+        there = self._find(wanted, source)
+        return wanted, there, self.estimate(wanted[0]) if there is None else None
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):

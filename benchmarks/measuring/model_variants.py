@@ -258,8 +258,8 @@ def _ours(variant: Variant, model: Model, setup_context: SetupContext, ending: E
     provider = provider_of(variant, setup_context.store)
     settings = settings_of(variant, BuildPolicy.MANUAL)
     hooks = HostHooks(_teller(setup_context, variant))
-    made = [provider.prepare(source, each.call_shape, settings, hooks) for each in sides_of(model, variant)]
-    plan, entry = made[0]
+    made = [provider.make(source, each.call_shape, settings, hooks) for each in sides_of(model, variant)]
+    plan, entry = made[0].plan, made[0].entry
     loading = load_seconds(provider, source, plan, entry)
     module = AcceleratedModule(provider, settings)
     ending.callback(provider.pool.clear)
@@ -274,9 +274,9 @@ def _ours(variant: Variant, model: Model, setup_context: SetupContext, ending: E
             return call(inputs)
 
     facts = {
-        "build_s": round(sum(each.manifest.build.seconds for _, each in made), 3),
+        "build_s": round(sum(each.entry.manifest.build.seconds for each in made), 3),
         "load_s": loading,
-        "size_mb": round(sum(each.bytes for _, each in made) / 2**20, 2),
+        "size_mb": round(sum(each.entry.bytes for each in made) / 2**20, 2),
         "versions": versions(plan.key.environment),
     }
     return Ready(

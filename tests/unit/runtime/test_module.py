@@ -481,7 +481,7 @@ def test_more_free_memory_is_worth_another_attempt(
 
 def test_build_engine_is_another_attempt(module: AcceleratedModule, source: FakeSource, backend: NullBackend) -> None:
     fail_twice(module, source, backend)
-    module.provider.prepare(source, _shape(), FIRST_USE, HostHooks())
+    module.provider.make(source, _shape(), FIRST_USE, HostHooks())
     with module.run(source) as run:
         call(run, source)
     assert counts(module) == (3, 2)

@@ -499,7 +499,7 @@ def test_build_engine_says_that_memory_ran_out(
 ) -> None:
     source.unavailable = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(UnsupportedModel, match="^The engine ran out of GPU memory"):
-        provider.prepare(source, CALL, FIRST_USE, HostHooks())
+        provider.make(source, CALL, FIRST_USE, HostHooks())
 
 
 def test_room_is_made_for_what_the_engine_held_when_it_was_verified(
@@ -508,7 +508,7 @@ def test_room_is_made_for_what_the_engine_held_when_it_was_verified(
     asked: list[int] = []
     hooks = HostHooks(free_device_memory=lambda device, wanted: asked.append(wanted))
     monkeypatch.setattr(backend, "device_bytes", 1000)
-    provider.prepare(source, CALL, FIRST_USE, hooks)
+    provider.make(source, CALL, FIRST_USE, hooks)
     assert asked == [], "nobody knew"
     (entry,) = provider.store.list()
     assert [known.device_bytes for known in entry.manifest.verifications.values()] == [1000]
@@ -523,7 +523,7 @@ def test_a_pending_build_says_how_long_it_will_take(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker
 ) -> None:
     worker.seconds = 120.0
-    provider.prepare(source, CALL, FIRST_USE, HostHooks())
+    provider.make(source, CALL, FIRST_USE, HostHooks())
     larger = CallShape.of(make_inputs(16))
     worker.gate.clear()
     first = provider.offer(source, larger, BACKGROUND, HostHooks()).reason
@@ -537,7 +537,7 @@ def test_a_pending_build_says_how_long_it_will_take(
 def test_a_verified_engine_is_compared_with_the_model_once_a_process(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    provider.prepare(source, CALL, MANUAL, HostHooks())
+    provider.make(source, CALL, MANUAL, HostHooks())
     references = source.reference_calls
     later = restarted(provider)
     for _ in range(3):
@@ -552,7 +552,7 @@ def test_a_model_that_computes_something_else_in_this_process(
     provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights and its files are the same: an extension has changed it."""
-    provider.prepare(source, CALL, MANUAL, HostHooks())
+    provider.make(source, CALL, MANUAL, HostHooks())
     later, eager = restarted(provider), source.eager
     with monkeypatch.context() as changed:
         changed.setattr(source, "eager", lambda inputs: {"out": 1.05 * eager(inputs)["out"]})
@@ -565,7 +565,7 @@ def test_a_model_that_computes_something_else_in_this_process(
 def test_a_plain_model_that_overflows_says_nothing_about_the_engine(
     provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider.prepare(source, CALL, MANUAL, HostHooks())
+    provider.make(source, CALL, MANUAL, HostHooks())
     with monkeypatch.context() as overflowing:
         overflowing.setattr(source, "eager", lambda inputs: {"out": inputs["x"] * float("inf")})
         assert ask(restarted(provider), source).engine is not None
@@ -819,7 +819,8 @@ def test_an_engine_that_is_built_anew_is_forgiven_and_watched(
 def test_a_prepared_engine_is_built_checked_and_back_in_the_pool(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    plan, entry = provider.prepare(source, CALL, MANUAL, HostHooks())
+    made = provider.make(source, CALL, MANUAL, HostHooks())
+    plan, entry = made.plan, made.entry
     assert entry.digest == plan.key.digest and source.weights_digest() in entry.manifest.verifications
     assert [engine.weights for engine in backend.engines] == [{}]
     assert_serves(ask(provider, source, MANUAL), source)
@@ -829,7 +830,7 @@ def test_a_prepared_engine_is_built_checked_and_back_in_the_pool(
 def test_preparing_a_wrong_engine_says_so(provider: EngineProvider, source: FakeSource, backend: NullBackend) -> None:
     backend.error = 1e-2
     with pytest.raises(IncompatibleEngine, match="differs from the model"):
-        provider.prepare(source, CALL, MANUAL, HostHooks())
+        provider.make(source, CALL, MANUAL, HostHooks())
 
 
 # ------------------------------------------------------------------------------------------------ threads
@@ -882,7 +883,7 @@ def test_room_is_made_for_a_build_that_somebody_waits_for(
     wait_until(lambda: not provider.queue.pending())
     assert asked == [], "the run goes on, and needs its memory"
     provider.offer(source, CallShape.of(make_inputs(16)), FIRST_USE, hooks)
-    provider.prepare(source, CallShape.of(make_inputs(24)), MANUAL, hooks)
+    provider.make(source, CallShape.of(make_inputs(24)), MANUAL, hooks)
     assert asked == [5000, 5000]
     worker.error = BuildFailed("g++ crashed")
     for _ in range(3):

@@ -167,15 +167,15 @@ def test_a_change_that_cannot_be_measured_is_a_failed_row(run: Measure, backend:
 
 
 def test_an_engine_that_turns_wrong_fails_its_row(run: Measure, backend: NullBackend, monkeypatch) -> None:
-    checked = EngineProvider.prepare
+    checked = EngineProvider.make
 
-    def prepare_and_spoil(self: EngineProvider, *given: Any) -> Any:
+    def make_and_spoil(self: EngineProvider, *given: Any) -> Any:
         result = checked(self, *given)
         monkeypatch.setattr(Trust, "prove", lambda *_: None)
         backend.error = 1e-2
         return result
 
-    monkeypatch.setattr(EngineProvider, "prepare", prepare_and_spoil)
+    monkeypatch.setattr(EngineProvider, "make", make_and_spoil)
     eager, ours = run("eager", "slipstream:compiled")[-2:]
     assert "failed" not in eager
     assert ours["failed"] == "differs from fp32 by 1.0e-02, allowed is 1.0e-04 in fp32"

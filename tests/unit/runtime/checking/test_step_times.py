@@ -352,7 +352,7 @@ def test_by_hand_it_is_used_again_and_measured_anew(
     retire(times, engine)
     hooks = HostHooks(by_hand=True)
     if way == "prepare":
-        provider.prepare(source, CALL, FIRST_USE, hooks)
+        provider.make(source, CALL, FIRST_USE, hooks)
     else:
         offer = provider.offer(source, CALL, FIRST_USE, hooks)
         assert offer.engine is not None

@@ -49,7 +49,7 @@ def test_a_lora_that_came_and_went_is_compared_each_time(
 def test_the_first_comparison_of_a_process_is_one(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    provider.prepare(source, CALL, FIRST_USE, HostHooks())
+    provider.make(source, CALL, FIRST_USE, HostHooks())
     later = EngineProvider(EngineStore(provider.store.root), [backend])
     run_once(later, source)
     assert backend.engines[-1].calls == 1

@@ -83,7 +83,7 @@ def test_a_lora_gets_the_plain_model(
     offer = ask(provider, source)
     assert offer.engine is None and LORA_WORDS in offer.reason
     with pytest.raises(BuildFailed, match="switch bake off"):
-        provider.prepare(source, CALL, replace(BAKED, policy=BuildPolicy.MANUAL), HostHooks())
+        provider.make(source, CALL, replace(BAKED, policy=BuildPolicy.MANUAL), HostHooks())
     assert worker.builds == is_built
     source.lora = 0.0
     assert ask(provider, source).engine is not None
@@ -95,7 +95,7 @@ def test_the_background_builds_none(provider: EngineProvider, source: FakeSource
     offer = ask(provider, source, background)
     assert offer.engine is None and 'set build to "first use", or use Build Engine' in offer.reason
     assert provider.queue.pending() == [] and worker.builds == 0
-    provider.prepare(source, CALL, background, HostHooks())
+    provider.make(source, CALL, background, HostHooks())
     assert ask(provider, source, background).engine is not None
 
 

@@ -113,7 +113,8 @@ def test_in_the_background_bf16_is_built_while_the_plain_model_works(
 
 
 def test_build_engine_prepares_bf16(provider: EngineProvider, source: FakeSource) -> None:
-    plan, entry = provider.prepare(source, CALL, MANUAL, HostHooks())
+    made = provider.make(source, CALL, MANUAL, HostHooks())
+    plan, entry = made.plan, made.entry
     assert plan.spec.precision is Precision.BF16 and entry.digest == plan.key.digest
 
 
@@ -124,7 +125,7 @@ def test_who_asked_for_fp16_is_told_what_to_choose(
         offer = ask(provider, source, FP16)
         assert offer.engine is None and "set precision to bf16, or to auto" in offer.reason
     with pytest.raises(NotFinite, match="set precision to bf16"):
-        provider.prepare(source, CALL, FP16, HostHooks())
+        provider.make(source, CALL, FP16, HostHooks())
     assert built(worker) == ["fp16"]
 
 
@@ -161,7 +162,7 @@ def test_a_plain_model_that_overflows_too_does_not_hide_it(
     """A black picture of the plain model becomes a right one."""
     if verified_before:
         backend.overflows = set()
-        provider.prepare(source, CALL, FIRST_USE, HostHooks())
+        provider.make(source, CALL, FIRST_USE, HostHooks())
         backend.overflows = {Precision.FP16}
     monkeypatch.setattr(source, "eager", lambda inputs: {"out": inputs["x"] * float("nan")})
     assert_bf16_serves(ask(restarted(provider), source))

@@ -236,7 +236,7 @@ def test_who_asked_for_engines_and_was_refused_has_none(
     module = module_of(FIRST_USE, by_hand=True)
     hooks = HostHooks(wants=module.status.want, by_hand=True)
     with pytest.raises(IncompatibleEngine), failing(module):
-        provider.prepare(FakeSource(), CallShape.of(make_inputs()), FIRST_USE, hooks)
+        provider.make(FakeSource(), CallShape.of(make_inputs()), FIRST_USE, hooks)
     state = state_of(module)
     assert state.kind == "failed" and "differs from the model" in state.tip
     assert state.digest == provider.store.list()[0].digest
