@@ -11,14 +11,14 @@ import sys
 import tempfile
 import uuid
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from ...core.errors import SlipstreamError
 from ...core.version import __version__
 from ...runtime.checking.measure import commit
 from ..measuring.deadline import Deadline
+from ..subjects.arguments import count, list_of
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
 from .cases import CASES, HEADLINE, PictureCase
@@ -38,8 +38,6 @@ _FLAG_SETS = 'flags of ComfyUI, one server for each set, as in --flag-sets="defa
 _LIMIT = "for the whole command, after which it ends with all rows that were measured; default: there is none"
 _PICTURE_LIMIT = "for one picture, the builds of a first one included, before its server is given up; default: 1800"
 _ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
-
-_Parsed = TypeVar("_Parsed")
 
 
 def main(words: Sequence[str]) -> int:
@@ -67,12 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="benchmarks/server.py", description=says)
     add = parser.add_argument
     cases, variants = ",".join(HEADLINE), ",".join((PLAIN, TORCH_COMPILE, OURS))
-    add("--cases", type=_list_of(_case), default=cases, metavar="A,B", help=f"of {', '.join(CASES)}; default: {cases}")
-    add("--variants", type=_list_of(ServerVariant.of), default=variants, metavar="A,B", help="default: %(default)s")
+    add("--cases", type=list_of(_case), default=cases, metavar="A,B", help=f"of {', '.join(CASES)}; default: {cases}")
+    add("--variants", type=list_of(ServerVariant.of), default=variants, metavar="A,B", help="default: %(default)s")
     add("--flag-sets", type=_flag_sets, default="default", metavar="A;B", help=_FLAG_SETS)
-    add("--pictures", type=_count, default=5, metavar="N", help="timed ones of each variant's turn; default: 5")
+    add("--pictures", type=count, default=5, metavar="N", help="timed ones of each variant's turn; default: 5")
     add("--warmup", type=_at_least_two, default=2, metavar="N", help="pictures before them; default: 2, the least")
-    add("--turns", type=_count, default=1, metavar="N", help="of each variant in each server's flags; default: 1")
+    add("--turns", type=count, default=1, metavar="N", help="of each variant in each server's flags; default: 1")
     add("--synchronised", action="store_true", help="one more picture a turn, with the GPU waited for in each step")
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--python", type=Path, default=Path(sys.executable), help="that starts ComfyUI; default: this one")
@@ -82,8 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engines", type=Path, metavar="FOLDER", help=_ENGINES)
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     add("--logs", type=Path, metavar="FOLDER", help="of the servers; default: none are kept")
-    add("--limit", type=_count, metavar="SECONDS", help=_LIMIT)
-    add("--picture-limit", type=_count, default=1800, metavar="SECONDS", help=_PICTURE_LIMIT)
+    add("--limit", type=count, metavar="SECONDS", help=_LIMIT)
+    add("--picture-limit", type=count, default=1800, metavar="SECONDS", help=_PICTURE_LIMIT)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
     add("--make-models", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -195,19 +193,6 @@ def _make_models_here(checkout: Path, options: Namespace) -> int:
 # Words
 
 
-def _list_of(parse: Callable[[str], _Parsed]) -> Callable[[str], tuple[_Parsed, ...]]:
-    def parse_all(text: str) -> tuple[_Parsed, ...]:
-        try:
-            found = tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part.strip()))
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None
-        if not found:
-            raise ArgumentTypeError("name at least one")
-        return found
-
-    return parse_all
-
-
 def _case(text: str) -> PictureCase:
     if text not in CASES:
         raise ValueError(f"{text!r} is no case; there are {', '.join(CASES)}")
@@ -219,14 +204,8 @@ def _flag_sets(text: str) -> tuple[Flags, ...]:
     return tuple(dict.fromkeys(() if part in ("", "default") else tuple(shlex.split(part)) for part in sets))
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
-
-
 def _at_least_two(text: str) -> int:
-    if _count(text) < 2:
+    if count(text) < 2:
         raise ArgumentTypeError("one picture builds or compiles, and another is compared: 2 at least")
     return int(text)
 

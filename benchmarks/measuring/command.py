@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -17,12 +17,12 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
 
 from ...core.errors import SlipstreamError
 from ...core.spec import Optimize, Quantised
 from ...runtime.checking.measure import commit
 from ...runtime.settings.model_settings import NUMBERS, BuildPolicy
+from ..subjects.arguments import count, list_of
 from ..subjects.cases import CASES, Case, enter
 from ..subjects.rows import RESULTS, Row, append, result_file
 from ..subjects.setup import SetupContext
@@ -67,8 +67,6 @@ _BUILDERS = (
     "after another; default: none"
 )
 
-_Parsed = TypeVar("_Parsed")
-
 
 def main(words: Sequence[str]) -> int:
     """Measure; 0: every row may be trusted, 1: some failed or are missing, 2: wrong usage, 130: interrupted."""
@@ -97,10 +95,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     usual = ",".join(case.name for case in CASES.values() if case.usual)
-    add("--cases", type=_list_of(_case_name), metavar="A,B", help=f"of {', '.join(CASES)}; default: {usual}")
+    add("--cases", type=list_of(_case_name), metavar="A,B", help=f"of {', '.join(CASES)}; default: {usual}")
     rivals = f"{RIVAL}, {RIVAL_COMPILED}, {RIVAL_COMPILED}+{Quantised.INT8.value}, {EAGER}+{SAGE}"
     says = f"default: %(default)s; where their packages are installed also {rivals}"
-    add("--variants", type=_list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help=says)
+    add("--variants", type=list_of(Variant.of), default=",".join(USUAL), metavar="A,B", help=says)
     group = parser.add_mutually_exclusive_group()
     tables = f"each case by the variants of its table, and the ladder of {LADDER_CASE}; --variants is not read then"
     group.add_argument("--tables", action="store_true", help=f"{tables}; default of --cases: all that need a GPU")
@@ -112,16 +110,16 @@ def make_parser() -> argparse.ArgumentParser:
     of_cold = f"{cold}; --variants and --warmup are not read then; default of --cases: all pictures that need a GPU"
     group.add_argument("--cold-start", action="store_true", help=of_cold)
     repeats = f"timed calls or pictures; default: {_REPEATS}; with --cold-start timed starts; default: {STARTS}"
-    add("--repeats", type=_count, metavar="N", help=repeats)
-    add("--warmup", type=_count, default=5, metavar="N", help="of them before; default: %(default)s")
+    add("--repeats", type=count, metavar="N", help=repeats)
+    add("--warmup", type=count, default=5, metavar="N", help="of them before; default: %(default)s")
     add("--out", type=Path, default=RESULTS, metavar="FOLDER", help="default: benchmarks/results")
     add("--optimize", choices=["balanced", MAX], default="balanced", help="build time to spend on our engines")
     add("--precision", choices=[*NUMBERS], help="of our engines; default: the model's own")
     add("--store", type=Path, metavar="FOLDER", help="of engines; default: none, they are built anew")
-    add("--limit", type=_count, metavar="SECONDS", help=_LIMIT)
+    add("--limit", type=count, metavar="SECONDS", help=_LIMIT)
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--side-by-side", action="store_true", help=_SIDE_BY_SIDE)
-    add("--builders", type=_count, metavar="N", help=_BUILDERS)
+    add("--builders", type=count, metavar="N", help=_BUILDERS)
     add("--lock", type=Path, metavar="FILE", help=_SHARED_LOCK)
     add("--commit", help="of the code that is measured, where its folder is no git clone")
     add("--profile", action="store_true", help="instead of rows: where one call's or picture's time goes, by variant")
@@ -154,29 +152,10 @@ def _why_not(options: Namespace) -> str | None:
     return None
 
 
-def _list_of(parse: Callable[[str], _Parsed]) -> Callable[[str], tuple[_Parsed, ...]]:
-    def parse_all(text: str) -> tuple[_Parsed, ...]:
-        try:
-            found = tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",") if part.strip()))
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None
-        if not found:
-            raise ArgumentTypeError("name at least one")
-        return found
-
-    return parse_all
-
-
 def _case_name(text: str) -> str:
     if text not in CASES:
         raise ValueError(f"{text!r} is no case; there are {', '.join(CASES)}")
     return text
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
 
 
 # The command's own process
