@@ -255,9 +255,10 @@ def _plain_tiers() -> dict[str, list[str]]:
     """Return pytest's arguments for each process of tests that need no ComfyUI, WebUI or Gradio, by its title."""
     folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
     plain = [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
+    tiers = {folder.name: [str(folder)] for folder in plain}
     backends = [str(folder) for folder in sorted((ROOT / "tests" / "unit").glob("*_backend"))]
-    without = {"unit": [f"--ignore={folder}" for folder in backends]}
-    return {"unit backends": backends} | {folder.name: [str(folder), *without.get(folder.name, [])] for folder in plain}
+    tiers["unit"] += [f"--ignore={folder}" for folder in backends]
+    return {"unit backends": backends, **tiers}
 
 
 def _is_below(folder: Path, argument: str) -> bool:

@@ -262,16 +262,18 @@ def test_a_plain_load_in_between_moves_small_weights_and_no_engine(staged: Any) 
     again.release()
 
 
+def first_norm(patcher: Any) -> tuple[str, torch.nn.GroupNorm]:
+    """A layer whose weights are small, and its name."""
+    layers = patcher.model.diffusion_model.named_modules()
+    return next((name, layer) for name, layer in layers if isinstance(layer, torch.nn.GroupNorm))
+
+
 def test_a_weight_that_somebody_replaced_is_seen(staged: Any) -> None:
     patcher = staged()
     load(patcher)
     first = bound(patcher)
     first.release()
-    name, layer = next(
-        (name, layer)
-        for name, layer in patcher.model.diffusion_model.named_modules()
-        if isinstance(layer, torch.nn.GroupNorm)
-    )
+    name, layer = first_norm(patcher)
     with torch.no_grad():
         layer.weight.mul_(3)
     again = bound(patcher)
@@ -496,11 +498,7 @@ def test_a_tensor_in_the_place_of_one_that_is_gone_is_seen(staged: Any) -> None:
     load(patcher)
     first = bound(patcher)
     first.release()
-    name, layer = next(
-        (name, layer)
-        for name, layer in patcher.model.diffusion_model.named_modules()
-        if isinstance(layer, torch.nn.GroupNorm)
-    )
+    name, layer = first_norm(patcher)
     value, before = torch.full_like(layer.weight, 3), id(layer.weight)
     version, others = layer.weight._version, []
     layer.weight = None
