@@ -17,10 +17,10 @@ from ..runtime.checking.measure import commit, load_seconds, milliseconds, stati
 from ..runtime.checking.verify import relative_error
 from ..runtime.module import AcceleratedModule
 from ..runtime.planning.plan import CallShape
-from ..runtime.provider import EngineProvider
+from ..runtime.provider import EngineProvider, Made
 from ..runtime.requests.make_engines import LoadedModel
 from ..runtime.settings.model_settings import Resolution, Settings
-from .build import Obtained, load, obtain, settings_from
+from .build import load, make, settings_from
 from .errors import OK, CommandError
 from .home import open_provider
 from .interrupt import prompt_interrupts
@@ -42,7 +42,7 @@ def bench(store: EngineStore, output: Output, options: Namespace) -> int:
         run = {"host": model.host, "model": options.model, "commit": commit(), "run": uuid.uuid4().hex}
         for resolution in settings.resolutions:
             call = model.call(resolution, options.batch, options.tokens)
-            engine = obtain(provider, model, call, settings)
+            engine = make(provider, model, call, settings)
             name = DEMO if options.model == DEMO else engine.plan.spec.fingerprint.architecture_name.lower()
             case = {"case": _case(name, resolution, options.batch), **_circumstances(engine, call, options)}
             found = _compare(provider, model, engine, call, settings, options)
@@ -54,7 +54,7 @@ def bench(store: EngineStore, output: Output, options: Namespace) -> int:
 def _compare(
     provider: EngineProvider,
     model: LoadedModel,
-    engine: Obtained,
+    engine: Made,
     call: CallShape,
     settings: Settings,
     options: Namespace,
@@ -114,7 +114,7 @@ def _case(name: str, resolution: Resolution, batch: int) -> str:
     return f"{name}-{size}-b{batch}"
 
 
-def _circumstances(engine: Obtained, call: CallShape, options: Namespace) -> Row:
+def _circumstances(engine: Made, call: CallShape, options: Namespace) -> Row:
     environment = engine.plan.key.environment
     return {
         "repeats": options.repeats,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..core.formatting import SHOWN, say_error, say_seconds
 from ..core.progress import Progress
-from ..engine_cache import EngineStore, Entry
+from ..engine_cache import EngineStore
 from ..hosts.standalone.model_by_file import load_model
 from ..runtime.planning.build_estimate import say_estimate
-from ..runtime.planning.plan import CallShape, Plan
-from ..runtime.provider import EngineProvider, HostHooks
+from ..runtime.planning.plan import CallShape
+from ..runtime.provider import EngineProvider, HostHooks, Made
 from ..runtime.reporting.engine_info import summary
 from ..runtime.requests.make_engines import LoadedModel
 from ..runtime.settings.model_settings import Settings
@@ -25,21 +25,6 @@ from .output import Output, progress_bar
 _COLUMNS = ("id", "engine", "backend", "precision", "outcome", "error")
 
 
-@dataclass(frozen=True)
-class Obtained:
-    """An engine that was built, or found.
-
-    Attributes:
-        found: it was in the store before.
-        expected: seconds that the build was thought to take; None where it was found, or nothing was known.
-    """
-
-    plan: Plan
-    entry: Entry
-    found: bool
-    expected: float | None
-
-
 def build(store: EngineStore, output: Output, options: Namespace) -> int:
     """Build, load and check the engines of all resolutions; those that exist are only checked."""
     started = time.monotonic()
@@ -47,10 +32,10 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
     settings = provider.with_preferences(settings_from(options))
     with prompt_interrupts(provider):
         model = load(options, provider)
-        engines: dict[str, Obtained] = {}
+        engines: dict[str, Made] = {}
         for resolution in settings.resolutions:
-            found = obtain(provider, model, model.call(resolution, options.batch, options.tokens), settings)
-            engines.setdefault(found.entry.digest, found)  # one may be for several resolutions
+            made = make(provider, model, model.call(resolution, options.batch, options.tokens), settings)
+            engines.setdefault(made.entry.digest, made)  # one may be for several resolutions
     rows = [_facts(engine) for engine in engines.values()]
     data = {
         "store": str(store.root),
@@ -89,25 +74,22 @@ def load(options: Namespace, provider: EngineProvider) -> LoadedModel:
         return load_model(options.model, options.comfyui, provider.weights_memo)
 
 
-def obtain(provider: EngineProvider, model: LoadedModel, call: CallShape, settings: Settings) -> Obtained:
+def make(provider: EngineProvider, model: LoadedModel, call: CallShape, settings: Settings) -> Made:
     """An engine from the store, or built now; compared with the model once per set of weights.
 
     Raises:
         SlipstreamError: why there is none, or that it computes something else.
     """
-    plans = provider.plans(model.source, call, settings)
-    known = {plan.key.digest for plan in plans if provider.store.lookup(plan.key.digest) is not None}
-    expected = None if known else provider.estimate(plans[0])
-    with progress_bar(str(plans[0])) as progress:
-        if not known:
-            progress(Progress("start", 0.0, f"building the engine{say_estimate(expected)}"))
-        made = provider.make(model.source, call, settings, HostHooks(progress))
-    return Obtained(made.plan, made.entry, made.entry.digest in known, expected)
+    prepared = provider.prepare(model.source, call, settings)
+    with progress_bar(str(prepared.plans[0])) as progress:
+        if prepared.found is None:
+            progress(Progress("start", 0.0, f"building the engine{say_estimate(prepared.expected)}"))
+        return provider.make(model.source, call, settings, HostHooks(progress), prepared)
 
 
-def _facts(engine: Obtained) -> dict[str, Any]:
+def _facts(engine: Made) -> dict[str, Any]:
     estimate = None if engine.expected is None else round(engine.expected, 2)
-    return {**summary(engine.entry), "built": not engine.found, "estimate_s": estimate}
+    return {**summary(engine.entry), "built": engine.is_new, "estimate_s": estimate}
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:

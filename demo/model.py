@@ -5,7 +5,7 @@ One set of weights, in diffusers' key format, serves both; `hosts/comfy/models/d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -162,11 +162,42 @@ SHARED = (
 the ControlNet adds by under 4 %, and they need not be kept twice."""
 
 
+_SCALE = ".scale"
+"""Behind a weight's name in its file: what its rows are multiplied by."""
+_LARGEST = 127
+
+
+def packed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights as they are stored: int8 with a float16 scale for each row [rows, ...]; those of one axis in float16."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if weight.ndim < 2:
+            found[name] = weight.detach().half().cpu().contiguous()
+            continue
+        rows = weight.detach().float().cpu().flatten(1)
+        scale = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float16).tiny).half()
+        small = (rows / scale.float()).round().clamp(-_LARGEST, _LARGEST).to(torch.int8)
+        found |= {name: small.reshape(weight.shape), name + _SCALE: scale[:, 0].contiguous()}
+    return found
+
+
+def unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The float16 weights of what `packed` gave."""
+    scales = {name.removesuffix(_SCALE): scale for name, scale in stored.items() if name.endswith(_SCALE)}
+    return {
+        name: (weight.flatten(1).float() * scales[name].float()[:, None]).half().reshape(weight.shape)
+        if name in scales
+        else weight
+        for name, weight in stored.items()
+        if not name.endswith(_SCALE)
+    }
+
+
 def read_weights(name: str, folder: Path = WEIGHTS) -> dict[str, torch.Tensor]:
     """The float16 weights of "unet", "vae", "controlnet" or "text", in diffusers' names."""
-    weights = load_file(folder / f"{name}.safetensors")
+    weights = unpacked(load_file(folder / f"{name}.safetensors"))
     if name == "controlnet":
-        own = load_file(folder / "unet.safetensors")
+        own = read_weights("unet", folder)
         weights = {**{shared: own[shared] for shared in SHARED}, **weights}
     return weights
 

@@ -5,7 +5,7 @@
     python demo/train.py --stage unet --minutes 3 --total 11 --out DIR --resume
     python demo/train.py --stage controlnet --minutes 4 --out DIR
 
-A stage leaves in DIR: `weights/*.safetensors` (moving averages of the weights, fp16), `STAGE.pt` (what
+A stage leaves in DIR: `weights/*.safetensors` (moving averages of the weights, int8), `STAGE.pt` (what
 `--resume` needs), `STAGE.jsonl` (log), `STAGE.png` (samples) and its part of `weights/training.json`.
 """
 
@@ -451,8 +451,7 @@ class Trainer:
         with self._averaged():
             for name, module in self.stage.modules.items():
                 weights = self.stage.exported(name, module)
-                halves = {key: value.detach().half().cpu().contiguous() for key, value in weights.items()}
-                _replace(self.options.weights / f"{name}.safetensors", partial(save_file, halves))
+                _replace(self.options.weights / f"{name}.safetensors", partial(save_file, model.packed(weights)))
 
     def load(self) -> None:
         """Take up the state that `save` left; without one, the exported weights alone."""

@@ -98,25 +98,17 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
     from ..hosts.comfy.dry_run.build_prompt import is_added
     from ..hosts.comfy.node_state.watched_nodes import watch
     from ..hosts.comfy.process.shared_provider import provider
-    from ..hosts.comfy.run.run_start import failing
     from ..runtime.module import AcceleratedModule
-
-    asked: list[str] = []
-
-    def want(digest: str) -> None:
-        asked.append(digest)
-        module.status.want(digest)
 
     module = AcceleratedModule(provider(), settings, by_hand=True)
     is_users = not is_added(hidden.prompt, hidden.unique_id)
     if is_users:
         watch(module, hidden.unique_id, hidden.extra_pnginfo)
     try:
-        with failing(module):
-            report = build_engines(provider(), model, settings, batch, tokens, want)
+        made = build_engines(module, model, batch, tokens)
     except UnsupportedModel as error:
         if is_users:
             raise
         return [str(error)]
-    BUILT_ENGINES.note(digest for digest in asked if provider().store.lookup(digest) is not None)
-    return report
+    BUILT_ENGINES.note([engine.entry.digest for engine in made])
+    return [str(engine) for engine in made]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -80,6 +81,7 @@ class AcceleratedModule:
         cold_calls: int | None = None,
         conditions: Hashable = None,
         can_start_again: bool = False,
+        is_part: bool = False,
     ) -> Iterator[Run]:
         """One sampling run: weights stay as they are inside it, and engines are swapped only between runs.
 
@@ -90,8 +92,11 @@ class AcceleratedModule:
             settings: of a run that this one is a part of; None: as they are now.
             conditions: what else of the run may change what its model computes; see `Sentinel`.
             can_start_again: the caller catches `StartAgain`, and then samples again from the beginning.
+            is_part: its calls are parts of another run's, and are not counted as calls of their own.
         """
-        run = Run(self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions, can_start_again)
+        run = Run(
+            self, source, hooks or HostHooks(), finite_only, settings, cold_calls, conditions, can_start_again, is_part
+        )
         self.provider.run_began()
         try:
             yield run
@@ -115,15 +120,45 @@ class Answer:
     is_vetoed: bool = False
 
 
+@dataclass(frozen=True)
+class Served:
+    """One call that an engine answered in a run."""
+
+    run: Run
+    offer: Offer
+
+    def count(self) -> None:
+        """Count it once more."""
+        self.run.count(self.offer)
+
+
+_local = threading.local()
+
+
+def _noting() -> list[Served] | None:
+    return getattr(_local, "served", None)
+
+
+@contextmanager
+def noted() -> Iterator[list[Served]]:
+    """Meanwhile calls that engines answer in this thread, in whatever run, are put into a list and not counted."""
+    before, served = _noting(), list[Served]()
+    _local.served = served
+    try:
+        yield served
+    finally:
+        _local.served = before
+
+
 class Run:
     """The calls of one sampling run. See `AcceleratedModule.run`.
 
     Attributes:
-        tally: told of each call that an engine served.
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
+        is_part: its calls are parts of another run's.
     """
 
     def __init__(
@@ -136,9 +171,11 @@ class Run:
         cold_calls: int | None = None,
         conditions: Hashable = None,
         can_start_again: bool = False,
+        is_part: bool = False,
     ) -> None:
         self.wrong: str | None = None
         self.has_to_start_again = False
+        self.is_part = is_part
         self._can_start_again = can_start_again
         self._conditions = conditions
         self._served = 0
@@ -146,7 +183,6 @@ class Run:
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
-        self.tally: Callable[[Offer], None] = self.count
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -332,17 +368,13 @@ class Run:
         return any(each is offer for each in self._offers.values())
 
     def count(self, offer: Offer) -> None:
-        """Count a call that an engine served."""
-        assert offer.plan is not None
-        self.note(offer)
-        self._served += 1
-        self._module.provider.sentinel.count(self._case)
-        self._module.status.count_engine(offer.plan.key.digest)
-
-    def note(self, offer: Offer) -> None:
-        """Note who answered, without counting a call."""
-        assert offer.engine is not None
+        """Count a call that an engine served; of a part only who answered is noted."""
+        assert offer.plan is not None and offer.engine is not None
         self.answers.append(Answer(id_of(offer.engine.entry)))
+        if not self.is_part:
+            self._served += 1
+            self._module.provider.sentinel.count(self._case)
+            self._module.status.count_engine(offer.plan.key.digest)
 
     def close(self) -> None:
         """Give the engines back."""
@@ -394,7 +426,11 @@ class Run:
             results.append(offer.engine.engine(**part))
             if self._finite_only:
                 _check_finite(results[-1], inputs, offer.plan)
-            self.tally(offer)
+            served = Served(self, offer)
+            if (noted := _noting()) is None:
+                served.count()
+            else:
+                noted.append(served)
         if call not in self._computed:  # the first call may have taken memory for the next ones
             self._computed.add(call)
             self._module.provider.pool.on_change(offer.engine.device)

@@ -96,17 +96,33 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """What a call wants, and what is there for it.
+
+    Attributes:
+        plans: engines that would do, the best first.
+        found: the one of them that is in the store; None where one has to be built.
+        expected: seconds that a build is expected to take; None where none is needed, or no earlier build tells.
+    """
+
+    plans: list[Plan]
+    found: tuple[Plan, Entry] | None
+    expected: float | None
+
+
+@dataclass(frozen=True)
 class Made:
     """An engine that was built, or found in the store, and compared with its model.
 
     Attributes:
-        expected: seconds that the build was expected to take; None where nothing was to be built, or no earlier build
-            tells.
+        is_new: it was built for this; False where it was found.
+        expected: see `Prepared`.
         error: relative error in that comparison; None where none is recorded.
     """
 
     plan: Plan
     entry: Entry
+    is_new: bool
     expected: float | None
     error: float | None
 
@@ -237,15 +253,15 @@ class EngineProvider:
             return Offer(reason=f"Slipstream broke ({type(error).__name__}: {error}); please report this with the log")
 
     def _offer(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Offer:
-        wanted, there, seconds = self._look_for(source, call, settings)
+        prepared = self.prepare(source, call, settings)
         try:
-            found = there or self._obtain(wanted, source, settings, hooks)
+            found = prepared.found or self._obtain(prepared.plans, source, settings, hooks)
         except hooks.interruptions:
             raise
         except SlipstreamError as error:
             found = str(error)
         if isinstance(found, str):
-            return Offer(reason=found, build_seconds=seconds)
+            return Offer(reason=found, build_seconds=prepared.expected)
         plan, entry = found
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
@@ -266,15 +282,6 @@ class EngineProvider:
         # Out here the error is gone, and with it the frames that kept tensors alive.
         return attempt()
 
-    def obtain(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> tuple[Plan, Entry]:
-        """An engine on disk, built now if need be, whatever the settings' policy and earlier failures.
-
-        Raises:
-            SlipstreamError: why there is none.
-        """
-        wanted = self.plans(source, call, settings)
-        return self._find(wanted, source) or self._build_now(wanted, source, settings, hooks)
-
     def _build_now(
         self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks
     ) -> tuple[Plan, Entry]:
@@ -285,17 +292,31 @@ class EngineProvider:
             raise BuildFailed(f"{built[0].upper()}{built[1:]}")
         return built
 
-    def make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
+    def make(
+        self,
+        source: ModelSource,
+        call: CallShape,
+        settings: Settings,
+        hooks: HostHooks,
+        prepared: Prepared | None = None,
+    ) -> Made:
         """Build or find an engine, load it and compare it with this model, so that it is ready for the first picture.
+
+        Args:
+            prepared: what `prepare` gave for this call, where it was asked.
 
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
-        return self._or_in_bf16(source, settings, lambda: self._make(source, call, settings, hooks))
+        known = [prepared or self.prepare(source, call, settings)]
 
-    def _make(self, source: ModelSource, call: CallShape, settings: Settings, hooks: HostHooks) -> Made:
-        wanted, there, expected = self._look_for(source, call, settings)
-        plan, entry = there or self._build_now(wanted, source, settings, hooks)
+        def attempt() -> Made:
+            return self._make(source, known.pop() if known else self.prepare(source, call, settings), settings, hooks)
+
+        return self._or_in_bf16(source, settings, attempt)
+
+    def _make(self, source: ModelSource, prepared: Prepared, settings: Settings, hooks: HostHooks) -> Made:
+        plan, entry = prepared.found or self._build_now(prepared.plans, source, settings, hooks)
         self._say_if_not_baked(plan, settings)
         hooks.progress(Progress("verify", 1.0, "comparing the engine with the model"))
         self._shortages.forget(plan.key.digest)
@@ -305,15 +326,18 @@ class EngineProvider:
             raise UnsupportedModel(f"{ready[0].upper()}{ready[1:]}")
         self.pool.give_back(ready)
         checked = ready.entry.manifest.verifications.get(source.weights_digest())
-        return Made(plan, ready.entry, expected, checked.relative_error if checked else None)
+        error = checked.relative_error if checked else None
+        return Made(plan, ready.entry, prepared.found is None, prepared.expected, error)
 
-    def _look_for(
-        self, source: ModelSource, call: CallShape, settings: Settings
-    ) -> tuple[list[Plan], tuple[Plan, Entry] | None, float | None]:
-        """Return a call's plans, the engine that is there for one of them, and the seconds of a build where none is."""
+    def prepare(self, source: ModelSource, call: CallShape, settings: Settings) -> Prepared:
+        """Plan a call, look for its engine, and foresee its build where there is none.
+
+        Raises:
+            SlipstreamError: no engine would serve.
+        """
         wanted = self.plans(source, call, settings)
-        there = self._find(wanted, source)
-        return wanted, there, self.estimate(wanted[0]) if there is None else None
+        found = self._find(wanted, source)
+        return Prepared(wanted, found, self.estimate(wanted[0]) if found is None else None)
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):
@@ -405,7 +429,7 @@ class EngineProvider:
         """
         if settings.why_not_wanted(call.shapes) or self._overflows.why_not(source, settings):
             return None
-        found = self._find(self.plans(source, call, settings), source)
+        found = self.prepare(source, call, settings).found
         if found is None or not found[1].manifest.verifications:
             return None
         plan, entry = found

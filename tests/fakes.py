@@ -17,10 +17,10 @@ from slipstream.core.environment import Environment
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile, UnsupportedModel
 from slipstream.core.placeholder import placeholder_of
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
-from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
+from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, ModelSource, Tensors
 from slipstream.core.shapes import ShapeProfile, profile_for
 from slipstream.core.spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
-from slipstream.engine_cache import digest_tensors
+from slipstream.engine_cache import Entry, digest_tensors
 from slipstream.runtime.building.worker_process import Built
 from slipstream.runtime.planning.plan import CallShape, Plan, plans
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
@@ -365,6 +365,14 @@ def ask(
     """What a run is offered for a call; by default one of the usual shapes, in the precision of the host."""
     usual = CallShape.of(make_inputs(dtype=dtype_of(source.precision)))
     return provider.offer(source, call or usual, settings, HostHooks())
+
+
+def build_only(
+    provider: EngineProvider, source: ModelSource, settings: Settings = FIRST_USE, call: CallShape | None = None
+) -> tuple[Plan, Entry]:
+    """An engine on disk, which nobody has loaded or compared with its model yet."""
+    plan = provider.plans(source, call or CallShape.of(make_inputs(dtype=dtype_of(source.precision))), settings)[0]
+    return plan, provider.wait_for(provider.queue.submit(plan, urgent=True), HostHooks())
 
 
 def run_once(provider: EngineProvider, source: FakeSource, settings: Settings = FIRST_USE) -> Offer:

@@ -18,7 +18,7 @@ from .models.fallback_reasons import why_not_this_run
 from .models.unet_source import ComfyUNetSource
 from .process.dynamic_vram import loading_once
 from .run.call_wrappers import lead_calls
-from .run.model_calls import ModelCalls, Tally, halves_of
+from .run.model_calls import ModelCalls, halves_of
 from .run.restart import SamplingStart
 from .run.run_start import RunRecorder, begin_run, recorded
 from .run.timed_steps import arguments_of, others_in, time_steps
@@ -70,10 +70,9 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
                 log.warning("Slipstream uses the plain model: %s", found)
             return executor(*args, **kwargs)
         run, source = found
-        tally = Tally()
-        halves = halves_of(module, run.settings, source, guider.model_patcher, ending, tally)
+        halves = halves_of(module, run.settings, source, guider.model_patcher, ending)
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
-        calls = ModelCalls(run, source, veto, halves, tally)
+        calls = ModelCalls(run, source, veto, halves)
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)

@@ -32,6 +32,7 @@ from slipstream.runtime import provider as provider_module
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.fakes import build_only
 from slipstream.tests.tiny_unet import CONFIG
 
 pytestmark = pytest.mark.diffusers
@@ -349,13 +350,13 @@ def test_settings_that_leave_the_plain_model(
 
 
 def _obtain(accelerated: AcceleratedUNet, unet: UNet2DConditionModel) -> None:
-    """Build as the command line would."""
+    """Build an engine, and leave it to the run to load it."""
     inputs = make_inputs()
     call = CallShape.of(
         {"x": inputs["sample"], "timesteps": torch.zeros(2), "context": inputs["encoder_hidden_states"]}
     )
     module = accelerated._module
-    module.provider.obtain(DiffusersUNetSource(unet), call, module.settings, HostHooks())
+    build_only(module.provider, DiffusersUNetSource(unet), module.settings, call)
 
 
 def _until(ready: Callable[[], bool], seconds: float = 20.0) -> None:

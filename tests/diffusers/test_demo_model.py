@@ -31,13 +31,31 @@ def test_weights_are_complete_small_and_finite():
 
     files = {file.stem: file for file in model.WEIGHTS.glob("*.safetensors")}
     assert files.keys() == {*model.BUILDERS, "night"}
-    assert sum(file.stat().st_size for file in files.values()) < 15_000_000
-    for file in (files[name] for name in model.BUILDERS):
-        weights = load_file(file)
+    assert sum(file.stat().st_size for file in files.values()) < 8_000_000
+    for name, build in model.BUILDERS.items():
+        weights = model.read_weights(name)
         assert all(tensor.dtype == torch.float16 and tensor.isfinite().all() for tensor in weights.values())
-        shared = set(model.SHARED) if file.stem == "controlnet" else set()
-        assert weights.keys() | shared == model.BUILDERS[file.stem]().state_dict().keys()
-        assert not weights.keys() & shared
+        assert {key: tensor.shape for key, tensor in weights.items()} == {
+            key: tensor.shape for key, tensor in build().state_dict().items()
+        }
+    assert not load_file(files["controlnet"]).keys() & set(model.SHARED)
+
+
+def test_stored_weights_are_within_half_a_step_of_what_they_were():
+    weights = {
+        "conv": torch.randn(6, 3, 3, 3),
+        "linear": torch.randn(5, 7),
+        "bias": torch.randn(4),
+        "zero": torch.zeros(2, 2),
+    }
+    stored = model.packed(weights)
+    assert {stored[name].dtype for name in ("conv", "linear", "zero")} == {torch.int8}
+    back = model.unpacked(stored)
+    assert back.keys() == weights.keys()
+    torch.testing.assert_close(back["bias"], weights["bias"].half())
+    for name in ("conv", "linear", "zero"):
+        largest = weights[name].flatten(1).abs().amax(1).reshape(-1, *[1] * (weights[name].ndim - 1))
+        assert ((back[name].float() - weights[name]).abs() <= 0.51 * largest / 127 + 1e-3 * largest).all()
 
 
 def test_the_training_record_covers_every_stage():

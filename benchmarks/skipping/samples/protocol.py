@@ -44,15 +44,7 @@ INPAINTED = (("euler", "normal"), ("dpmpp_2m", "normal"))
 UNTESTED = (("lms", "normal"), ("ipndm", "normal"), ("res_multistep", "normal"), ("er_sde", "normal"))
 BESIDE_STEPS, BESIDE_CFG = 20, 4.0
 
-FIT_SAMPLERS = (
-    ("euler", "normal"),
-    ("dpmpp_2m", "normal"),
-    ("dpmpp_2m", "karras"),
-    ("uni_pc", "normal"),
-    ("deis", "normal"),
-    ("euler_ancestral", "normal"),
-    ("dpmpp_2m_sde_gpu", "karras"),
-)
+FIT_SAMPLERS = tuple(pair for pair in SAMPLERS if pair[0] not in SAME_AS)
 FIT_SHARES = (0.35, 0.5, 0.6, 0.667, 0.7, 0.75)
 FIT_POWERS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5)
 

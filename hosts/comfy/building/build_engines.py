@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from ....core.dtypes import dtype_of
 from ....core.errors import UnsupportedModel
 from ....engine_cache import WeightsMemo
+from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
-from ....runtime.provider import EngineProvider
+from ....runtime.provider import Made
 from ....runtime.requests.make_engines import make_engines
-from ....runtime.settings.model_settings import PIXELS, Resolution, Settings
+from ....runtime.settings.model_settings import PIXELS, Resolution
 from ...live_model.account import why_changed
 from ..models.fallback_reasons import why_not_this_run
 from ..models.model_classes import CallSize
@@ -22,35 +24,40 @@ from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
 
 
-def build_engines(
-    provider: EngineProvider,
-    patcher: Any,
-    settings: Settings,
-    batch: int,
-    tokens: int,
-    want: Callable[[str], None] = lambda digest: None,
-) -> list[str]:
-    """Build (or find), load and verify an engine for each resolution; a line of report for each engine.
+def build_engines(module: AcceleratedModule, patcher: Any, batch: int, tokens: int) -> list[Made]:
+    """Build (or find), load and verify an engine for each resolution of the settings; the node shows how it goes.
 
     Args:
         batch: samples in one call of the UNet.
         tokens: length of the text.
-        want: told the digest of each engine.
 
     Raises:
         SlipstreamError: an engine could not be had; those before it are kept.
     """
-    if not settings.resolutions:
-        raise UnsupportedModel("Name at least one resolution, such as 512x512")
-    settings = provider.with_preferences(settings)
-    source = open_unet(patcher, provider.weights_memo)
-    calls = (unet_call(source, resolution, batch, tokens) for resolution in settings.resolutions)
-    hooks = replace(waiting_hooks(), wants=want, by_hand=True)
-    reports = []
-    for made in make_engines(provider, source, calls, settings, hooks):
-        want(made.plan.key.digest)
-        reports.append(str(made))
-    return reports
+    provider, settings, status = module.provider, module.settings, module.status
+    made = []
+    with failing(module):
+        if not settings.resolutions:
+            raise UnsupportedModel("Name at least one resolution, such as 512x512")
+        source = open_unet(patcher, provider.weights_memo)
+        calls = [unet_call(source, resolution, batch, tokens) for resolution in settings.resolutions]
+        hooks = replace(waiting_hooks(), wants=status.want, by_hand=module.by_hand)
+        for engine in make_engines(provider, source, calls, settings, hooks):
+            status.want(engine.plan.key.digest)
+            made.append(engine)
+    return made
+
+
+@contextmanager
+def failing(module: AcceleratedModule) -> Iterator[None]:
+    """Show on the node why a requested engine could not be built; the error is raised on."""
+    try:
+        yield
+    except waiting_hooks().interruptions:
+        raise
+    except Exception as error:  # whatever a backend raises
+        module.status.fail(str(error) or type(error).__name__)
+        raise
 
 
 def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:

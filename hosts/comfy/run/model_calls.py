@@ -6,7 +6,6 @@ import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ....runtime.checking.verify import LIMITS, limit_of, relative_error
 from ....runtime.loaded.device_clock import disturb
 from ....runtime.module import AcceleratedModule, Run
 from ....runtime.planning.plan import CallShape
-from ....runtime.provider import Offer
 from ....runtime.settings.model_settings import BackendChoice, Parallel, Settings, ShapeChoice
 from ...control_residuals import kinds_of, residuals_of
 from ...live_model.account import why_changed
@@ -39,52 +37,6 @@ class NotServed(SlipstreamError):
     """No engine answered a call that only engines may answer."""
 
 
-@dataclass(frozen=True)
-class Served:
-    """One call that an engine answered.
-
-    Attributes:
-        counts: whether it is a call of its own, not a part of another.
-    """
-
-    run: Run
-    offer: Offer
-    counts: bool = True
-
-    def count(self) -> None:
-        """Count it once more."""
-        if self.counts:
-            self.run.count(self.offer)
-        else:
-            self.run.note(self.offer)
-
-
-class Tally:
-    """Counts calls that engines served, or collects them in a list, to be counted later."""
-
-    def __init__(self) -> None:
-        self._notes: list[Served] | None = None
-
-    def follow(self, run: Run, counts: bool = True) -> None:
-        """Receive the calls of a run from now on."""
-        run.tally = lambda offer: self._hear(Served(run, offer, counts))
-
-    def _hear(self, served: Served) -> None:
-        if self._notes is None:
-            served.count()
-        else:
-            self._notes.append(served)
-
-    @contextmanager
-    def noting(self) -> Iterator[list[Served]]:
-        """Meanwhile calls are put into a list, not counted."""
-        before, self._notes = self._notes, []
-        try:
-            yield self._notes
-        finally:
-            self._notes = before
-
-
 class ModelCalls:
     """The calls of a model.
 
@@ -101,14 +53,10 @@ class ModelCalls:
         kinds: what `_kind_of` gave for each call so far.
     """
 
-    def __init__(
-        self, whole: Run, source: ComfyUNetSource, run_veto: str | None, halves: Halves | None, tally: Tally
-    ) -> None:
+    def __init__(self, whole: Run, source: ComfyUNetSource, run_veto: str | None, halves: Halves | None) -> None:
         self.whole = whole
         self.source = source
         self.halves = halves
-        self.tally = tally
-        tally.follow(whole)
         self.join: Callable[[], None] = lambda: None
         self.engines_only = False
         self.options: dict[str, Any] = {}
@@ -230,10 +178,8 @@ class Halves:
     _proved: set[tuple[str, str]] = set()
     """Architecture and weights of models whose halves together matched the whole model in this process."""
 
-    def __init__(
-        self, module: AcceleratedModule, settings: Settings, patcher: Any, ending: ExitStack, tally: Tally
-    ) -> None:
-        self._module, self._patcher, self._ending, self._tally = module, patcher, ending, tally
+    def __init__(self, module: AcceleratedModule, settings: Settings, patcher: Any, ending: ExitStack) -> None:
+        self._module, self._patcher, self._ending = module, patcher, ending
         self._settings = settings
         self._runs: dict[str, Run] = {}
         self.sources: dict[str, ComfyUNetHalfSource] = {}
@@ -331,9 +277,9 @@ class Halves:
             projected = self._settings.levers.text_once
             source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
             self.sources[half] = source
-            run = self._module.run(source, waiting_hooks(), settings=self._settings)
+            is_part = half == ENCODER  # both together are one call of the model
+            run = self._module.run(source, waiting_hooks(), settings=self._settings, is_part=is_part)
             self._runs[half] = self._ending.enter_context(run)
-            self._tally.follow(self._runs[half], counts=half == DECODER)  # both together are one call of the model
         return self._runs[half]
 
     def _is_right(self, result: Tensors, reference: Callable[[], Tensors]) -> bool:
@@ -369,7 +315,6 @@ def halves_of(
     source: ComfyUNetSource,
     patcher: Any,
     ending: ExitStack,
-    tally: Tally,
 ) -> Halves | None:
     """The halves of a model where they are wanted: on a GPU, where a ControlNet can run beside the first."""
     kind, wanted = source.architecture.kind, settings.levers.parallel
@@ -377,4 +322,4 @@ def halves_of(
         return None
     if settings.backend is BackendChoice.TENSORRT or settings.shapes is not ShapeChoice.EACH or settings.bake:
         return None
-    return Halves(module, settings, patcher, ending, tally) if can_be_halved(kind, source.architecture.config) else None
+    return Halves(module, settings, patcher, ending) if can_be_halved(kind, source.architecture.config) else None

@@ -30,18 +30,6 @@ def recorded(module: AcceleratedModule, after_run: RunRecorder | None) -> Iterat
             after_run(module.status.since(before))
 
 
-@contextmanager
-def failing(module: AcceleratedModule) -> Iterator[None]:
-    """Show on the node why a requested engine could not be built; the error is raised on."""
-    try:
-        yield
-    except waiting_hooks().interruptions:
-        raise
-    except Exception as error:  # whatever a backend raises
-        module.status.fail(str(error) or type(error).__name__)
-        raise
-
-
 def begin_run(
     module: AcceleratedModule,
     read: Callable[[], _Source],

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ....runtime.module import Run
+from ....runtime.module import Run, Served
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Levers
 from ...model_patches import why_not_these_tensors
-from ..run.model_calls import Served
 from ..run.step_contents import Conditions, kind_of_conditions
 from .step import Pattern, Step
 
@@ -34,14 +33,14 @@ class KnownStep:
     """A pattern without what belongs to one picture alone.
 
     Attributes:
-        calls: of engines, in their order: whose, of what shapes, and whether it counts, see `Served`.
+        calls: of engines, in their order: whose, and of what shapes.
         conditions, hints: what conditioned the model, apart from tensor values.
         levers: by which it came about.
         kinds: see `Pattern`.
     """
 
     order: tuple[int, ...]
-    calls: tuple[tuple[Part, CallShape, bool], ...]
+    calls: tuple[tuple[Part, CallShape], ...]
     is_halved: bool
     way: str
     conditions: Hashable
@@ -89,13 +88,13 @@ def pattern_by(
     if known_step.hints != _kind_of_hints(step):
         return None
     served, owner = [], None
-    for part, shape, counts in known_step.calls:
+    for part, shape in known_step.calls:
         run = _run_of(part, step)
         offer = None if run is None else run.offer_for(shape)
         if run is None or offer is None or offer.engine is None:
             return None
-        served.append(Served(run, offer, counts))
-        if counts and not isinstance(part, int):
+        served.append(Served(run, offer))
+        if not run.is_part and not isinstance(part, int):
             owner = offer.engine
     if owner is None or (known_step.is_halved and not (calls.halves is not None and calls.halves.is_proved)):
         return None
@@ -110,7 +109,7 @@ def _known_step_of(step: Step, pattern: Pattern) -> KnownStep | None:
         part, shapes = _part_of(served.run, step), served.run.calls_of(served.offer)
         if part is None or len(shapes) != 1:
             return None  # one engine for calls of several shapes: which of them this was is not known
-        calls.append((part, shapes[0], served.counts))
+        calls.append((part, shapes[0]))
     conditions = kind_of_conditions(step.guider, pattern.order)
     hints, made = _kind_of_hints(step), tuple(calls)
     return KnownStep(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers, pattern.kinds)

@@ -22,7 +22,7 @@ from ....runtime.checking.measure import milliseconds
 from ....runtime.checking.step_timers import is_on_purpose
 from ....runtime.loaded.cuda_graphs import CudaGraphs, inlined
 from ....runtime.loaded.device_memory import MemoryWatch
-from ....runtime.module import AcceleratedModule
+from ....runtime.module import AcceleratedModule, noted
 from ....runtime.settings.model_settings import Parallel
 from ..process.build_waiting import waiting_hooks
 from ..run.call_wrappers import put_innermost, wrappers_of
@@ -135,7 +135,7 @@ class GraphedSteps:
         """The first of its kind in a run goes the usual way, which shows what it consists of."""
         eager, refused = step.eager_calls(self._module), self._are_halves_refused
         calls_before = len(self._calls.kinds)
-        with inlined(), self._calls.whole_steps(), step.noted() as served:
+        with inlined(), self._calls.whole_steps(), noted() as served:
             result = execute()
         for each in served:
             each.count()

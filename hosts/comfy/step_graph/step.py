@@ -15,10 +15,10 @@ from ....core.protocols import Tensors
 from ....core.streams import Branch
 from ....runtime.loaded.cuda_graphs import inlined
 from ....runtime.loaded.engine_pool import LoadedEngine
-from ....runtime.module import AcceleratedModule
+from ....runtime.module import AcceleratedModule, Served, noted
 from ....runtime.settings.model_settings import Levers
 from ..models.unet_source import ComfyUNetSource
-from ..run.model_calls import ModelCalls, NotServed, Served
+from ..run.model_calls import ModelCalls, NotServed
 from ..run.step_contents import Conditions, behind, conds_of, kind_of_control, kind_of_sampling
 
 SERIAL, PARALLEL = "one after the other", "at the same time"
@@ -36,7 +36,7 @@ class Pattern:
 
     Attributes:
         order: which prompts make up a batch, as ComfyUI put it together: 0 the prompt, 1 the negative one.
-        served: calls of engines, of which the first that counts for the model owns the graphs.
+        served: calls of engines, of which the model's answer owns the graphs.
         is_known: whether pictures after this one may begin with it, see `first_step`.
         kinds: of the model's calls, see `ModelCalls`.
         residuals: shapes and dtypes of what ControlNets give, once known.
@@ -110,27 +110,12 @@ class Step:
         modules = {id(each): each for each in (module, *(control.acceleration.module for control in self.chain))}
         return sum(each.status.eager_calls for each in modules.values())
 
-    @contextmanager
-    def noted(self) -> Iterator[list[Served]]:
-        """Meanwhile all calls of engines are noted, not counted."""
-        tally = self.calls.tally
-        runs = {id(run): run for control in self.used if (run := control.calls().run) is not None}
-        before = [(run, run.tally) for run in runs.values()]
-        for run in runs.values():
-            tally.follow(run)
-        try:
-            with tally.noting() as served:
-                yield served
-        finally:
-            for run, known in before:
-                run.tally = known
-
     def pattern(self, served: list[Served]) -> Pattern | None:
         """What a step consisted of; None where that is not one call of each part."""
         order, halves = self.calls.options.get("cond_or_uncond"), self.calls.halves
         controls = {id(control.calls().run) for control in self.used}
         of_model = [each for each in served if id(each.run) not in controls]
-        answers = [each for each in of_model if each.counts]
+        answers = [each for each in of_model if not each.run.is_part]
         if order is None or len(answers) != 1 or len(served) - len(of_model) != len(self.used):
             return None
         owner = answers[0].offer.engine
@@ -187,7 +172,7 @@ class Step:
         with ExitStack() as ending:
             ending.enter_context(inlined())
             ending.enter_context(self.calls.whole_steps())
-            served = ending.enter_context(self.noted())
+            served = ending.enter_context(noted())
             ending.enter_context(self._engines_only())
             self._decide(ending, tensors)
             for place, source in enumerate(self._sources(pattern)):

@@ -8,9 +8,9 @@ from slipstream.core.spec import Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime import provider as provider_module
 from slipstream.runtime.planning.plan import CallShape
-from slipstream.runtime.provider import EngineProvider, Forecast, HostHooks
+from slipstream.runtime.provider import EngineProvider, Forecast
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
-from slipstream.tests.fakes import FIRST_USE, MANUAL, FakeSource, NullBackend, make_inputs, run_once
+from slipstream.tests.fakes import FIRST_USE, FakeSource, NullBackend, build_only, make_inputs, run_once
 
 CALL = CallShape.of(make_inputs())
 
@@ -25,7 +25,7 @@ def test_nothing_is_known_without_an_engine(provider: EngineProvider, source: Fa
 
 
 def test_nothing_is_known_of_an_engine_that_never_ran(provider: EngineProvider, source: FakeSource) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     assert provider.forecast(source, CALL, FIRST_USE) is None
 
 

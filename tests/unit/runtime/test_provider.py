@@ -45,6 +45,7 @@ from slipstream.tests.fakes import (
     NullBackend,
     NullEngine,
     ask,
+    build_only,
     make_inputs,
     make_model,
     wait_until,
@@ -85,14 +86,28 @@ def restarted(provider: EngineProvider) -> EngineProvider:
 def test_what_is_in_the_store_is_used_whatever_the_policy(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker, settings: Settings
 ) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     offer = ask(restarted(provider), source, settings)
     assert_serves(offer, source)
     assert worker.builds == 1
 
 
+def test_a_call_is_prepared_by_its_plans_its_engine_and_what_a_build_takes(
+    provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    missing = provider.prepare(source, CALL, MANUAL)
+    assert missing.found is None and missing.expected is None, "nothing was built here before"
+    made = provider.make(source, CALL, MANUAL, HostHooks(), missing)
+    assert made.is_new and made.plan is missing.plans[0]
+    there = provider.prepare(source, CALL, MANUAL)
+    assert there.found == (made.plan, made.entry) and there.expected is None
+    assert not provider.make(source, CALL, MANUAL, HostHooks(), there).is_new
+    larger = provider.prepare(source, CallShape.of(make_inputs(16)), MANUAL)
+    assert larger.found is None and larger.expected is not None and worker.builds == 1
+
+
 def test_a_hit_is_logged(provider: EngineProvider, source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     with caplog.at_level(logging.INFO, "slipstream"):
         for _ in range(2):
             return_it(provider, ask(provider, source))
@@ -202,7 +217,7 @@ def test_a_machine_that_cannot_build_says_why(
 def test_a_machine_that_cannot_build_still_uses_what_is_there(
     provider: EngineProvider, source: FakeSource, backend: NullBackend
 ) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     backend.cannot_build = "no C++ compiler was found"
     assert_serves(ask(restarted(provider), source), source)
 
@@ -329,9 +344,9 @@ def test_a_killed_build_is_tried_once_more(provider: EngineProvider, source: Fak
 def test_asking_by_hand_tries_again(provider: EngineProvider, source: FakeSource, worker: FakeWorker) -> None:
     worker.error = BuildFailed("g++ crashed")
     with pytest.raises(BuildFailed, match=r"g\+\+ crashed"):
-        provider.obtain(source, CALL, MANUAL, HostHooks())
+        provider.make(source, CALL, MANUAL, HostHooks())
     worker.error = None
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    provider.make(source, CALL, MANUAL, HostHooks())
     assert worker.builds == 2
 
 
@@ -350,7 +365,7 @@ def test_a_failed_build_keeps_no_model_alive(provider: EngineProvider, worker: F
     worker.error = BuildFailed("g++ crashed")
     source = FakeSource()
     with pytest.raises(BuildFailed):
-        provider.obtain(source, CALL, MANUAL, HostHooks())
+        provider.make(source, CALL, MANUAL, HostHooks())
     ask(provider, source)
     gone = weakref.ref(source.model)
     del source
@@ -419,7 +434,7 @@ def test_a_build_cancelled_by_hand_is_a_reason(
     assert offer.engine is None and "stopped in the sidebar" in offer.reason
     with pytest.raises(BuildCancelled):
         threading.Timer(0.3, provider.queue.cancel_all, ("stopped in the sidebar",)).start()
-        provider.obtain(source, CALL, MANUAL, HostHooks())
+        provider.make(source, CALL, MANUAL, HostHooks())
 
 
 def test_a_run_that_was_started_for_its_build_ends_with_it(
@@ -585,7 +600,7 @@ def test_an_interrupt_in_the_check_is_no_reason(
 def test_a_corrupt_engine_is_a_reason_and_built_again(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker
 ) -> None:
-    _, entry = provider.obtain(source, CALL, MANUAL, HostHooks())
+    _, entry = build_only(provider, source)
     entry.path("engine.txt").write_text("lulu")
     offer = ask(provider, source)
     assert offer.engine is None and "has another content" in offer.reason
@@ -596,7 +611,7 @@ def test_a_corrupt_engine_is_a_reason_and_built_again(
 def test_an_engine_removed_as_it_is_loaded_is_a_reason(
     provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, entry = provider.obtain(source, CALL, MANUAL, HostHooks())
+    _, entry = build_only(provider, source)
     monkeypatch.setattr(provider.store, "lookup", lambda _: entry)
     EngineStore(provider.store.root).delete(entry.digest)
     offer = ask(provider, source)
@@ -702,7 +717,7 @@ def test_a_driver_that_breaks_the_engine_is_noticed(
 def test_a_store_that_cannot_be_written_is_no_obstacle(
     provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
 
     def refuse(*_: object) -> None:
         raise StoreError("the store is read-only")

@@ -7,7 +7,16 @@ import pytest
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.tests.fakes import FIRST_USE, FakeSource, NullBackend, NullEngine, make_inputs, make_model, run_once
+from slipstream.tests.fakes import (
+    FIRST_USE,
+    FakeSource,
+    NullBackend,
+    NullEngine,
+    build_only,
+    make_inputs,
+    make_model,
+    run_once,
+)
 
 CALL = CallShape.of(make_inputs())
 
@@ -186,7 +195,7 @@ def test_an_engine_that_was_built_anew_is_not_refused_for_the_last_one(
     provider.pool.clear()
     provider.store.delete(entry.digest)
     backend.content = "another"
-    provider.obtain(source, CALL, FIRST_USE, HostHooks())
+    build_only(provider, source)
     (again,) = provider.store.list()
     assert again.digest == entry.digest
     assert provider.what_is_wrong(entry) is not None and provider.what_is_wrong(again) is None

@@ -24,6 +24,7 @@ from slipstream.tests.fakes import (
     FakeWorker,
     NullBackend,
     ask,
+    build_only,
     make_inputs,
     make_model,
     wait_until,
@@ -104,7 +105,7 @@ def test_other_weights_of_the_architecture_are_given_their_own_chance(
 def test_in_the_background_bf16_is_built_while_the_plain_model_works(
     provider: EngineProvider, source: FakeSource, worker: FakeWorker
 ) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     offer = ask(provider, source, BACKGROUND)
     assert offer.engine is None and "built in the background" in offer.reason
     wait_until(lambda: not provider.queue.pending())
@@ -256,7 +257,7 @@ def test_a_picture_that_overflows_is_computed_in_bf16(
 def test_a_picture_that_overflows_is_the_plain_models_while_bf16_is_built(
     provider: EngineProvider, source: FakeSource
 ) -> None:
-    provider.obtain(source, CALL, MANUAL, HostHooks())
+    build_only(provider, source)
     module = AcceleratedModule(provider, BACKGROUND)
     assert_right(compute(module, source, LARGE)[0], source, LARGE)
     assert (module.status.engine_calls, module.status.eager_calls) == (0, 1)

@@ -14,13 +14,14 @@ from slipstream.core.environment import versions_now
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
 from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore, Speed
+from slipstream.hosts.comfy.building import build_engines
+from slipstream.hosts.comfy.building.build_engines import failing
 from slipstream.hosts.comfy.node_state import announcer, node_states, watched_nodes
 from slipstream.hosts.comfy.node_state.announcer import Announcer
 from slipstream.hosts.comfy.node_state.node_states import NodeAddress, NodeRegistry, state_of
 from slipstream.hosts.comfy.node_state.status_text import describe
 from slipstream.hosts.comfy.process import running_prompts
-from slipstream.hosts.comfy.run import run_start
-from slipstream.hosts.comfy.run.run_start import failing, recorded
+from slipstream.hosts.comfy.run.run_start import recorded
 from slipstream.runtime.building import build as build_module
 from slipstream.runtime.building import build_queue as queue_module
 from slipstream.runtime.checking.step_timers import on_purpose
@@ -251,7 +252,7 @@ def test_a_cancel_is_no_failure(module_of: Callable[..., AcceleratedModule]) -> 
 
 @pytest.fixture(autouse=True)
 def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_start, "waiting_hooks", HostHooks)
+    monkeypatch.setattr(build_engines, "waiting_hooks", HostHooks)
 
 
 @pytest.mark.parametrize(
