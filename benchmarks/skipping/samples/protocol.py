@@ -43,6 +43,8 @@ SAME_AS = {"ddim": "euler"}
 INPAINTED = (("euler", "normal"), ("dpmpp_2m", "normal"))
 UNTESTED = (("lms", "normal"), ("ipndm", "normal"), ("res_multistep", "normal"), ("er_sde", "normal"))
 BESIDE_STEPS, BESIDE_CFG = 20, 4.0
+DENOISES = (0.3, 0.5, 0.75)
+"""Of image to image."""
 
 FIT_SAMPLERS = (
     ("euler", "normal"),
