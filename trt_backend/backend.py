@@ -82,6 +82,8 @@ class TensorRTBackend:
         reason = library.why_not_precision(spec.precision)
         if reason is None and spec.quantised is not None:
             reason = why_not_on(device, spec.quantised) or library.why_not_in_eight_bits
+        if reason is None and not spec.is_static:
+            reason = library.why_no_range
         return reason
 
     def build_bytes(self, spec: EngineSpec) -> int:

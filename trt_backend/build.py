@@ -122,7 +122,6 @@ class PlanBuilder:
     def _add_profiles(self, builder: Any, network: Any, config: Any) -> None:
         if self._spec.is_static:
             return
-        self._library.share_profiles(config)
         inputs = [network.get_input(index).name for index in range(network.num_inputs)]
         for wanted in self._spec.profiles:
             profile = builder.create_optimization_profile()

@@ -118,6 +118,13 @@ class Library:
             return None
         return f"TensorRT {self.version} does not compute in 8 bits here, 10.9 and newer do; choose backend compiled"
 
+    @property
+    def why_no_range(self) -> str | None:
+        """Why an engine is for one size alone; None where it may be for several."""
+        if self.opset >= 18:
+            return None
+        return f"TensorRT {self.version} has engines for one size each here, 10 and newer have them for a range"
+
     # ------------------------------------------------------------------------------------------------ building
 
     def new_builder(self) -> Any:
@@ -173,11 +180,6 @@ class Library:
         if self.is_rtx and torch.cuda.is_available():
             config.num_compute_capabilities = 1
             config.set_compute_capability(self.trt.ComputeCapability.CURRENT, 0)
-
-    def share_profiles(self, config: Any) -> None:
-        """Let several contexts use one profile, where TensorRT does not do so by itself."""
-        if hasattr(features := self.trt.PreviewFeature, "PROFILE_SHARING_0806") and not self.is_strongly_typed:
-            config.set_preview_feature(features.PROFILE_SHARING_0806, True)
 
     def watch(self, config: Any, monitor: type) -> Any:
         """Report progress to an instance of `monitor`, a class without bases; the result is to be kept alive."""

@@ -81,7 +81,11 @@ class Operation:
 
     def fresh(self, name: str) -> str:
         """`name`, with a suffix where a tensor has that name already."""
-        return fresh_name(name, self._names)
+        number, free = 1, name
+        while free in self._names:
+            number, free = number + 1, f"{name}_{number}"
+        self._names.add(free)
+        return free
 
     def constant(self, name: str, value: np.ndarray[Any, Any]) -> gs.Constant:
         import onnx_graphsurgeon as gs
@@ -268,12 +272,3 @@ def _resize(proto: onnx.TensorProto, kind: int) -> None:
         return
     proto.ClearField(onnx.helper.tensor_dtype_to_field(before))
     proto.raw_data = bytes(length)
-
-
-def fresh_name(name: str, taken: set[str]) -> str:
-    """`name`, with a suffix where it is among `taken`, to which the result is added."""
-    number, free = 1, name
-    while free in taken:
-        number, free = number + 1, f"{name}_{number}"
-    taken.add(free)
-    return free

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import UnsupportedModel
-from .tensorrt_8 import Lowering, Rewrite, attribute, drop_attributes, make_readable
 
 if TYPE_CHECKING:
     import onnx
 
 TENSORRT_8_OPSET = 17
 IR_OF_OPSET_17 = 8
+READ_BY_TENSORRT_8 = frozenset(
+    """Add Cast Concat Conv Cos Div Erf Gemm InstanceNormalization LayerNormalization MatMul Mul Pad Relu Reshape Resize
+    Sigmoid Sin Slice Softmax Split Sub Tanh Transpose Unsqueeze""".split()
+)
+"""What UNets, ControlNets and VAEs of one size are made of. It misreads some of the others without a word."""
+_SINCE_18 = {"num_outputs", "antialias", "keep_aspect_ratio_policy"}
 CHANGED_MEANING = {"AveragePool", "DFT", "GridSample", "GroupNormalization", "Resize"}
 """Operators whose later versions, 19 to 23, mean something else; those of others only add dtypes and options."""
 
@@ -49,109 +55,59 @@ def _changes(node: onnx.NodeProto) -> bool:
         return node.op_type in CHANGED_MEANING
     # 19 mended antialiasing and a policy for aspect ratios; nearest neighbours stayed as they were.
     return (
-        bool(attribute(node, "antialias", 0)) or attribute(node, "keep_aspect_ratio_policy", b"stretch") != b"stretch"
+        bool(_attribute(node, "antialias", 0)) or _attribute(node, "keep_aspect_ratio_policy", b"stretch") != b"stretch"
     )
 
 
 def lower_to_opset_17(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph of opset 18, declared and where needed rewritten as one of opset 17, for TensorRT 8.6.
+    """The graph of opset 18, declared as one of opset 17, for TensorRT 8.6.
 
     Returns:
         A copy; weights stay references to external data.
 
     Raises:
-        UnsupportedModel: an operator has no equal in opset 17, or TensorRT 8.6 does not read it.
+        UnsupportedModel: an operator was not tried there, or has no equal in opset 17.
     """
     import onnx
 
     lowered = onnx.ModelProto()
     lowered.CopyFrom(model)
-    declared = declared_opset(lowered)
-    lowering = Lowering(lowered)
+    constants = {"", *(tensor.name for tensor in lowered.graph.initializer)}
     for node in lowered.graph.node:
-        if node.domain in ("", "ai.onnx"):
-            _lower(lowering, node, declared)
-        lowering.nodes.append(node)
-    lowering.finish()
-    _drop_unread(lowered)
+        if why := _why_not_lowered(node, constants):
+            raise UnsupportedModel(
+                f"TensorRT 8.6 cannot read {node.op_type} ({node.name}), which {why}; "
+                "use TensorRT 10, or choose backend compiled"
+            )
+        while node.input and not node.input[-1]:  # it counts inputs to learn which are given
+            del node.input[-1]
+        kept = [held for held in node.attribute if held.name not in _SINCE_18]
+        del node.attribute[:]
+        node.attribute.extend(kept)
     _declare(lowered, TENSORRT_8_OPSET)
     lowered.ir_version = min(lowered.ir_version, IR_OF_OPSET_17)
     return lowered
 
 
-def _lower(lowering: Lowering, node: onnx.NodeProto, declared: int) -> None:
-    if _since(node.op_type, declared) > TENSORRT_8_OPSET:
-        rewrite = REWRITES.get(node.op_type) if declared == TENSORRT_8_OPSET + 1 else None
-        why = "has no equal in opset 17" if rewrite is None else rewrite(lowering, node)
-        if why is not None:
-            raise UnsupportedModel(
-                f"{node.op_type} ({node.name}) of opset {declared} {why}, which is all that TensorRT 8.6 reads; "
-                "export the model at opset 18, or use TensorRT 10"
-            )
-    why = make_readable(lowering, node)
-    if why is not None:
-        raise UnsupportedModel(
-            f"TensorRT 8.6 cannot read {node.op_type} ({node.name}), which {why}; "
-            "use TensorRT 10, or choose backend compiled"
-        )
-
-
-def _split(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    """Opset 17 divides evenly where it is told no sizes; 18 also unevenly."""
-    if len(node.input) < 2 or not node.input[1]:
-        sizes = lowering.sizes(node.input[0])
-        size = None if sizes is None else sizes[attribute(node, "axis", 0)]
-        if size is None or size % len(node.output):
-            return "splits an unknown or odd size, which opset 17 cannot"
-    drop_attributes(node, "num_outputs")
+def _why_not_lowered(node: onnx.NodeProto, constants: Container[str]) -> str | None:
+    """Why a node of opset 18 cannot be one of 17, for TensorRT 8.6; None where it can."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in READ_BY_TENSORRT_8:
+        return "was not tried there"
+    if node.op_type == "Split" and (len(node.input) < 2 or not node.input[1]):
+        return "is told no sizes"
+    if node.op_type == "Slice" and not all(name in constants for name in node.input[1:]):
+        return "has bounds that are only known when it runs"
+    if node.op_type == "Pad" and len(node.input) > 3 and node.input[3]:
+        return "names axes"
+    if node.op_type == "Resize" and (_changes(node) or _attribute(node, "axes", None) is not None):
+        return "antialiases, keeps the aspect ratio or names axes"
     return None
 
 
-def _resize(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    if _changes(node) or attribute(node, "axes", None) is not None:
-        return "antialiases, keeps the aspect ratio or names axes, which is not in opset 17"
-    drop_attributes(node, "antialias", "keep_aspect_ratio_policy")
-    return None
-
-
-def _pad(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    return "names axes, which is not in opset 17" if len(node.input) > 3 and node.input[3] else None
-
-
-def _reduce(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    """The axes are an input in opset 18, and an attribute before."""
+def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     import onnx
 
-    named = node.input[1] if len(node.input) > 1 else ""
-    axes = lowering.integers(named) if named else []
-    if axes is None or (not axes and attribute(node, "noop_with_empty_axes", 0)):
-        return "has axes that are not known before it runs, or none, which is not in opset 17"
-    del node.input[1:]
-    drop_attributes(node, "noop_with_empty_axes")
-    if axes:
-        node.attribute.append(onnx.helper.make_attribute("axes", axes))
-    return None
-
-
-def _scatter(lowering: Lowering, node: onnx.NodeProto) -> str | None:
-    return (
-        "takes extremes, which is not in opset 17"
-        if attribute(node, "reduction", b"none") in (b"min", b"max")
-        else None
-    )
-
-
-REWRITES: dict[str, Rewrite] = {
-    "Split": _split,
-    "Resize": _resize,
-    "Pad": _pad,
-    "ScatterElements": _scatter,
-    "ScatterND": _scatter,
-    **{
-        f"Reduce{kind}": _reduce
-        for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
-    },
-}
+    return next((onnx.helper.get_attribute_value(held) for held in node.attribute if held.name == name), default)
 
 
 def _since(kind: str, opset: int) -> int:
@@ -164,19 +120,3 @@ def _declare(model: onnx.ModelProto, opset: int) -> None:
     for declared in model.opset_import:
         if declared.domain in ("", "ai.onnx"):
             declared.version = opset
-
-
-def _drop_unread(model: onnx.ModelProto) -> None:
-    """Constants whose readers have become attributes go."""
-    read = {name for node in model.graph.node for name in node.input} | {output.name for output in model.graph.output}
-    for held in (model.graph.initializer, model.graph.node):
-        kept = [
-            item for item in held if not (_is_constant(item) and not read & set(getattr(item, "output", [item.name])))
-        ]
-        if len(kept) < len(held):
-            del held[:]
-            held.extend(kept)
-
-
-def _is_constant(item: onnx.NodeProto | onnx.TensorProto) -> bool:
-    return getattr(item, "op_type", "Constant") == "Constant"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -185,6 +186,8 @@ class Bench:
         self.library, self.trt = library_of(release)
         self.script = self.trt.script
         self.spec = spec or make_spec()
+        if not self.spec.is_static and (reason := self.library.why_no_range):
+            pytest.skip(reason)
         self.graph = exported(self.library, self.spec)
         self.numbers = numbers
         self.baked = numbers is not None

@@ -138,6 +138,10 @@ def test_opsets(release: str, opset: int) -> None:
     assert library_of(release)[0].opset == opset
 
 
+def test_only_tensorrt_8_has_no_engines_for_a_range(release: str) -> None:
+    assert (library_of(release)[0].why_no_range is not None) == (release == "8.6.1")
+
+
 def test_the_opset_by_version() -> None:
     trt = fake_tensorrt("10.16.1")
     trt.__version__ = "10.9.0.34"

@@ -457,7 +457,6 @@ def _plan(trt: Any, network: Any, build: Build) -> bytes:
         "refittable": sorted(refittable),
         "stripped": sorted(stripped),
         "profiles": build.profiles,
-        "shares_profiles": trt.release != "8.6.1" or "PROFILE_SHARING_0806" in build.flags,
     }
     text = json.dumps(header).encode()
     return PLAN + len(text).to_bytes(4, "little") + text + model.SerializeToString()

@@ -49,8 +49,6 @@ class ICudaEngine:
         self._runtime = weakref.ref(runtime)
         self._logger = runtime._logger
         self._profiles: list[dict[str, list[Shape]]] = header["profiles"]
-        self._users: dict[int, Any] = {}
-        self._shares_profiles: bool = header["shares_profiles"]
         self._refittable = set(header["refittable"])
         self._prototypes = {tensor.name: tensor for tensor in model.graph.initializer}
         self._missing = set(header["stripped"])
@@ -190,9 +188,7 @@ class IExecutionContext:
         self._has_memory = has_memory
         self._given: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
-        self._profile = -1
-        if 0 not in self._taken():
-            self._take(0)
+        self._profile = 0
 
     @property
     def active_optimization_profile(self) -> int:
@@ -203,9 +199,8 @@ class IExecutionContext:
             return False
         if not 0 <= profile_index < self._engine.num_optimization_profiles:
             return self._complain(f"There is no profile {profile_index}.")
-        if profile_index != self._profile and profile_index in self._taken():
-            return self._complain(f"Profile {profile_index} is used by another context.")
-        self._take(profile_index)
+        self._profile = profile_index
+        self._given = {}
         return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
@@ -280,17 +275,6 @@ class IExecutionContext:
             return shape == dims(self._engine._inputs[name])
         low, _, high = ranges[name]
         return len(shape) == len(low) and all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
-
-    def _taken(self) -> set[int]:
-        if self._engine._shares_profiles:
-            return set()
-        return {profile for profile, user in self._engine._users.items() if user() not in (None, self)}
-
-    def _take(self, profile: int) -> None:
-        self._engine._users = {number: user for number, user in self._engine._users.items() if user() is not self}
-        self._engine._users[profile] = weakref.ref(self)
-        self._profile = profile
-        self._given = {}
 
     def _lend(self, memory: int, size: int | None) -> None:
         self._trt.script.lent.append((memory, size))
