@@ -1,4 +1,5 @@
-"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
+"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | export | import |
+push | pull | trust | bench | ui`.
 
 Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
 """
@@ -78,6 +79,8 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench, _add_ui):
         add(commands.add_parser)
+    for add in (_add_export, _add_import, _add_push, _add_pull, _add_trust):
+        add(commands.add_parser)
     return parser
 
 
@@ -111,9 +114,7 @@ def _add_verify(add_parser: _AddParser) -> None:
     parser = _command(
         add_parser, "verify", "compare the engines' files with their checksums", "engines", "verify_engines"
     )
-    parser.add_argument(
-        "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
-    )
+    _add_ids(parser)
     parser.add_argument("--all", action="store_true", help="every engine")
 
 
@@ -131,6 +132,60 @@ def _add_delete(add_parser: _AddParser) -> None:
     parser = _command(add_parser, "delete", "delete engines", "engines", "delete_engines")
     parser.add_argument("ids", nargs="+", type=prefix, metavar="ID", help="first digits of an engine's id")
     parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_export(add_parser: _AddParser) -> None:
+    parser = _command(
+        add_parser, "export", "write engines into one file for other machines", "travel", "export_engines"
+    )
+    parser.add_argument("target", type=Path, metavar="FILE", help="the file to write")
+    _add_ids(parser)
+    parser.add_argument(
+        "--folder", action="store_true", help="write a folder, which can be a base of other stores (SLIPSTREAM_BASE)"
+    )
+
+
+def _add_import(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "import", "take in the engines of a file or folder", "travel", "import_from")
+    parser.add_argument("source", type=Path, metavar="FILE", help="what export has written, or another engine store")
+
+
+def _add_push(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "push", "send engines to a remote store", "travel", "push")
+    _add_ids(parser)
+    _add_remote(parser)
+    parser.add_argument("--again", action="store_true", help="also what seems to be there already")
+
+
+def _add_pull(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "pull", "bring engines from a remote store", "travel", "pull")
+    _add_ids(parser)
+    _add_remote(parser)
+
+
+def _add_trust(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "trust", "say whose engines are loaded on this machine", "trust", "trust")
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "add", "remove", "adopt", "export-key", "import-key"),
+        help="list the keys; show this user's public key; add or remove the key of another maker; adopt engines that "
+        "were built here before engines were signed; write or read the secret key",
+    )
+    parser.add_argument("values", nargs="*", metavar="VALUE", help="a public key, ids of engines, or a file")
+    parser.add_argument("--name", default="", help="whose key it is, for you")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_ids(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
+    )
+
+
+def _add_remote(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--remote", metavar="URL", help="such as s3://bucket/engines; default: the first of SLIPSTREAM_REMOTE"
+    )
 
 
 def _add_build(add_parser: _AddParser) -> None:
