@@ -391,7 +391,7 @@ class EngineProvider:
             only_pulled = self.supply.never_builds or settings.policy is BuildPolicy.MANUAL
             if only_pulled and not self.supply.may_have(plan.key.digest):
                 return f"{missing}; build it with the Build Engine node or `slipstream build`"
-            if hooks.by_hand or only_pulled:
+            if hooks.by_hand or only_pulled or plan.key.digest in self._only_pulled:  # what was missing may be there
                 self.queue.forget(plan)
             (self._only_pulled.add if only_pulled else self._only_pulled.discard)(plan.key.digest)
             hooks.wants(plan.key.digest)
