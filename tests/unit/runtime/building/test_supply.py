@@ -48,7 +48,7 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def pushed(provider: EngineProvider, source: FakeSource, worker: FakeWorker, url: str) -> str:
     """The digest of an engine that another machine has built and pushed."""
-    _, entry = provider.obtain(source, CALL, MANUAL, HostHooks())
+    entry = provider.make(source, CALL, MANUAL, HostHooks()).entry
     RemoteStore(url).push(entry, provider.store)
     worker.builds = 0
     return entry.digest
@@ -112,7 +112,7 @@ def test_a_worker_finds_what_is_pushed_later(
 ) -> None:
     late = elsewhere(url, never_builds=True)
     assert ask(late, source, FIRST_USE).engine is None
-    RemoteStore(url).push(provider.obtain(source, CALL, MANUAL, HostHooks())[1], provider.store)
+    RemoteStore(url).push(provider.make(source, CALL, MANUAL, HostHooks()).entry, provider.store)
     assert ask(late, source, FIRST_USE).engine is None, "it was asked for a moment ago"
     monkeypatch.setattr(supply_module, "_ASKED_AGAIN_SECONDS", 0.0)
     assert run_once(late, source, FIRST_USE).engine is not None
@@ -140,7 +140,7 @@ def test_a_remote_store_that_is_not_there_costs_no_engine(
 
 
 def test_an_unsigned_engine_is_refused_with_the_way_out_and_built_by_hand(provider, source, worker) -> None:
-    _, entry = provider.obtain(source, CALL, MANUAL, HostHooks())
+    entry = provider.make(source, CALL, MANUAL, HostHooks()).entry
     path = entry.directory / MANIFEST_NAME
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "seal": None, "signature": None}))
     for settings in (FIRST_USE, BACKGROUND, MANUAL):
@@ -190,7 +190,7 @@ def test_a_new_process_serves_within_five_seconds_what_another_built(
     from slipstream.tests.unit.engine_cache.travel.servers import BUCKET, s3_server
 
     builder = EngineProvider(store, [AOTInductorBackend()], supply=Supply())
-    _, entry = builder.obtain(source, CALL, FIRST_USE, HostHooks())
+    entry = builder.make(source, CALL, FIRST_USE, HostHooks()).entry
     with s3_server() as address:
         reach = {
             "AWS_ENDPOINT_URL": address,
