@@ -25,7 +25,7 @@ from .words import count, one_line, prefix, resolutions, size_in_bytes, span, te
 
 
 def run(words: list[str]) -> int:
-    """Run one command; returns the exit status: 0 ok, 1 a stated failure, 2 wrong usage, 130 interrupted."""
+    """Run one command; returns the exit status, see `errors`."""
     parser = make_parser()
     try:
         options = parser.parse_args(words)
@@ -34,7 +34,23 @@ def run(words: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return USAGE
+    if mistake := _mistake(options):
+        print(f"slipstream: {mistake}", file=sys.stderr)
+        return USAGE
     return _run_guarded(options)
+
+
+def _mistake(options: Namespace) -> str | None:
+    """What is wrong with arguments that depend on each other."""
+    if options.command != _BUILD:
+        return None
+    if sum(each is not None for each in (options.model, options.workflow, options.matrix)) != 1:
+        return "name what to build for: one of --model, --workflow and --matrix"
+    if options.model is not None and options.resolution is None:
+        return "name the picture sizes: --resolution 512x512,768x512"
+    if options.ray and not options.remote:
+        return "--ray needs --remote URL: a store that all machines of the cluster reach"
+    return None
 
 
 def _run_guarded(options: Namespace) -> int:
@@ -84,6 +100,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+_BUILD = ("fleet.command", "build")
 _AddParser = Callable[..., ArgumentParser]
 
 
@@ -182,16 +199,28 @@ def _add_ids(parser: ArgumentParser) -> None:
     )
 
 
-def _add_remote(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--remote", metavar="URL", help="such as s3://bucket/engines; default: the first of SLIPSTREAM_REMOTE"
-    )
+def _add_remote(
+    parser: ArgumentParser, help: str = "such as s3://bucket/engines; default: the first of SLIPSTREAM_REMOTE"
+) -> None:
+    parser.add_argument("--remote", metavar="URL", help=help)
 
 
 def _add_build(add_parser: _AddParser) -> None:
-    _add_model(
-        _command(add_parser, "build", "build engines for a model, so that ComfyUI finds them there", "build", "build")
+    parser = _command(
+        add_parser, "build", "build engines for a model or workflow, so that ComfyUI finds them there", *_BUILD
     )
+    _add_model(parser, required=False)
+    add = parser.add_argument
+    add("--workflow", type=Path, metavar="FILE", help="build what this workflow needs, by a test run in ComfyUI")
+    add("--matrix", type=Path, metavar="FILE", help="build for all models of a YAML file; see docs/command-line.md")
+    add("--check", action="store_true", help="say what is missing (status 3) and build nothing")
+    _add_remote(
+        parser, "a store that is shared with other machines: what it has is pulled, what is built is sent there"
+    )
+    add("--server", metavar="URL", help="with --workflow: a ComfyUI that runs already; default: one is started")
+    add("--comfyui-args", default="", metavar="TEXT", help="with --workflow: further arguments of ComfyUI's main.py")
+    add("--ray", metavar="ADDRESS", help="with --matrix: build on the machines of this Ray cluster; needs --remote")
+    add("--attempts", type=count, default=2, metavar="N", help="with --matrix: for each engine; default: %(default)s")
 
 
 def _add_bench(add_parser: _AddParser) -> None:
@@ -227,12 +256,17 @@ def _add_id(parser: ArgumentParser) -> None:
     parser.add_argument("id", type=prefix, metavar="ID", help="first digits of the engine's id")
 
 
-def _add_model(parser: ArgumentParser) -> None:
+def _add_model(parser: ArgumentParser, required: bool = True) -> None:
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a checkpoint or UNet file, or demo for the built-in tiny model")
+    add(
+        "--model",
+        required=required,
+        metavar="FILE",
+        help="a checkpoint or UNet file, or demo for the built-in tiny model",
+    )
     add(
         "--resolution",
-        required=True,
+        required=required,
         type=resolutions,
         metavar="WxH[,WxH]",
         help="picture sizes, such as 512x512,768x512",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ _Answer = TypeVar("_Answer")
 log = logging.getLogger(__name__)
 
 _WAIT_POLL_SECONDS = 0.1
+_MISSING_KEPT = 256
 _CANCEL_SECONDS = 2.0
 """How long an interrupted run waits for its build to end."""
 
@@ -172,6 +174,8 @@ class EngineProvider:
         self.supply = supply or Supply.configured()
         self._only_pulled: set[str] = set()
         """Engines that were asked for with a policy by which they are not built."""
+        self._missing: OrderedDict[str, list[Plan]] = OrderedDict()
+        """Engines that were asked for and were not there, with those that would do as well."""
         self.preferences = preferences
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
@@ -375,6 +379,9 @@ class EngineProvider:
         Args:
             by_hand: a person asked for it, so that a build takes the place of an engine that is not trusted.
         """
+        self._missing[wanted[0].key.digest] = wanted
+        while len(self._missing) > _MISSING_KEPT:
+            self._missing.popitem(last=False)
         if (refusal := self._why_untrusted(wanted)) and not (by_hand or hooks.by_hand):
             return refusal
         chain = self._obtainable(wanted, settings)
@@ -437,6 +444,14 @@ class EngineProvider:
                 raise
             return pulled
         return [plan for plan in wanted if plan in built or plan in pulled]
+
+    def missing(self) -> dict[str, str]:
+        """Engines that were asked for lately and are not there, by digest, with what each is for."""
+        for digest, wanted in list(self._missing.items()):
+            entries = [self.store.lookup(plan.key.digest) for plan in wanted]
+            if any(entry is not None and entry.why_untrusted() is None for entry in entries):
+                self._missing.pop(digest, None)
+        return {digest: str(wanted[0]) for digest, wanted in list(self._missing.items())}
 
     def _why_untrusted(self, wanted: list[Plan]) -> str | None:
         """Why an engine that is there is not loaded, and the way out."""
