@@ -1,4 +1,4 @@
-"""The command `build`: engines for a model, made before any picture needs them."""
+"""The command `build` for one model: its engines, made before any picture needs them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..core.formatting import SHOWN, say_error, say_seconds
 from ..core.progress import Progress
 from ..engine_cache import EngineStore
+from ..engine_cache.travel.remote_store import RemoteStore
 from ..hosts.standalone.model_by_file import load_model
 from ..runtime.planning.build_estimate import say_estimate
 from ..runtime.planning.plan import CallShape
@@ -17,10 +18,11 @@ from ..runtime.provider import EngineProvider, HostHooks, Made
 from ..runtime.reporting.engine_info import summary
 from ..runtime.requests.make_engines import LoadedModel
 from ..runtime.settings.model_settings import Settings
-from .errors import OK
+from .errors import MISSING, OK
 from .home import open_provider
 from .interrupt import prompt_interrupts
 from .output import Output, progress_bar
+from .sharing import shared
 
 _COLUMNS = ("id", "engine", "backend", "precision", "outcome", "error")
 
@@ -34,7 +36,10 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
         model = load(options, provider)
         engines: dict[str, Made] = {}
         for resolution in settings.resolutions:
-            made = make(provider, model, model.call(resolution, options.batch, options.tokens), settings)
+            call = model.call(resolution, options.batch, options.tokens)
+            with shared(provider, model, call, settings, options.remote) as sharing:
+                made = make(provider, model, call, settings)
+                sharing.push(made.entry)
             engines.setdefault(made.entry.digest, made)  # one may be for several resolutions
     rows = [_facts(engine) for engine in engines.values()]
     data = {
@@ -51,6 +56,37 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
 
     output.show(data, tell)
     return OK
+
+
+def check(store: EngineStore, output: Output, options: Namespace) -> int:
+    """Say which engines are there and which are missing; nothing is built."""
+    provider = open_provider(store, options)
+    settings = provider.with_preferences(settings_from(options))
+    model = load(options, provider)
+    remote = RemoteStore(options.remote) if options.remote else None
+    rows: dict[str, dict[str, Any]] = {}
+    for resolution in settings.resolutions:
+        plans = provider.plans(model.source, model.call(resolution, options.batch, options.tokens), settings)
+        there = next((plan for plan in plans if _is_there(plan.key.digest, store, remote)), None)
+        plan = there or plans[0]
+        rows[plan.key.digest] = {"digest": plan.key.digest, "label": str(plan), "ready": there is not None}
+    missing = [row for row in rows.values() if not row["ready"]]
+
+    def tell() -> None:
+        for row in rows.values():
+            output.line(f"{row['digest'][:SHOWN]}  {row['label']}: {'ready' if row['ready'] else 'missing'}")
+        output.line(f"{len(rows) - len(missing)} engines ready, {len(missing)} missing")
+
+    output.show({"store": str(store.root), "model": options.model, "engines": list(rows.values())}, tell)
+    return MISSING if missing else OK
+
+
+def _is_there(digest: str, store: EngineStore, remote: RemoteStore | None) -> bool:
+    """Whether this machine has an engine that it would load, or would get it from `remote`."""
+    entry = store.lookup(digest)
+    if entry is not None and entry.why_untrusted() is None:
+        return True
+    return remote is not None and remote.why_not_pulled(digest, store.keyring) is None
 
 
 def settings_from(options: Namespace) -> Settings:

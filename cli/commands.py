@@ -1,4 +1,5 @@
-"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | bench | ui`.
+"""The arguments of the command line: `slipstream build | list | show | verify | prune | delete | export | import |
+push | pull | trust | bench | ui`.
 
 Each command's code is imported when it runs, so that `--help` and mistakes are answered at once.
 """
@@ -24,7 +25,7 @@ from .words import count, one_line, prefix, resolutions, size_in_bytes, span, te
 
 
 def run(words: list[str]) -> int:
-    """Run one command; returns the exit status: 0 ok, 1 a stated failure, 2 wrong usage, 130 interrupted."""
+    """Run one command; returns the exit status, see `errors`."""
     parser = make_parser()
     try:
         options = parser.parse_args(words)
@@ -33,7 +34,23 @@ def run(words: list[str]) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return USAGE
+    if mistake := _mistake(options):
+        print(f"slipstream: {mistake}", file=sys.stderr)
+        return USAGE
     return _run_guarded(options)
+
+
+def _mistake(options: Namespace) -> str | None:
+    """What is wrong with arguments that depend on each other."""
+    if options.command != _BUILD:
+        return None
+    if sum(each is not None for each in (options.model, options.workflow, options.matrix)) != 1:
+        return "name what to build for: one of --model, --workflow and --matrix"
+    if options.model is not None and options.resolution is None:
+        return "name the picture sizes: --resolution 512x512,768x512"
+    if options.ray and not options.remote:
+        return "--ray needs --remote URL: a store that all machines of the cluster reach"
+    return None
 
 
 def _run_guarded(options: Namespace) -> int:
@@ -78,9 +95,12 @@ def make_parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (_add_build, _add_list, _add_show, _add_verify, _add_prune, _add_delete, _add_bench, _add_ui):
         add(commands.add_parser)
+    for add in (_add_export, _add_import, _add_push, _add_pull, _add_trust):
+        add(commands.add_parser)
     return parser
 
 
+_BUILD = ("fleet.command", "build")
 _AddParser = Callable[..., ArgumentParser]
 
 
@@ -111,9 +131,7 @@ def _add_verify(add_parser: _AddParser) -> None:
     parser = _command(
         add_parser, "verify", "compare the engines' files with their checksums", "engines", "verify_engines"
     )
-    parser.add_argument(
-        "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
-    )
+    _add_ids(parser)
     parser.add_argument("--all", action="store_true", help="every engine")
 
 
@@ -133,10 +151,76 @@ def _add_delete(add_parser: _AddParser) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
 
-def _add_build(add_parser: _AddParser) -> None:
-    _add_model(
-        _command(add_parser, "build", "build engines for a model, so that ComfyUI finds them there", "build", "build")
+def _add_export(add_parser: _AddParser) -> None:
+    parser = _command(
+        add_parser, "export", "write engines into one file for other machines", "travel", "export_engines"
     )
+    parser.add_argument("target", type=Path, metavar="FILE", help="the file to write")
+    _add_ids(parser)
+    parser.add_argument(
+        "--folder", action="store_true", help="write a folder, which can be a base of other stores (SLIPSTREAM_BASE)"
+    )
+
+
+def _add_import(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "import", "take in the engines of a file or folder", "travel", "import_from")
+    parser.add_argument("source", type=Path, metavar="FILE", help="what export has written, or another engine store")
+
+
+def _add_push(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "push", "send engines to a remote store", "travel", "push")
+    _add_ids(parser)
+    _add_remote(parser)
+    parser.add_argument("--again", action="store_true", help="also what seems to be there already")
+
+
+def _add_pull(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "pull", "bring engines from a remote store", "travel", "pull")
+    _add_ids(parser)
+    _add_remote(parser)
+
+
+def _add_trust(add_parser: _AddParser) -> None:
+    parser = _command(add_parser, "trust", "say whose engines are loaded on this machine", "trust", "trust")
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "add", "remove", "adopt", "export-key", "import-key"),
+        help="list the keys; show this user's public key; add or remove the key of another maker; adopt engines that "
+        "were built here before engines were signed; write or read the secret key",
+    )
+    parser.add_argument("values", nargs="*", metavar="VALUE", help="a public key, ids of engines, or a file")
+    parser.add_argument("--name", default="", help="whose key it is, for you")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_ids(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "ids", nargs="*", type=prefix, metavar="ID", help="first digits of an engine's id; default: all"
+    )
+
+
+def _add_remote(
+    parser: ArgumentParser, help: str = "such as s3://bucket/engines; default: the first of SLIPSTREAM_REMOTE"
+) -> None:
+    parser.add_argument("--remote", metavar="URL", help=help)
+
+
+def _add_build(add_parser: _AddParser) -> None:
+    parser = _command(
+        add_parser, "build", "build engines for a model or workflow, so that ComfyUI finds them there", *_BUILD
+    )
+    _add_model(parser, required=False)
+    add = parser.add_argument
+    add("--workflow", type=Path, metavar="FILE", help="build what this workflow needs, by a test run in ComfyUI")
+    add("--matrix", type=Path, metavar="FILE", help="build for all models of a YAML file; see docs/command-line.md")
+    add("--check", action="store_true", help="say what is missing (status 3) and build nothing")
+    _add_remote(
+        parser, "a store that is shared with other machines: what it has is pulled, what is built is sent there"
+    )
+    add("--server", metavar="URL", help="with --workflow: a ComfyUI that runs already; default: one is started")
+    add("--comfyui-args", default="", metavar="TEXT", help="with --workflow: further arguments of ComfyUI's main.py")
+    add("--ray", metavar="ADDRESS", help="with --matrix: build on the machines of this Ray cluster; needs --remote")
+    add("--attempts", type=count, default=2, metavar="N", help="with --matrix: for each engine; default: %(default)s")
 
 
 def _add_bench(add_parser: _AddParser) -> None:
@@ -172,12 +256,17 @@ def _add_id(parser: ArgumentParser) -> None:
     parser.add_argument("id", type=prefix, metavar="ID", help="first digits of the engine's id")
 
 
-def _add_model(parser: ArgumentParser) -> None:
+def _add_model(parser: ArgumentParser, required: bool = True) -> None:
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a checkpoint or UNet file, or demo for the built-in tiny model")
+    add(
+        "--model",
+        required=required,
+        metavar="FILE",
+        help="a checkpoint or UNet file, or demo for the built-in tiny model",
+    )
     add(
         "--resolution",
-        required=True,
+        required=required,
         type=resolutions,
         metavar="WxH[,WxH]",
         help="picture sizes, such as 512x512,768x512",

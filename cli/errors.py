@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..core.errors import SlipstreamError
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses."""
+OK, FAILED, USAGE, MISSING, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit statuses; MISSING: nothing failed, but engines are not there."""
 
 
 class CommandError(SlipstreamError):

@@ -11,7 +11,7 @@ from ..hosts.comfy.process.checkout import OPEN_FOLDERS
 from ..runtime.provider import EngineProvider
 from ..runtime.settings.preferences import Preferences
 from ..runtime.settings.store_folder import open_store as open_preferred_store
-from ..runtime.settings.store_folder import preferences_file
+from ..runtime.settings.store_folder import preferences_file, store_at
 
 
 def open_store(options: Namespace) -> EngineStore:
@@ -23,7 +23,7 @@ def open_store(options: Namespace) -> EngineStore:
         BackendUnavailable: `--comfyui` or COMFYUI_DIR names no ComfyUI.
     """
     if options.home is not None:
-        return EngineStore(options.home.expanduser())
+        return store_at(options.home.expanduser())
     return open_preferred_store(preferences(options), _host_default(options))
 
 

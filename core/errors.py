@@ -11,6 +11,7 @@
     ├── IncompatibleEngine   an artifact made for another machine, version or set of weights
     │   └── NotFinite        ... that computes NaN or Inf where the fp32 reference does not
     ├── CorruptEngine        files that differ from what their manifest says
+    ├── UntrustedEngine      native code that neither this machine built nor a trusted key signed
     └── StoreError           the engine store cannot be read or written
         └── EngineInUse      ... because a living process needs the engine that was to go
 
@@ -62,6 +63,10 @@ class NotFinite(IncompatibleEngine):
 
 class CorruptEngine(SlipstreamError):
     """Files of an engine differ from what their manifest says."""
+
+
+class UntrustedEngine(SlipstreamError):
+    """An engine was neither built by this user nor signed by a key that the user trusts; its code is not loaded."""
 
 
 class StoreError(SlipstreamError):

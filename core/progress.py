@@ -14,7 +14,8 @@ class Progress:
     """One report of a running build.
 
     Attributes:
-        phase: "queued", "waiting" (for another process), "start", "export", "compile", "store", "load" or "verify".
+        phase: "queued", "waiting" (for another process), "pull" (from a remote store), "start", "export",
+            "compile", "store", "load" or "verify".
         fraction: of the whole build, 0 to 1; None where nothing can be said.
         message: one line for people.
         operations: in the traced graph, 0 before they are counted; the build time grows with them.

@@ -131,8 +131,8 @@ class Backend(Protocol):
 class Architecture(Protocol):
     """The computation of a model, without its weights.
 
-    Small, so that it may outlive the model in the build queue; and it pickles, so that the worker process can make the
-    placeholder from it.
+    Small, so that it may outlive the model in the build queue. Its `__reduce__`, or its fields where it is a
+    dataclass, say by plain data how the worker process makes it anew.
     """
 
     role: Role

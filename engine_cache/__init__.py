@@ -4,9 +4,11 @@ from .entry import Entry, Hold
 from .files import identity as file_identity
 from .key import EngineKey, canonical, canonical_json, digest_of, key_of
 from .key_differences import describe_differences
+from .keyring import Keyring, PublicKey
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Speed, Verification, is_digest
 from .memos import BuildHistory, ChoiceMemo, OverflowMemo, PastBuild, WeightsMemo
+from .signatures import signed, signer_of, why_untrusted
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
 from .weights_digest import digest_tensors
 
@@ -20,9 +22,11 @@ __all__ = [
     "Entry",
     "FileRecord",
     "Hold",
+    "Keyring",
     "Manifest",
     "OverflowMemo",
     "PastBuild",
+    "PublicKey",
     "Speed",
     "Verification",
     "WaitCallback",
@@ -35,4 +39,7 @@ __all__ = [
     "file_identity",
     "is_digest",
     "key_of",
+    "signed",
+    "signer_of",
+    "why_untrusted",
 ]

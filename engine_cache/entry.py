@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CorruptEngine, SlipstreamError, StoreError
+from ..core.errors import CorruptEngine, SlipstreamError, StoreError, UntrustedEngine
 from ..core.protocols import Artifact
 from .files import Identity, identity, sha256_of, store_errors
 from .locks import Claim
 from .manifest import MANIFEST_NAME, Manifest
+from .signatures import why_untrusted
 
 if TYPE_CHECKING:
     from .store import EngineStore
@@ -62,8 +63,23 @@ class Entry:
         return self._store.marks
 
     @property
+    def is_in_base(self) -> bool:
+        """Whether it lies in a read-only layer under the store, where nothing can be removed or written."""
+        return self.directory.parent != self._store.engines
+
+    def why_untrusted(self) -> str | None:
+        """Why its code is not loaded on this machine, and the way out; None where it may be."""
+        return why_untrusted(self.manifest, self._store.keyring)
+
+    @property
     def artifact(self) -> Artifact:
-        """What a backend loads."""
+        """What a backend loads.
+
+        Raises:
+            UntrustedEngine: this user neither built the engine nor trusts who signed it.
+        """
+        if reason := self.why_untrusted():
+            raise UntrustedEngine(reason)
         return Artifact(self.directory, tuple(self.manifest.files), self.manifest.details)
 
     def path(self, name: str) -> Path:

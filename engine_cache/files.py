@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,12 +105,30 @@ def sha256_of(path: Path) -> str:
 
 def copy_durably(source: Path, target: Path) -> FileRecord:
     """Copy a file and wait until it is on disk; the digest is of the bytes that were written."""
-    digest, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, target.open("xb") as writer:
+    return write_parts(target, read_parts(source))
+
+
+def read_parts(source: Path) -> Iterator[bytes]:
+    """The content of a file, in parts."""
+    with source.open("rb") as reader:
         while chunk := reader.read(CHUNK_BYTES):
-            writer.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
+            yield chunk
+
+
+def write_parts(target: Path, parts: Iterable[bytes], most: int | None = None) -> FileRecord:
+    """Write a new file of `parts` and wait until it is on disk; the digest is of the bytes that were written.
+
+    Args:
+        most: bytes after which nothing more is taken; None takes all.
+    """
+    digest, size = hashlib.sha256(), 0
+    with target.open("xb") as writer:
+        for part in parts:
+            size += len(part)
+            if most is not None and size > most:
+                break
+            writer.write(part)
+            digest.update(part)
         _sync(writer)
     return FileRecord(size, digest.hexdigest())
 

@@ -116,12 +116,15 @@ class Manifest:
         details: the backend's own facts, plain JSON data.
         created: ISO 8601 in UTC.
         slipstream: version that built the engine.
-        signature: none for now.
+        signature: for other machines: the maker's public key and its Ed25519 signature of the engine; None where the
+            maker's Python had no package for it, and in manifests from before engines were signed.
         verifications: weights digest -> comparison with the eager module on these weights.
         quantised: what its large linear layers multiply in, e.g. "fp8"; None where they compute as the rest does, and
             in manifests from before there were such engines.
         speed: None where it was not measured. Manifests of older versions hold times of single calls in their
             verifications, which are not read: the model was cold when they were taken.
+        seal: the code by which the machine that built it knows it again; None in manifests from before engines were
+            signed.
     """
 
     digest: str
@@ -141,6 +144,7 @@ class Manifest:
     verifications: Mapping[str, Verification] = field(default_factory=dict)
     quantised: str | None = None
     speed: Speed | None = None
+    seal: str | None = None
 
     def __post_init__(self) -> None:
         if not is_digest(self.digest):
@@ -219,7 +223,7 @@ class Manifest:
 
 
 _TEXTS = ("digest", "label", "role", "precision", "optimize", "backend", "slipstream", "created")
-_OPTIONAL_TEXTS = ("signature", "quantised")
+_OPTIONAL_TEXTS = ("signature", "quantised", "seal")
 _PLAIN_FIELDS = (*_TEXTS, *_OPTIONAL_TEXTS, "factors", "details")
 _REBUILD = "The engine is rebuilt when it is next asked for."
 

@@ -8,6 +8,9 @@
     <root>/memo/                remembered: digests of checkpoint files, past builds, models that overflow in fp16
     <root>/keep/                what builds learn about this machine, and the library behind CUDA graphs
     <root>/marks/               of engines in use for the first time: what a process that ended left behind
+    <root>/records/             checks and times of engines that lie in a base
+
+Under the store may be bases: stores that are only read. What has been built here goes before what lies in a base.
 
 An entry appears and disappears by one rename of its folder under the store's lock. Reading takes no lock.
 """
@@ -16,20 +19,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError
+from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError, UntrustedEngine
 from ..core.log_once import warn_once
 from ..core.protocols import Artifact
 from ..core.version import __version__
+from .base_layers import BaseLayers
 from .entry import LAST_USED_NAME, Entry, Hold
 from .files import (
     copy_durably,
@@ -41,8 +44,10 @@ from .files import (
     store_errors,
     sync_folder,
     write_durably,
+    write_parts,
 )
 from .key import EngineKey, digest_of
+from .keyring import Keyring
 from .locks import WaitCallback, locked
 from .manifest import (
     MANIFEST_NAME,
@@ -54,6 +59,8 @@ from .manifest import (
     check_file_names,
     is_digest,
 )
+from .reading import entry_folder, read_entry
+from .signatures import signed, why_untrusted
 from .workspace import Workspace
 
 DEFAULT_LIMIT_BYTES = 20 * 2**30
@@ -65,11 +72,24 @@ log = logging.getLogger(__name__)
 
 
 class EngineStore:
-    """A folder of engines that several processes share. Nothing is created before the first write."""
+    """A folder of engines that several processes share. Nothing is created before the first write.
 
-    def __init__(self, root: Path | str, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
+    Args:
+        bases: roots of stores whose engines are used too; nothing is written or removed there.
+        keyring: whose engines may be loaded; by default the user's own.
+    """
+
+    def __init__(
+        self,
+        root: Path | str,
+        limit_bytes: int = DEFAULT_LIMIT_BYTES,
+        bases: Sequence[Path] = (),
+        keyring: Keyring | None = None,
+    ) -> None:
         self._space = Workspace(Path(root))
-        self.root = self._space.root
+        self.root, self.engines = self._space.root, self._space.engines
+        self.keyring = keyring or Keyring()
+        self._bases = BaseLayers(bases, self._space.records)
         self.keep, self.marks = self._space.keep, self._space.marks
         self.limit_bytes = limit_bytes
         self.damaged: dict[str, str] = {}
@@ -84,15 +104,17 @@ class EngineStore:
         `Entry.verify_files` before using the files.
         """
         try:
-            return self._read(digest)
+            found = self._read(digest)
         except CorruptEngine as error:
             self.damaged[digest] = str(error)
-            return self._set_aside(digest, str(error))
+            found = self._set_aside(digest, str(error))
         except IncompatibleEngine as error:
             warn_once(log, str(error))
+            found = None
         except OSError as error:
             warn_once(log, f"The engine {digest[:12]} in {self.root} cannot be read: {error}. It counts as absent.")
-        return None
+            found = None
+        return found or self._bases.read(digest, self)
 
     def list(self) -> Entries:
         """Every usable entry, the most recently used first."""
@@ -104,7 +126,8 @@ class EngineStore:
         return [entry for entry in self.list() if entry.digest.startswith(prefix)]
 
     def size_bytes(self) -> int:
-        return sum(entry.bytes for entry in self.list())
+        """Size of the engines in the store itself, without its bases."""
+        return sum(entry.bytes for entry in self.list() if not entry.is_in_base)
 
     def verify_all(self) -> dict[str, str | None]:
         """Read all files again: digest -> what is wrong, or None. Corrupt entries are set aside."""
@@ -113,7 +136,7 @@ class EngineStore:
     def verify(self, digest: str) -> str | None:
         """Read an engine's files again: what is wrong with them, or None. A corrupt entry is set aside."""
         try:
-            entry = self._read(digest)
+            entry = self._read(digest) or self._bases.read(digest, self)
             if entry is not None:
                 entry.verify_files(again=True)
         except CorruptEngine as error:
@@ -124,7 +147,7 @@ class EngineStore:
         return None
 
     def has(self, digest: str) -> bool:
-        """Whether there is an entry, readable or not."""
+        """Whether there is an entry in the store itself, readable or not."""
         return os.path.lexists(self._directory(digest))
 
     def is_used(self, digest: str) -> bool:
@@ -141,9 +164,12 @@ class EngineStore:
         return free_bytes(self.root)
 
     def digests(self) -> Digests:
-        """The digests of all entries, readable or not, in ascending order."""
+        """The digests of all entries, readable or not, those of bases included, in ascending order."""
+        return sorted({*self._own_digests(), *self._bases.digests()})
+
+    def _own_digests(self) -> Digests:
         try:
-            return sorted(path.name for path in self._space.engines.iterdir() if is_digest(path.name))
+            return [path.name for path in self.engines.iterdir() if is_digest(path.name)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -151,28 +177,11 @@ class EngineStore:
             return []
 
     def _read(self, digest: str) -> Entry | None:
-        """Like `lookup`, but raises what it finds wrong."""
-        directory = self._directory(digest)
-        try:
-            text = (directory / MANIFEST_NAME).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            if directory.is_dir():
-                raise CorruptEngine(f"The engine {digest[:12]} in {self.root} has no manifest.") from None
-            return None
-        manifest, found = _manifest_of(text, f"The manifest of the engine {digest[:12]} in {self.root}")
-        if found != digest or directory.is_symlink():
-            raise CorruptEngine(f"The folder of the engine {digest[:12]} in {self.root} holds another engine.")
-        entry = Entry(directory, manifest, self)
-        try:
-            entry.check_sizes()
-        except StoreError:  # removed by another process while we looked
-            return None
-        return entry
+        """Like `lookup`, but raises what it finds wrong, and in the store itself alone."""
+        return read_entry(self.engines, digest, self)
 
     def _directory(self, digest: str) -> Path:
-        if not is_digest(digest):
-            raise ValueError(f"{digest!r} is no engine digest: it takes 64 hex digits")
-        return self._space.engines / digest
+        return entry_folder(self.engines, digest)
 
     # Writing
 
@@ -240,13 +249,59 @@ class EngineStore:
             with store_errors(action, self.root, needed):
                 files = {name: copy_durably(artifact.directory / name, folder / name) for name in artifact.files}
                 facts = {**artifact.details, **(details or {})}
-                manifest = _manifest(key, files, facts, label, build, verifications or {})
+                manifest = signed(_manifest(key, files, facts, label, build, verifications or {}), self.keyring)
                 write_durably(folder / MANIFEST_NAME, manifest.to_json())
                 sync_folder(folder)
             with self._space.writing(action, needed):
                 entry = self._publish(folder, key.digest)
         self._prune_after(entry)
         return entry
+
+    def receive(self, manifest: Manifest, read: Callable[[str], Iterable[bytes]]) -> Entry:
+        """Take in an engine from elsewhere, whole or not at all, then prune to the limit.
+
+        Args:
+            read: the content of a file of the engine, in parts.
+
+        Raises:
+            UntrustedEngine: this user does not trust who made it; nothing was read.
+            CorruptEngine: a file differs from what the manifest says; nothing was kept.
+            StoreError: no space or no permission; nothing was kept.
+        """
+        if digest_of(manifest.factors) != manifest.digest:
+            raise CorruptEngine(f"The engine {manifest.digest[:12]} does not fit its name. Get it from its maker anew.")
+        if reason := why_untrusted(manifest, self.keyring):
+            raise UntrustedEngine(reason)
+        action = f"Storing the engine {manifest.digest[:12]}"
+        self.clean()
+        with self.scratch(manifest.digest[:12]) as folder:
+            if free_bytes(folder) < manifest.bytes:
+                raise no_space(action, self.root, manifest.bytes)
+            with store_errors(action, self.root, manifest.bytes):
+                for name, record in manifest.files.items():
+                    if write_parts(folder / name, read(name), record.bytes) != record:
+                        raise CorruptEngine(
+                            f"The file {name} of the engine {manifest.digest[:12]} ({manifest.label}) arrived with "
+                            "another content than its maker signed. Nothing was kept; get it anew."
+                        )
+                write_durably(folder / MANIFEST_NAME, manifest.to_json())
+                sync_folder(folder)
+            with self._space.writing(action, manifest.bytes):
+                entry = self._publish(folder, manifest.digest)
+        self._prune_after(entry)
+        return entry
+
+    def adopt(self, entry: Entry) -> Entry:
+        """Sign an engine as if it had been built here, after a person said that it was.
+
+        Raises:
+            CorruptEngine: its files differ from its manifest.
+            StoreError: it lies in a base, or the store cannot be written.
+        """
+        entry.verify_files(again=True)
+        if entry.is_in_base:
+            raise StoreError(f"The engine {entry.digest[:12]} lies in {entry.directory.parent}, which is only read")
+        return self._record(entry, "maker", lambda manifest: signed(manifest, self.keyring))
 
     def record_verification(self, entry: Entry, weights_digest: str, result: Verification) -> Entry:
         """Write a verification into the manifest.
@@ -266,21 +321,29 @@ class EngineStore:
 
     def _record(self, entry: Entry, what: str, changed: Callable[[Manifest], Manifest]) -> Entry:
         with self._space.writing(f"Recording the {what} of the engine {entry.digest[:12]}"):
-            current = self._read_if_sound(entry.digest)
+            current = self._read_if_sound(entry.digest) or self._bases.read(entry.digest, self)
             if current is None:
                 raise entry.gone()
             manifest = changed(current.manifest)
-            replace_text(current.directory / MANIFEST_NAME, manifest.to_json(), self._space.tmp)
+            file = current.directory / MANIFEST_NAME
+            if current.is_in_base:
+                file = self._bases.record_file(current.digest)
+                file.parent.mkdir(exist_ok=True)
+            replace_text(file, manifest.to_json(), self._space.tmp)
             return Entry(current.directory, manifest, self)
 
     def touch(self, entry: Entry) -> None:
-        """Note that the entry was used now. A store that cannot be written is left as it is."""
+        """Note that the entry was used now. What cannot be written is left as it is, and so is a base."""
+        if entry.is_in_base:
+            return
         with contextlib.suppress(OSError):
             (entry.directory / LAST_USED_NAME).touch()
 
     def hold(self, entry: Entry) -> Hold:
         """See `Entry.hold`. It counts as a use."""
         claim = None
+        if entry.is_in_base and entry.directory.is_dir():
+            return Hold(None)  # nobody removes it
         try:
             with self._space.writing(f"Holding the engine {entry.digest[:12]}"):
                 if entry.directory.is_dir():
@@ -309,6 +372,8 @@ class EngineStore:
             StoreError: the store cannot be written.
         """
         if not self.has(digest):
+            if (entry := self._bases.read(digest, self)) is not None:
+                raise StoreError(f"The engine {digest[:12]} lies in {entry.directory.parent}, which is only read")
             return False
         with self._space.writing(f"Deleting the engine {digest[:12]}"):
             if not force and self._is_used(digest):
@@ -339,11 +404,12 @@ class EngineStore:
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         oldest = time.time() - older_than.total_seconds() if older_than is not None else float("-inf")
         kept = set(keep)
-        if not _surplus(self.list(), limit, oldest, kept.__contains__):
+        own = [entry for entry in self.list() if not entry.is_in_base]
+        if not _surplus(own, limit, oldest, kept.__contains__):
             return []  # a read-only store has nothing to complain about
         removed: dict[str, Path] = {}
         with self._space.writing("Pruning the engine store"):
-            sound = [entry for digest in self.digests() if (entry := self._read_if_sound(digest))]
+            sound = [entry for digest in self._own_digests() if (entry := self._read_if_sound(digest))]
             for entry in _surplus(sound, limit, oldest, lambda digest: digest in kept or self._is_used(digest)):
                 if trash := self._try_discard(entry):
                     removed[entry.digest] = trash
@@ -367,6 +433,9 @@ class EngineStore:
         """Move a corrupt entry to the quarantine, where the store can be written; else only warn."""
         warn_once(log, reason)
         self.damaged[entry.digest] = reason
+        if entry.is_in_base:
+            self._bases.pass_over(entry)
+            return
         try:
             with self._space.writing(f"Setting the engine {entry.digest[:12]} aside"):
                 current = self._read_if_sound(entry.digest)
@@ -405,13 +474,15 @@ class EngineStore:
         directory = self._directory(digest)
         try:
             existing = self._read(digest)
+            if existing is not None and (reason := existing.why_untrusted()):
+                raise CorruptEngine(reason)
         except (CorruptEngine, IncompatibleEngine) as error:
             existing = None
             self._space.set_aside(directory, str(error))
         if existing is not None:
             return existing
         replace(folder, directory)
-        sync_folder(self._space.engines)
+        sync_folder(self.engines)
         entry = self._read(digest)
         if entry is None:
             raise StoreError(f"The engine {digest[:12]} vanished from {self.root} as it was stored. Queue again.")
@@ -441,20 +512,6 @@ def _surplus(entries: Iterable[Entry], limit_bytes: int, oldest: float, spared: 
             chosen.append(entry)
             total -= entry.bytes
     return chosen
-
-
-@functools.lru_cache(maxsize=64)
-def _manifest_of(text: bytes, source: str) -> tuple[Manifest, str | None]:
-    """A manifest and the digest of its factors; None in place of the digest where the manifest states another one.
-
-    Cached by the text, since every run looks up each engine.
-    """
-    manifest = Manifest.from_json(text, source)
-    try:
-        found = digest_of(manifest.factors)
-    except RecursionError:  # factors that no key has
-        return manifest, None
-    return manifest, found if found == manifest.digest else None
 
 
 def _artifact_bytes(key: EngineKey, artifact: Artifact) -> int:

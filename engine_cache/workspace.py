@@ -33,6 +33,7 @@ class Workspace:
         self.in_use = self.root / "in_use"
         self.keep = self.root / "keep"
         self.marks = self.root / "marks"
+        self.records = self.root / "records"
         self.claims = Claims(self.in_use)
 
     def create(self) -> None:

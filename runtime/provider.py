@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from ..core.spec import Precision
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
 from .building.build import build_engine
 from .building.build_queue import BuildQueue, Ticket
+from .building.supply import NEVER_BUILDS, Supply
 from .checking.sentinel import Sentinel, why_wrong
 from .checking.step_times import StepTimes
 from .checking.trust import Trust
@@ -49,6 +51,7 @@ _Answer = TypeVar("_Answer")
 log = logging.getLogger(__name__)
 
 _WAIT_POLL_SECONDS = 0.1
+_MISSING_KEPT = 256
 _CANCEL_SECONDS = 2.0
 """How long an interrupted run waits for its build to end."""
 
@@ -155,6 +158,7 @@ class EngineProvider:
         is_idle: whether the host has nothing else to do; see `BuildQueue`.
         preferences: what the user prefers at this moment.
         step_times: measures what engines gain, and retires those that are slower; None: nothing is measured.
+        supply: where engines come from that are not built here; by default as the environment says.
     """
 
     def __init__(
@@ -164,8 +168,14 @@ class EngineProvider:
         is_idle: Callable[[], bool] = lambda: True,
         preferences: Callable[[], Preferences] = Preferences,
         step_times: StepTimes | None = None,
+        supply: Supply | None = None,
     ) -> None:
         self.store = store
+        self.supply = supply or Supply.configured()
+        self._only_pulled: set[str] = set()
+        """Engines that were asked for with a policy by which they are not built."""
+        self._missing: OrderedDict[str, list[Plan]] = OrderedDict()
+        """Engines that were asked for and were not there, with those that would do as well."""
         self.preferences = preferences
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
@@ -192,7 +202,10 @@ class EngineProvider:
             step_times.is_busy = self.queue.is_building
 
     def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
-        entry = build_engine(plan, self.store, progress, cancel, may_run)
+        entry = self.supply.pull(plan.key.digest, self.store, progress, cancel)
+        if entry is None and (self.supply.never_builds or plan.key.digest in self._only_pulled):
+            raise BackendUnavailable(f"No engine for {plan} is in {' or '.join(self.supply.urls)}, and none is built")
+        entry = entry or build_engine(plan, self.store, progress, cancel, may_run)
         self.canary.forget(entry.digest)
         self._used.discard(entry.digest)
         return entry
@@ -287,7 +300,8 @@ class EngineProvider:
     ) -> tuple[Plan, Entry]:
         for plan in wanted:
             self.queue.forget(plan)
-        built = self._obtain(wanted, source, replace(settings, policy=BuildPolicy.FIRST_USE), hooks)
+        settings = replace(settings, policy=BuildPolicy.FIRST_USE)
+        built = self._obtain(wanted, source, settings, hooks, by_hand=True)
         if isinstance(built, str):
             raise BuildFailed(f"{built[0].upper()}{built[1:]}")
         return built
@@ -341,7 +355,8 @@ class EngineProvider:
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):
-            if (entry := self.store.lookup(plan.key.digest)) is not None:
+            entry = self.store.lookup(plan.key.digest)
+            if entry is not None and entry.why_untrusted() is None:
                 self._say_once(plan.key.digest, f"cache hit, {plan} from {plan.key.short}")
                 return plan, entry
         return None
@@ -357,10 +372,21 @@ class EngineProvider:
             log.info("Slipstream: %s", message)
 
     def _obtain(
-        self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks
+        self, wanted: list[Plan], source: ModelSource, settings: Settings, hooks: HostHooks, by_hand: bool = False
     ) -> tuple[Plan, Entry] | str:
-        """Build, ask for a build, or say why neither; a backend that fails gives way to the next of the chain."""
-        chain = _buildable(wanted)
+        """Build, pull, ask for either, or say why neither; a backend that fails gives way to the next of the chain.
+
+        Args:
+            by_hand: a person asked for it, so that a build takes the place of an engine that is not trusted.
+        """
+        self._missing[wanted[0].key.digest] = wanted
+        while len(self._missing) > _MISSING_KEPT:
+            self._missing.popitem(last=False)
+        if (refusal := self._why_untrusted(wanted)) and not (by_hand or hooks.by_hand):
+            return refusal
+        chain = self._obtainable(wanted, settings)
+        if not chain:
+            return f"there is no engine for {wanted[0]}, and {NEVER_BUILDS}"
         missing = f"no engine for {chain[0]} yet"
         if damage := self.store.damaged.get(chain[0].key.digest):
             missing = f"the engine for {chain[0]} is damaged and was set aside ({damage.rstrip('.')})"
@@ -369,21 +395,26 @@ class EngineProvider:
         for plan in chain:
             if reason := embedded_weights.why_not_built(plan, source, settings.policy):
                 return reason
-            if settings.policy is BuildPolicy.MANUAL:
+            only_pulled = self.supply.never_builds or settings.policy is BuildPolicy.MANUAL
+            if only_pulled and not self.supply.may_have(plan.key.digest):
                 return f"{missing}; build it with the Build Engine node or `slipstream build`"
-            if hooks.by_hand:
+            if hooks.by_hand or only_pulled or plan.key.digest in self._only_pulled:  # what was missing may be there
                 self.queue.forget(plan)
+            (self._only_pulled.add if only_pulled else self._only_pulled.discard)(plan.key.digest)
             hooks.wants(plan.key.digest)
-            ticket = self.queue.submit(plan, urgent=settings.policy is BuildPolicy.FIRST_USE)
-            if ticket.estimate is None:
+            ticket = self.queue.submit(plan, urgent=only_pulled or settings.policy is BuildPolicy.FIRST_USE)
+            if ticket.estimate is None and not only_pulled:
                 ticket.estimate = self.estimate(plan)
             words = say_estimate(ticket.estimate, ticket.seconds)
-            if ticket.error is None and settings.policy is BuildPolicy.BACKGROUND:
+            if ticket.error is None and settings.policy is not BuildPolicy.FIRST_USE:
+                if only_pulled:
+                    return f"the engine for {plan} is being looked for in {' and '.join(self.supply.urls)}"
                 if ticket.waits_for_another:
                     return f"another process is building the engine for {plan}"
                 return f"the engine for {plan} is being built in the background{words}"
-            log.info("Slipstream: building the engine for %s%s", plan, words)
-            if ticket.error is None and (needed := plan.backend.build_bytes(plan.spec)):
+            if not only_pulled:
+                log.info("Slipstream: building the engine for %s%s", plan, words)
+            if ticket.error is None and (needed := plan.backend.build_bytes(plan.spec)) and not only_pulled:
                 hooks.free_device_memory(plan.device, needed)
             try:
                 return plan, self.wait_for(ticket, hooks)
@@ -395,7 +426,37 @@ class EngineProvider:
                 raise
             except SlipstreamError as error:
                 reasons.append(f"{plan.backend.name}: {error}")
-        return f"the engine for {chain[0]} could not be built. " + "; ".join(reasons)
+        return f"the engine for {chain[0]} could not be {'had' if only_pulled else 'built'}. " + "; ".join(reasons)
+
+    def _obtainable(self, wanted: list[Plan], settings: Settings) -> list[Plan]:
+        """The plans that can be built here or may be pulled.
+
+        Raises:
+            BackendUnavailable: none can be built, and there is nothing to pull from; the message lists every reason.
+        """
+        pulled = [plan for plan in wanted if self.supply.may_have(plan.key.digest)]
+        if self.supply.never_builds:
+            return pulled
+        try:
+            built = _buildable(wanted)
+        except BackendUnavailable:
+            if not pulled:
+                raise
+            return pulled
+        return [plan for plan in wanted if plan in built or plan in pulled]
+
+    def missing(self) -> dict[str, str]:
+        """Engines that were asked for lately and are not there, by digest, with what each is for."""
+        for digest, wanted in list(self._missing.items()):
+            entries = [self.store.lookup(plan.key.digest) for plan in wanted]
+            if any(entry is not None and entry.why_untrusted() is None for entry in entries):
+                self._missing.pop(digest, None)
+        return {digest: str(wanted[0]) for digest, wanted in list(self._missing.items())}
+
+    def _why_untrusted(self, wanted: list[Plan]) -> str | None:
+        """Why an engine that is there is not loaded, and the way out."""
+        found = (self.store.lookup(plan.key.digest) for plan in wanted)
+        return next((reason for entry in found if entry and (reason := entry.why_untrusted())), None)
 
     def wait_for(self, ticket: Ticket, hooks: HostHooks) -> Entry:
         """Wait for a build with the host's progress bar; an interrupt cancels the build.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # More threads than free cores spin against each other: measured up to 26 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The keys of whoever runs the tests stay as they are; processes that tests start share these.
+os.environ["SLIPSTREAM_KEYS"] = tempfile.mkdtemp(prefix="slipstream-keys-")
+atexit.register(shutil.rmtree, os.environ["SLIPSTREAM_KEYS"], ignore_errors=True)
 
 
 def _register_package() -> None:

@@ -36,7 +36,7 @@ def overview(store: EngineStore) -> dict[str, Any]:
 def summary(entry: Entry) -> dict[str, Any]:
     """One engine in brief."""
     manifest = entry.manifest
-    reasons = why_not_used(manifest)
+    reasons = [*filter(None, [entry.why_untrusted()]), *why_not_used(manifest)]
     return {
         "digest": manifest.digest,
         "label": manifest.label,
@@ -55,6 +55,8 @@ def summary(entry: Entry) -> dict[str, Any]:
         "caution": Canary(entry.marks).caution(entry.digest),
         "retired": why_retired(manifest) is not None,
         "gpu": _environment_of(manifest).get("gpu"),
+        "trusted": entry.why_untrusted() is None,
+        "base": entry.is_in_base,
         "resolution": say_sizes(manifest.profiles),
         "batch": say_batch(manifest.profiles),
     }

@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ...engine_cache import EngineStore
+from ...engine_cache import DEFAULT_LIMIT_BYTES, EngineStore
 from .preferences import Preferences
 from .preferences_file import PreferencesFile
 
 VARIABLE = "SLIPSTREAM_HOME"
+BASES_VARIABLE = "SLIPSTREAM_BASE"
+"""Stores that are only read, under the user's own: folders, separated as in PATH."""
 
 
 def default_home(host_default: Path | None = None) -> Path:
@@ -42,6 +44,12 @@ def engines_folder(preferences: Preferences, host_default: Path | None = None) -
     return configured_home() or preferred or default_home(host_default)
 
 
+def store_at(root: Path, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> EngineStore:
+    """The engines in a folder, and under them those of the bases that the environment names."""
+    names = [name for name in os.environ.get(BASES_VARIABLE, "").split(os.pathsep) if name.strip()]
+    return EngineStore(root, limit_bytes, bases=[Path(name.strip()).expanduser() for name in names])
+
+
 def open_store(preferences: Preferences, host_default: Path | None = None) -> EngineStore:
     """The engines of a host, in the folder and within the limit that the user prefers."""
-    return EngineStore(engines_folder(preferences, host_default), preferences.limit_bytes)
+    return store_at(engines_folder(preferences, host_default), preferences.limit_bytes)

@@ -47,11 +47,15 @@ HOMES: dict[str, set[str]] = {
     **dict.fromkeys(TENSORRT, {"trt_backend"}),
     "torchao": {"compile_backend", "benchmarks"},
     "aiohttp": {"nodes"},
+    "cryptography": {"engine_cache"},
+    "fsspec": {"engine_cache"},
+    "ray": {"cli"},
+    "yaml": {"cli"},
     "gradio": {"ui"},
     "starlette": {"ui"},
 }
 # … and these only when they are used
-LAZY = {*TENSORRT, "torchao", "gradio", "starlette"}
+LAZY = {*TENSORRT, "torchao", "gradio", "starlette", "cryptography", "fsspec", "ray", "yaml"}
 CORE_MAY_IMPORT = {"torch"}
 
 MOST_FILES = 15

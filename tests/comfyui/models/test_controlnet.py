@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet, accelerated_controlnet_module
 from slipstream.hosts.comfy.models.controlnet import ComfyControlNetSource
 from slipstream.hosts.control_residuals import control_of, residuals_of
+from slipstream.runtime.building.job_file import as_plain, from_plain
 from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
@@ -305,7 +306,7 @@ def test_a_run_that_breaks_off_gives_engines_back(ends: str, provider: EnginePro
 @pytest.mark.parametrize("make", [tiny.controlnet, lambda: tiny.controlnet("sdxl"), union])
 def test_what_is_traced_computes_what_the_network_does(make: Callable[[], Control]) -> None:
     source = ComfyControlNetSource(make())
-    architecture = pickle.loads(pickle.dumps(source.architecture))  # as in the build process
+    architecture = from_plain(json.loads(json.dumps(as_plain(source.architecture))))  # as in the build process
     assert architecture.fingerprint == source.architecture.fingerprint
     config, network = source.architecture.config, source.network
     generator = torch.Generator().manual_seed(0)

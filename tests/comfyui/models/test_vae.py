@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import pickle
+import json
 import weakref
 from typing import Any
 
@@ -14,6 +14,7 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER, Half
 from slipstream.hosts.comfy.models.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.runtime.building.job_file import as_plain, from_plain
 from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
@@ -61,7 +62,7 @@ def test_the_call_of_an_encoder() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_traced_computes_what_the_vae_does(kind: str, half: Half) -> None:
     source = open_vae(KINDS[kind](), half)
-    architecture = pickle.loads(pickle.dumps(source.architecture))  # as in the build process
+    architecture = from_plain(json.loads(json.dumps(as_plain(source.architecture))))  # as in the build process
     assert architecture.fingerprint == source.architecture.fingerprint
     inputs = inputs_of(half)
     placeholder = architecture.placeholder(source.precision, source.device)

@@ -31,7 +31,7 @@ HOSTILE_NAMES = [
 ]
 
 
-OPTIONAL = ("signature", "quantised", "speed")
+OPTIONAL = ("signature", "quantised", "seal", "speed")
 SPEED = Speed(2.0, 5.0, "2026-01-01T00:00:00+00:00", {"torch": "2.12.0", "the driver": "580"})
 
 

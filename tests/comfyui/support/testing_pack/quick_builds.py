@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -82,8 +82,9 @@ class QuickWorker:
             ran += step if is_running else 0.0
             progress(report("compile", 0.9 * ran / self._pace.seconds, "pretending" if is_running else "paused"))
             time.sleep(step)
-        (job.directory / "model.pickle").write_bytes(pickle.dumps((job.architecture, job.spec.precision)))
-        artifact = self._part("core.protocols").Artifact(job.directory, ("model.pickle",), {"nodes": 3})
+        model = self._part("runtime.building.job_file").as_plain((job.architecture, job.spec.precision))
+        (job.directory / "model.json").write_text(json.dumps(model), encoding="utf-8")
+        artifact = self._part("core.protocols").Artifact(job.directory, ("model.json",), {"nodes": 3})
         phases = {name: share * self._pace.seconds for name, share in _PHASES.items()}
         return self._part("runtime.building.worker_process").Built(artifact, phases)
 
@@ -116,7 +117,9 @@ class QuickBackend:
         return 0
 
     def load(self, spec: Any, outputs: tuple[str, ...], artifact: Any, device: torch.device) -> Any:
-        return _Engine(spec, outputs, Path(artifact.directory), device)
+        model = json.loads((Path(artifact.directory) / "model.json").read_bytes())
+        architecture, precision = self._part("runtime.building.job_file").from_plain(model)
+        return _Engine(spec, outputs, architecture.placeholder(precision, device), device)
 
 
 class _Engine:
@@ -124,9 +127,8 @@ class _Engine:
     generation = 0
     copies_weights = False
 
-    def __init__(self, spec: Any, outputs: tuple[str, ...], directory: Path, device: torch.device) -> None:
-        architecture, precision = pickle.loads((directory / "model.pickle").read_bytes())
-        self._module, self._outputs = architecture.placeholder(precision, device), outputs
+    def __init__(self, spec: Any, outputs: tuple[str, ...], module: torch.nn.Module, device: torch.device) -> None:
+        self._module, self._outputs = module, outputs
         self._weights: dict[str, torch.Tensor] = {}
         self.profile, self.more_profiles = spec.profile, spec.more_profiles
 

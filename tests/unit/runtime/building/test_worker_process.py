@@ -118,7 +118,7 @@ def test_the_result_is_what_the_worker_left(program: Program) -> None:
 
 def test_the_job_is_all_that_the_worker_is_given(program: Program) -> None:
     artifact = run(program("done(files=sorted(os.listdir(job)), details={})"))
-    assert set(artifact.files) == {"job.pickle", "pid", "worker.log"}
+    assert set(artifact.files) == {"job.json", "pid", "worker.log"}
 
 
 def test_a_worker_that_ran_out_of_memory(program: Program) -> None:

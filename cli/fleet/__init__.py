@@ -1,0 +1,1 @@
+"""Builds for many models, workflows and machines."""

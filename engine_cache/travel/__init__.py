@@ -1,0 +1,1 @@
+"""Engines on their way between machines: archives, and stores at an address."""

@@ -1,0 +1,61 @@
+"""A matrix on a real Ray cluster of several nodes on this machine, one of whose workers is killed on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.engine_cache.travel.remote_store import RemoteStore
+from slipstream.tests.unit.cli.fleet.conftest import builds
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture
+def cluster(pretended: Path) -> Iterator[Any]:
+    """Two nodes, whose processes know where builds are pretended."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    made.add_node(num_cpus=1)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@pytest.mark.timeout(300)
+def test_each_engine_is_built_once_though_a_worker_is_killed(
+    cli, cluster: Any, pretended: Path, tmp_path: Path
+) -> None:
+    models = [
+        {"model": "one", "resolutions": ["64x64", "128x64"]},
+        {"model": "two", "resolutions": ["64x64"]},  # the same engine as one's first
+        {"model": "three", "resolutions": ["192x64"]},
+    ]
+    (tmp_path / "m.json").write_text(json.dumps({"models": models}))
+    (pretended / "doomed-three").touch()
+    url = str(tmp_path / "remote")
+    words = ["build", "--matrix", tmp_path / "m.json", "--ray", cluster.address, "--remote", url]
+    done = cli(*words, "--json")
+    assert done.status == 0, done.err + done.out
+    rows = done.json["builds"]
+    assert [row["status"] for row in rows] == [0, 0, 0, 0]
+    assert len({row["where"] for row in rows}) > 1, "all ran in one process"
+    assert not (pretended / "doomed-three").exists(), "no worker was killed"
+    assert builds(pretended) == 3 and len(RemoteStore(url).digests()) == 3
+    again = cli(*words, "--json")
+    assert again.status == 0 and builds(pretended) == 3
+
+
+def test_a_cluster_that_is_not_there(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(**_: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", unreachable)
+    (tmp_path / "m.json").write_text(json.dumps({"models": [{"model": "one", "resolutions": ["64x64"]}]}))
+    done = cli("build", "--matrix", tmp_path / "m.json", "--ray", "127.0.0.1:9", "--remote", tmp_path / "remote")
+    assert done.status == 1 and "cannot be reached" in done.err

@@ -1,0 +1,72 @@
+"""Nothing of ours runs text as code, unpickles, or goes through a shell."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LEFT_OUT = ("tests", ".venv", "build", "dist", ".mypy_cache", "node_modules")
+MEASURED_APART = {"benchmarks/measuring/first_picture.py"}
+"""It reads a scratch file that a process of the same measurement has written: nothing that comes from outside."""
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "pty", "commands"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+ATTRIBUTES = {
+    "os.system", "os.popen", "os.spawnl", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput",
+    "torch.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "asyncio.create_subprocess_shell",
+    "tarfile.extractall", "archive.extractall", "archive.extract", "shutil.unpack_archive",
+}  # fmt: skip
+
+
+def unsafe(source: str) -> Iterator[str]:
+    """Yield what is unsafe in a file, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        else:
+            names = []
+        yield from (f"{node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        reads_weights = any(word.arg == "weights_only" and _is(word.value, True) for word in node.keywords)
+        if called in CALLS or (called in ATTRIBUTES and not reads_weights):
+            yield f"{node.lineno}: {called}()"
+        if any(word.arg == "shell" and not _is(word.value, False) for word in node.keywords):
+            yield f"{node.lineno}: {called}(shell=…)"
+
+
+def _is(value: ast.expr, wanted: bool) -> bool:
+    return isinstance(value, ast.Constant) and value.value is wanted
+
+
+def test_no_file_of_ours_is_unsafe(root: Path) -> None:
+    files = [file for file in root.rglob("*.py") if not any(part in LEFT_OUT for part in file.relative_to(root).parts)]
+    assert len(files) > 200, "the files were not found"
+    found = {
+        file.relative_to(root).as_posix(): problems
+        for file in files
+        if (problems := list(unsafe(file.read_text(encoding="utf-8"))))
+    }
+    assert set(found) <= MEASURED_APART, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "eval('1')", "exec('x')", "import os\nos.system('ls')",
+        "import subprocess\nsubprocess.run('ls', shell=True)", "subprocess.Popen(x, shell=y)", "torch.load('x')",
+        "yaml.load(x)", "__import__('os')",
+    ],
+)  # fmt: skip
+def test_what_is_unsafe_is_found(source: str) -> None:
+    assert list(unsafe(source))
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "re.compile('x')", "subprocess.run(['ls'])", "torch.compile(f)"])
+def test_what_is_safe_is_not(source: str) -> None:
+    assert not list(unsafe(source))
