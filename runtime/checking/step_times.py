@@ -277,14 +277,17 @@ def why_retired(manifest: Manifest) -> str | None:
     return say_retired(speed, manifest.timed_by) if speed and _holds(speed.retired, versions_now()) else None
 
 
+SO_NOT_USED = "so it is not used; tried again after an update of"
+"""Part of what `say_retired` says, and of no other reason."""
+
+
 def say_retired(speed: Speed, timed_by: str) -> str:
     """Why an engine of this speed is not used."""
     *most, last = speed.retired
     updates = " or ".join(filter(None, (", ".join(most), last)))
     return (
         f"the engine takes {say_precisely(speed.engine_ms)} ms a {timed_by} where your model without "
-        f"Slipstream takes {say_precisely(speed.eager_ms)} ms, so it is not used; tried again after an update of "
-        f"{updates}, or when you press Build engine"
+        f"Slipstream takes {say_precisely(speed.eager_ms)} ms, {SO_NOT_USED} {updates}, or when you press Build engine"
     )
 
 

@@ -16,7 +16,7 @@ async function buildChosen() {
 /** Cancels what the chosen node builds, else what any node of the workflow builds, else what builds at all. */
 async function cancelAny() {
   const nodes = [chosenNode(), ...buildingNodes().map(([node]) => node)].filter(Boolean);
-  const going = nodes.find((node) => viewOf(idsOf(node), node).button.cancels);
+  const going = nodes.find((node) => viewOf(idsOf(node), node).button.action === "cancel");
   if (going) return cancel(going);
   const build = store.builds.find((each) => each.state === "running") ?? store.builds[0];
   if (build) return cancelBuild(build.id);

@@ -98,7 +98,7 @@ def test_build_engine_in_the_first_example(newcomer: Callable[..., Any], nodes2:
     with server.client() as client:
         page.press()
         page.until(lambda: page.seen()["bar"], "a moving bar")
-        assert page.seen()["button"] == "Cancel"
+        assert "Cancel" in page.seen()["button"]
         page.until_kind("ready", seconds=COMPILING_SECONDS)
         page.until_toast("Engine ready")
         assert len(EngineStore(server.home).list()) == 1 and pictures_of(client) == []

@@ -10,6 +10,10 @@ export const BUILDING = [
 const KINDS = { SlipstreamAccelerateControlNet: "controlnet", SlipstreamAccelerateVAE: "vae" };
 const NO_ID = "00000000-0000-0000-0000-000000000000"; // of a graph that was never saved nor queued
 
+export function isOurs(node) {
+  return Boolean(node.comfyClass?.startsWith("Slipstream"));
+}
+
 export function canBuild(node) {
   return BUILDING.includes(node.comfyClass);
 }

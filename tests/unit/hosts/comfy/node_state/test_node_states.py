@@ -83,7 +83,7 @@ def sample(module: AcceleratedModule, veto: str | None = None, size: int = 8) ->
 def test_before_the_first_run_and_switched_off(module_of: Callable[..., AcceleratedModule]) -> None:
     assert state_of(module_of()).text == "not run yet" and state_of(module_of()).kind == "idle"
     off = state_of(module_of(Settings(backend=BackendChoice.OFF)))
-    assert (off.kind, off.text) == ("off", "off")
+    assert (off.kind, off.text, off.mend) == ("off", "off", "backend")
 
 
 def test_a_build_in_the_background_from_queued_to_ready(
@@ -191,13 +191,14 @@ def test_an_engine_that_is_slower_than_the_model_is_not_ready(
     provider.store.record_speed(provider.store.list()[0], Speed(9.81, 9.1, retired=versions_now()))
     for _ in range(2):
         state = state_of(module)
-        assert state.kind == "eager" and state.text.startswith("eager: the engine takes 9.8 ms a step where your model")
+        assert state.kind == "slower"
+        assert state.text.startswith("slower: the engine takes 9.8 ms a step where your model")
         assert state.tip.endswith("or when you press Build engine")
         sample(module)
     assert module.status.engine_calls == 1
     by_hand = module_of(FIRST_USE, by_hand=True)
     sample(by_hand)
-    assert state_of(by_hand).kind == "ready" and state_of(module).kind == "eager"
+    assert state_of(by_hand).kind == "ready" and state_of(module).kind == "slower"
 
 
 def test_calls_on_purpose_do_not_turn_a_nodes_line(module_of: Callable[..., AcceleratedModule]) -> None:
