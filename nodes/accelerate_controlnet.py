@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from .shared.accelerated_output import HIDDEN, accelerated
 from .shared.inputs import choices
+from .shared.search import ENGINES, found_by
 
 
 class AccelerateControlNet(io.ComfyNode):
@@ -20,6 +21,7 @@ class AccelerateControlNet(io.ComfyNode):
             description="Runs the ControlNet on an engine that is compiled for your resolution. Place it between the "
             "ControlNet's loader and Apply ControlNet; strength, timing and chains work as ever. Use it together with "
             "Accelerate Model, whose engines take what ControlNets add.",
+            **found_by(ENGINES),
             inputs=[
                 io.ControlNet.Input(
                     "control_net", tooltip="The ControlNet to accelerate. Other nodes may go on using it."

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from .shared.accelerated_output import HIDDEN, accelerated
 from .shared.inputs import choices
+from .shared.search import ENGINES, found_by
 
 
 class AccelerateVAE(io.ComfyNode):
@@ -20,6 +21,7 @@ class AccelerateVAE(io.ComfyNode):
             description="Runs the VAE's decoder and encoder on engines that are compiled for your resolution. Place it "
             "between the loader and the nodes that decode or encode, tiled ones and inpainting included. Whatever an "
             "engine cannot do runs on your VAE without Slipstream, and Engine Info says why.",
+            **found_by(ENGINES),
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
                 *choices(with_manual=False),

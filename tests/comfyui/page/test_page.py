@@ -6,14 +6,12 @@ Builds go through the whole of Slipstream but compile nothing and take a few sec
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import comfyui_version
 import pytest
 
 from slipstream.core.environment import versions_now
@@ -26,8 +24,8 @@ from slipstream.tests.comfyui.support.browser import (
     ComfyPage,
     accelerate,
     change_settings,
-    chromium,
     example,
+    new_size,
     why_no_browser,
 )
 from slipstream.tests.comfyui.support.client import ComfyClient
@@ -37,10 +35,6 @@ from slipstream.tests.unit.runtime.doomed import Doomed
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
-# Older ComfyUIs have no Nodes 2.0 to speak of; newer ones show the classic canvas until somebody chooses it.
-NEW = tuple(map(int, comfyui_version.__version__.split("."))) >= (0, 30)
-RENDERERS = ["classic", pytest.param("nodes2", marks=pytest.mark.slow)] if NEW else ["classic"]
-BUILD_SECONDS = 20
 SOON = 0.5
 """Seconds of a build, the one that runs included, once there is nothing more to see of its course."""
 ROUTES = "/slipstream/v1"
@@ -90,64 +84,6 @@ USE_AGAIN = """([loader, decode, save]) => {
   picture.connect(0, file, "images");
 }"""
 
-_sizes = itertools.count(64, 8)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def server(server_of: Callable[..., ComfyServer]) -> Iterator[ComfyServer]:
-    with server_of(environment={"SLIPSTREAM_TEST_BUILD_SECONDS": str(BUILD_SECONDS)}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module", params=RENDERERS)
-def nodes2(request: pytest.FixtureRequest, server: ComfyServer) -> bool:
-    wanted = bool(request.param == "nodes2")
-    change_settings(server.url, Comfy_VueNodes_Enabled=wanted)
-    return wanted
-
-
-@pytest.fixture
-def client(server: ComfyServer) -> Iterator[ComfyClient]:
-    with server.client() as client:
-        client.clear()
-        client.builds_take(BUILD_SECONDS)
-        yield client
-        client.clear()
-
-
-@pytest.fixture
-def tab(browser: Any, server: ComfyServer, nodes2: bool, client: ComfyClient) -> Iterator[Callable[[], ComfyPage]]:
-    """Open a tab of the browser; an error in our files fails the test."""
-    opened: list[ComfyPage] = []
-
-    def open_tab() -> ComfyPage:
-        context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
-        context.set_default_timeout(20_000)
-        opened.append(ComfyPage(context.new_page(), server.url, nodes2))
-        opened[-1].open()
-        return opened[-1]
-
-    yield open_tab
-    for page in opened:
-        page.page.context.close()
-    assert [error for page in opened for error in page.errors] == []
-
-
-@pytest.fixture
-def page(tab: Callable[[], ComfyPage]) -> ComfyPage:
-    return tab()
-
-
-@pytest.fixture
-def store(server: ComfyServer) -> EngineStore:
-    return EngineStore(server.home)
-
 
 @pytest.fixture
 def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
@@ -164,11 +100,6 @@ def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
     yield put
     for entry in made:
         store.delete(entry.digest)
-
-
-def new_size() -> int:
-    """A picture size that no engine was made for yet."""
-    return next(_sizes)
 
 
 def queued(client: ComfyClient) -> int:

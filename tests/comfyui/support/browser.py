@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 import time
@@ -30,6 +31,7 @@ SECONDS = 60
 _MENU = ".comfyui-logo-wrapper, .comfyui-logo, .comfy-menu-button-wrapper"
 
 _T = TypeVar("_T")
+_sizes = itertools.count(64, 8)
 
 # What a node shows, read from its widgets: the same in both renderers.
 _SEEN = """id => {
@@ -103,6 +105,11 @@ def chromium() -> Iterator[Any]:
         browser = api.chromium.launch(executable_path=find_chromium(), args=list(ARGUMENTS))
         yield browser
         browser.close()
+
+
+def new_size() -> int:
+    """Return a picture size that no engine was made for yet."""
+    return next(_sizes)
 
 
 def example(size: int = 64, **chosen: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 // Puts button, state line and text on nodes and keeps them up to date.
 import { on } from "../lib/store.js";
+import { addBadge } from "./badge.js";
 import { addBuildButton } from "./build_button.js";
 import { foldAdvanced } from "./fold.js";
 import { buildingNodes, canBuild, idsOf, isOurs } from "./graph.js";
@@ -17,6 +18,7 @@ export function dressNode(node) {
   foldAdvanced(node);
   if (canBuild(node)) {
     widgets.set(node, { button: addBuildButton(node), line: addStateLine(node) });
+    addBadge(node);
     onSizes(node, () => setTimeout(() => update(node, idsOf(node))));
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }

@@ -4,7 +4,7 @@ import { t } from "../lib/words.js";
 
 const MARGIN = 6;
 const PADDING = 8; // above and below the text
-const LEAST = 40;
+const LEAST = 42;
 const MOST = 200; // what is longer scrolls
 
 /** Adds the line to a node; the widget has `show(view)`. The node grows by what a long reason takes, and back. */
