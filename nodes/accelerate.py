@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices, engine_inputs
 from .shared.search import ENGINES, found_by
 
@@ -30,6 +30,10 @@ class AccelerateModel(io.ComfyNode):
             outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices
 from .shared.search import ENGINES, found_by
 
@@ -31,6 +31,10 @@ class AccelerateControlNet(io.ComfyNode):
             outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, control_net: Any, **chosen: Any) -> io.NodeOutput:

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices
 from .shared.search import ENGINES, found_by
 
@@ -29,6 +29,10 @@ class AccelerateVAE(io.ComfyNode):
             outputs=[io.Vae.Output(tooltip="For the nodes that decode or encode, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, vae: Any, **chosen: Any) -> io.NodeOutput:

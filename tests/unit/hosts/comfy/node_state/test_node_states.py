@@ -534,3 +534,21 @@ def test_a_result_is_for_all_nodes_whose_prompt_waited(
     sample(other, size=16)
     wait_until(lambda: len(page.of("slipstream.result")) == 2)
     assert page.of("slipstream.result")[-1]["nodes"] == [{"node": "8", "workflow": "w2"}], "nobody waited for it"
+
+
+def test_a_node_runs_again_once_the_engine_is_there_that_it_lacked(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only then: an engine that was there from the beginning changes nothing, nor does a further run."""
+    monkeypatch.setattr(watched_nodes, "provider", lambda: provider)
+    monkeypatch.setattr(watched_nodes, "_WANTED", set())
+    module = module_of(FIRST_USE)
+    watched_nodes.watch(module, "4", None)
+    before = watched_nodes.engines_that_came()
+    sample(module)
+    came = watched_nodes.engines_that_came()
+    assert before == "" and came == provider.store.list()[0].digest
+    again = module_of(FIRST_USE)
+    watched_nodes.watch(again, "4", None)
+    sample(again)
+    assert watched_nodes.engines_that_came() == came
