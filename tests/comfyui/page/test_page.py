@@ -6,6 +6,7 @@ Builds go through the whole of Slipstream but compile nothing and take a few sec
 from __future__ import annotations
 
 import copy
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,15 @@ import pytest
 
 from slipstream.core.environment import versions_now
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
+from slipstream.engine_cache import (
+    BuildRecord,
+    EngineStore,
+    Entry,
+    Speed,
+    Verification,
+    WeightsMemo,
+    file_identity,
+)
 from slipstream.runtime.checking.step_times import say_retired
 from slipstream.runtime.loaded.canary import CAPTURE
 from slipstream.tests.comfyui.support.browser import (
@@ -579,17 +588,27 @@ def test_the_log_is_asked_for_only_while_it_is_open(page: ComfyPage) -> None:
     assert count > 0 and len(asked) == count
 
 
-def test_whether_a_size_would_hit(page: ComfyPage, put: Callable[..., Entry]) -> None:
-    put(112, "SD15 512×896 batch 2")
-    panel = page.open_tab("Check")
-    panel.get_by_label("Height").fill("1024")
-    panel.get_by_role("button", name="Would it hit?").click()
-    panel.get_by_text("No engine for 512×1024").wait_for()
-    assert "SD15 512×896" in panel.inner_text()
-    panel.get_by_label("Width").fill("513")
-    panel.get_by_role("button", name="Would it hit?").click()
-    page.page.wait_for_timeout(300)
-    assert panel.get_by_text("No engine for 513").count() == 0, "the field takes multiples of 8"
+def test_a_grid_of_models_and_sizes_builds_by_a_click(
+    page: ComfyPage, client: ComfyClient, store: EngineStore, put: Callable[..., Entry], server: ComfyServer
+) -> None:
+    """A file is known by its weights; an engine that they have used names it."""
+    file = server.base / "models" / "checkpoints" / "my_model.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"weights")
+    os.utime(file, (1, 1))
+    WeightsMemo(store.root).put(file, "1" * 64, file_identity(file), "unet")
+    ready, stale = put(112, "SD15 512×896 batch 2"), put(120, "SD15 512×960 batch 2", torch="1.0.0")
+    panel = page.open_tab("Models")
+    panel.get_by_role("button", name="my_model, 512x896: ready").wait_for()
+    assert "torch" in panel.get_by_role("button", name="my_model, 512x960: to be built again").get_attribute("title")
+    client.builds_take(SOON)
+    panel.get_by_label("More picture sizes").fill("72x72")
+    panel.get_by_label("More picture sizes").press("Enter")
+    panel.get_by_role("button", name="demo, 72x72: no engine yet").click()
+    panel.get_by_role("button", name="demo, 72x72: ready").wait_for(timeout=60_000)
+    assert len(store.list()) > 2
+    page.open_tab("Engines").get_by_text("Used by my_model").first.wait_for()
+    assert {ready.digest, stale.digest} <= {entry.digest for entry in store.list()}
 
 
 def test_the_tab_works_by_keyboard_and_when_narrow(page: ComfyPage, put: Callable[..., Entry]) -> None:

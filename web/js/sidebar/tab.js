@@ -7,8 +7,8 @@ import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { makeBuilds } from "./builds.js";
 import { makeEngines } from "./engines.js";
-import { makeHit } from "./hit.js";
 import { makeLog } from "./log.js";
+import { makeModels } from "./models.js";
 import { makeSpeedUp } from "./speedup.js";
 
 const ID = "slipstream";
@@ -16,7 +16,7 @@ const VIEWS = [
   { name: "speedup", symbol: "bolt", make: makeSpeedUp },
   { name: "engines", symbol: "database", make: makeEngines },
   { name: "builds", symbol: "wrench", make: makeBuilds },
-  { name: "hit", symbol: "search", make: makeHit },
+  { name: "models", symbol: "th-large", make: makeModels },
   { name: "log", symbol: "list", make: makeLog },
 ];
 let open = null; // the panel while it is on the page
