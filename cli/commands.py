@@ -20,7 +20,7 @@ from ..core.spec import Optimize
 from ..core.version import __version__
 from ..runtime.settings.model_settings import AUTO, MAX_BATCH, MAX_TOKENS, PRECISIONS, BackendChoice, ShapeChoice
 from .errors import FAILED, INTERRUPTED, OK, USAGE
-from .output import Output, set_up_logging
+from .output import Output, set_up_logging, until_ready
 from .words import count, one_line, prefix, resolutions, size_in_bytes, span, text_length
 
 
@@ -71,11 +71,13 @@ def _run_guarded(options: Namespace) -> int:
 
 
 def _handle(options: Namespace, output: Output) -> int:
-    from .home import open_store
-
     module, function = options.command
-    handler = getattr(importlib.import_module(f".{module}", __package__), function)
-    return int(handler(open_store(options), output, options))
+    with until_ready("Loading torch, and looking at the engines…"):
+        from .home import open_store
+
+        handler = getattr(importlib.import_module(f".{module}", __package__), function)
+        store = open_store(options)
+    return int(handler(store, output, options))
 
 
 def _say(message: str, status: int, options: Namespace, stream: TextIO) -> int:
@@ -120,7 +122,12 @@ def _command(add_parser: _AddParser, name: str, help: str, module: str, function
 
 
 def _add_list(add_parser: _AddParser) -> None:
-    _command(add_parser, "list", "list all engines, and whether they would be used now", "engines", "list_engines")
+    parser = _command(
+        add_parser, "list", "list all engines, and whether they would be used now", "engines", "list_engines"
+    )
+    parser.add_argument(
+        "--wide", action="store_true", help="also how, when and in what time each was built, its size and its error"
+    )
 
 
 def _add_show(add_parser: _AddParser) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from argparse import Namespace
 from typing import Any
 
 from ..core.formatting import (
     SHOWN,
+    say_backend,
     say_bytes,
     say_error,
     say_seconds,
@@ -23,7 +25,10 @@ from ..runtime.requests.pruning import prune
 from .errors import FAILED, OK, CommandError
 from .output import Output
 
-_COLUMNS = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
+_COLUMNS = ("id", "engine", "speed", "state")
+_WIDE = ("id", "engine", "backend", "precision", "size", "built", "took", "last used", "error", "speed", "state")
+_WIDTH = 80
+"""Columns that a terminal is known to have."""
 
 
 def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
@@ -36,7 +41,10 @@ def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
             output.line(f"No engines in {store.root}.")
             output.line("Build one: slipstream build --model FILE --resolution 512x512")
             return
-        output.table(_COLUMNS, [_row(row) for row in rows])
+        if options.wide:
+            output.table(_WIDE, [_wide_row(row) for row in rows])
+        else:
+            output.table(_COLUMNS, [_row(row) for row in rows], max(_WIDTH, shutil.get_terminal_size().columns))
         used = f"{say_bytes(data['bytes'])} of {say_bytes(store.limit_bytes)}"
         output.line(f"{len(rows)} engines, {used}, in {store.root}")
 
@@ -45,10 +53,15 @@ def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    engine = f"{row['label']} {row['precision']}"
+    return row["digest"][:SHOWN], engine, say_speedup(row["speedup"]), say_state(row)
+
+
+def _wide_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["digest"][:SHOWN],
         row["label"],
-        row["backend"],
+        say_backend(row["backend"]),
         row["precision"],
         say_bytes(row["bytes"]),
         say_when(row["created"]),

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..engine_cache import EngineStore
 from ..hosts.comfy.building.without_server import models_folder
 from ..hosts.comfy.process.checkout import OPEN_FOLDERS
-from ..runtime.provider import EngineProvider
 from ..runtime.settings.preferences import Preferences
 from ..runtime.settings.store_folder import open_store as open_preferred_store
 from ..runtime.settings.store_folder import preferences_file, store_at
+
+if TYPE_CHECKING:
+    from ..runtime.provider import EngineProvider
 
 
 def open_store(options: Namespace) -> EngineStore:
@@ -44,6 +47,8 @@ def open_provider(store: EngineStore, options: Namespace) -> EngineProvider:
     Raises:
         BackendUnavailable: as `open_store`.
     """
+    from ..runtime.provider import EngineProvider
+
     chosen = preferences(options)
     return EngineProvider(store, preferences=lambda: chosen)
 

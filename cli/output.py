@@ -43,7 +43,10 @@ class Output:
         """For commands that go on."""
         self._stream.flush()
 
-    def table(self, columns: Sequence[str], rows: Rows) -> None:
+    def table(self, columns: Sequence[str], rows: Rows, width: int | None = None) -> None:
+        """A row a line; with a `width`, what does not fit is cut from the last column."""
+        if width is not None:
+            rows = _cut(columns, rows, width)
         if _is_terminal(self._stream) and _has_rich():
             _rich_table(columns, rows, self._stream)
         else:
@@ -54,6 +57,19 @@ class Output:
         width = max(len(name) for name, _ in facts)
         for name, value in facts:
             self.line(f"{name.ljust(width)}  {value}")
+
+
+@contextlib.contextmanager
+def until_ready(text: str) -> Iterator[None]:
+    """Show on a terminal what is waited for, until it is there."""
+    if not _is_terminal(sys.stderr):
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -100,6 +116,13 @@ def _rich_table(columns: Sequence[str], rows: Rows, stream: TextIO) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     Console(file=stream).print(table)
+
+
+def _cut(columns: Sequence[str], rows: Rows, width: int) -> Rows:
+    """The rows with their last cells cut to what is left of `width`, or to the length of their column's name."""
+    taken = sum(max(map(len, column)) + 2 for column in list(zip(columns, *rows, strict=True))[:-1])
+    left = max(width - taken, len(columns[-1]))
+    return [(*row[:-1], row[-1] if len(row[-1]) <= left else f"{row[-1][: left - 1]}…") for row in rows]
 
 
 def _plain_table(columns: Sequence[str], rows: Rows, stream: TextIO) -> None:

@@ -72,6 +72,11 @@ def say_speedup(speedup: float | None) -> str:
     return "-" if speedup is None else f"{speedup:.1f}x"
 
 
+def say_backend(name: str) -> str:
+    """What people call the engines of a backend."""
+    return {"aotinductor": "compiled", "torch.compile": "compiled", "tensorrt": "TensorRT"}.get(name, name)
+
+
 def say_state(engine: Mapping[str, Any]) -> str:
     """Whether an engine, as `engine_info.summary` tells of it, would be used now; if not, why."""
     return f"{engine['state']}: {'; '.join(engine['reasons'])}" if engine["reasons"] else str(engine["state"])

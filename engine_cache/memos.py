@@ -108,6 +108,13 @@ class WeightsMemo:
         name, record = _name(path, part), {"identity": list(seen), "digest": digest}
         return self._memo.write(f"The digest of {path}", lambda: self._with(name, record))
 
+    def files(self) -> dict[str, set[str]]:
+        """Digest -> the files that have such weights, as far as they were met. They may have changed since."""
+        found: dict[str, set[str]] = {}
+        for name, record in self._read().items():
+            found.setdefault(record["digest"], set()).add(name.partition("\n")[0])
+        return found
+
     def _with(self, name: str, record: dict[str, Any]) -> dict[str, Any]:
         known = self._read()
         known.pop(name, None)

@@ -6,8 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices, engine_inputs
+from .shared.search import ENGINES, found_by
 
 
 class AccelerateModel(io.ComfyNode):
@@ -20,6 +21,7 @@ class AccelerateModel(io.ComfyNode):
             description="Runs the model on engines that are compiled for your resolution, built once and kept on disk. "
             "Place it anywhere between the loader and the sampler; LoRA works before and after it. "
             "Whatever an engine cannot do runs on your model without Slipstream, and Engine Info says why.",
+            **found_by(ENGINES),
             inputs=[
                 io.Model.Input("model", tooltip="The model to accelerate. Other nodes may go on using it as it is."),
                 *choices(),
@@ -28,6 +30,10 @@ class AccelerateModel(io.ComfyNode):
             outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:

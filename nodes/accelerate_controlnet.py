@@ -6,8 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices
+from .shared.search import ENGINES, found_by
 
 
 class AccelerateControlNet(io.ComfyNode):
@@ -20,6 +21,7 @@ class AccelerateControlNet(io.ComfyNode):
             description="Runs the ControlNet on an engine that is compiled for your resolution. Place it between the "
             "ControlNet's loader and Apply ControlNet; strength, timing and chains work as ever. Use it together with "
             "Accelerate Model, whose engines take what ControlNets add.",
+            **found_by(ENGINES),
             inputs=[
                 io.ControlNet.Input(
                     "control_net", tooltip="The ControlNet to accelerate. Other nodes may go on using it."
@@ -29,6 +31,10 @@ class AccelerateControlNet(io.ComfyNode):
             outputs=[io.ControlNet.Output(tooltip="For Apply ControlNet, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, control_net: Any, **chosen: Any) -> io.NodeOutput:

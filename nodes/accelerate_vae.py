@@ -6,8 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .shared.accelerated_output import HIDDEN, accelerated
+from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
 from .shared.inputs import choices
+from .shared.search import ENGINES, found_by
 
 
 class AccelerateVAE(io.ComfyNode):
@@ -20,6 +21,7 @@ class AccelerateVAE(io.ComfyNode):
             description="Runs the VAE's decoder and encoder on engines that are compiled for your resolution. Place it "
             "between the loader and the nodes that decode or encode, tiled ones and inpainting included. Whatever an "
             "engine cannot do runs on your VAE without Slipstream, and Engine Info says why.",
+            **found_by(ENGINES),
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
                 *choices(with_manual=False),
@@ -27,6 +29,10 @@ class AccelerateVAE(io.ComfyNode):
             outputs=[io.Vae.Output(tooltip="For the nodes that decode or encode, and for Engine Info.")],
             hidden=HIDDEN,
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> str:
+        return fingerprint()
 
     @classmethod
     def execute(cls, vae: Any, **chosen: Any) -> io.NodeOutput:

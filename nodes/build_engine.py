@@ -8,6 +8,7 @@ from comfy_api.latest import io, ui
 
 from .shared.accelerated_output import HIDDEN
 from .shared.inputs import backend_input, engine_inputs, optimize_input, precision_input
+from .shared.search import ENGINES, found_by
 
 if TYPE_CHECKING:
     from ..runtime.settings.model_settings import Settings
@@ -22,6 +23,7 @@ class BuildEngine(io.ComfyNode):
             category="Slipstream",
             description="Builds engines now, with a progress bar, and checks them against the model. An engine that "
             "exists already is only checked. Cancel stops the build and leaves nothing behind.",
+            **found_by(ENGINES),
             inputs=[
                 io.Model.Input("model", tooltip="The model to build for, with the LoRA that it will have."),
                 io.String.Input("resolutions", default="512x512", tooltip="Picture sizes, such as 512x512, 768x512."),

@@ -6,6 +6,7 @@ import torch
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from .shared.search import COMPARING, found_by
 from .shared.skip_inputs import CATEGORY
 
 
@@ -18,6 +19,7 @@ class CompareImages(io.ComfyNode):
             category=CATEGORY,
             description="Measures how close pictures are to a reference, such as those of a faster workflow to those "
             "of the slower one with the same seed. Shows both side by side with a map of their difference.",
+            **found_by(COMPARING),
             inputs=[
                 io.Image.Input("image", tooltip="What is judged. One picture is compared with each reference."),
                 io.Image.Input("reference", tooltip="What it should be. One reference serves every picture."),

@@ -6,6 +6,8 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
+from .shared.search import ENGINES, found_by
+
 
 class EngineInfo(io.ComfyNode):
     @classmethod
@@ -17,6 +19,7 @@ class EngineInfo(io.ComfyNode):
             description="Shows what an accelerated model did: the engine in use, calls of the engine and of your "
             "model without Slipstream, and each reason why it ran. Connect a picture or latent to `after`, so that it "
             "looks after sampling.",
+            **found_by(ENGINES),
             inputs=[
                 io.Model.Input("model", optional=True, tooltip="The output of Accelerate Model."),
                 io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .shared.sampler_inputs import denoise_input, sampler_inputs
+from .shared.search import SKIPPING, found_by
 from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 from .step_skip import recorder
 
@@ -25,6 +26,7 @@ class KSamplerStepSkip(io.ComfyNode):
             category=CATEGORY,
             description="KSampler that computes the model in some of its steps and goes on from what earlier steps "
             "gave in the rest. Its report says what happened.",
+            **found_by(SKIPPING),
             inputs=[*_ksampler_inputs(), preset_input(), *selection_inputs(), rule_input()],
             outputs=[
                 io.Latent.Output(tooltip="The sampled latent."),

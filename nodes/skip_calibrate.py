@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from .shared.sampler_inputs import denoise_input, sampler_inputs
+from .shared.search import SKIPPING, found_by
 from .shared.skip_inputs import CATEGORY
 from .step_skip import recorder
 
@@ -23,6 +24,7 @@ class SkipCalibrate(io.ComfyNode):
             description="Samples your own pictures many times to find which steps Step Skip should compute for this "
             "model, sampler, schedule and CFG, judges them on pictures that were held out, and saves them as a preset. "
             "Takes the time of a hundred pictures or more; cancel leaves nothing behind.",
+            **found_by(SKIPPING),
             inputs=[*_what_is_sampled(), *_how(), *_wishes(), *map(_prompt, _FURTHER)],
             outputs=[
                 io.Model.Output(tooltip="The model with the proposed steps."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from .shared.search import SKIPPING, found_by
 from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class StepSkip(io.ComfyNode):
             "some of them; in the rest the sampler goes on from what earlier steps gave. Works with any sampler node, "
             "with Accelerate nodes and LoRA before and after it. Samplers for which that makes no sense compute every "
             "step.",
+            **found_by(SKIPPING),
             inputs=[
                 io.Model.Input("model", tooltip="The model whose calls are skipped."),
                 preset_input(),
@@ -65,6 +67,7 @@ class StepSkipSampler(io.ComfyNode):
             category=CATEGORY,
             description="Step Skip for a SAMPLER, as SamplerCustom and SamplerCustomAdvanced take it: it skips steps "
             "with whatever model and guider they are given. Use one of the two.",
+            **found_by(SKIPPING),
             inputs=[
                 io.Sampler.Input("sampler", tooltip="Of KSamplerSelect, say."),
                 preset_input(),
@@ -96,6 +99,7 @@ class SkipSigmas(io.ComfyNode):
             description="The sigmas of the steps that a preset computes, and no others: a shorter schedule for any "
             "sampler, which reuses nothing. With Euler and DDIM it is what Step Skip with hold gives; compare Step "
             "Skip with it.",
+            **found_by(SKIPPING),
             inputs=[
                 io.Sigmas.Input("sigmas", tooltip="A whole schedule, of BasicScheduler say."),
                 preset_input(),

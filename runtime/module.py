@@ -41,6 +41,7 @@ class AcceleratedModule:
         by_hand: see `HostHooks`.
 
     Attributes:
+        chosen: the node's own settings.
         asked: the settings of the last run.
         host_precision: that the model had in it; None before that.
         build_seconds: how long a build of the engine that was missing last is expected to take; None where no earlier
@@ -49,7 +50,7 @@ class AcceleratedModule:
 
     def __init__(self, provider: EngineProvider, settings: Settings, by_hand: bool = False) -> None:
         self.provider = provider
-        self._chosen = settings
+        self.chosen = settings
         self.by_hand = by_hand
         self.status = Status()
         self.asked = self.settings
@@ -63,7 +64,7 @@ class AcceleratedModule:
     @property
     def settings(self) -> Settings:
         """What the user chose for it, and where that is `auto`, for everything; asked anew in each run."""
-        return self.provider.with_preferences(self._chosen)
+        return self.provider.with_preferences(self.chosen)
 
     def count_eager(self, reason: str) -> None:
         """Count a call that the host's own model answers, and log the reason where it is a new one."""

@@ -279,11 +279,10 @@ class _Views:
         self.page.open_tab(self._named("log"))
         self.page.page.wait_for_timeout(1500)
         self._shot("log")
-        self.page.open_tab(self._named("hit"))
-        panel.locator("button[type=submit]").click()
-        panel.locator(".slipstream-verdict").wait_for()
-        self.page.page.wait_for_timeout(300)
-        self._shot("hit")
+        for view in ("models", "speedup"):
+            self.page.open_tab(self._named(view))
+            self.page.page.wait_for_timeout(1000)
+            self._shot(view)
 
     def _dialog(self, name: str) -> None:
         """Show a question and leave it unanswered."""

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..core.formatting import say_speed
+from ..core.formatting import say_backend, say_speed
 from ..sampling.saved_preset import SavedPreset
-from .wording import bar
+from .wording import FASTER, SLOWER, bar
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MEASURED = {
@@ -20,22 +20,26 @@ MEASURED = {
 
 
 def speedups(engines: Iterable[Mapping[str, Any]]) -> str:
-    """HTML: a bar for each engine whose speed was measured, the fastest first."""
+    """HTML: a bar for each engine whose speed was measured, the fastest first.
+
+    Lengths are in proportion to the speed, and a line in each shows where your model without Slipstream is.
+    """
     timed = sorted((each for each in engines if each["speedup"]), key=lambda each: -each["speedup"])
     if not timed:
         return (
             "<p>No engine of this machine was timed yet; that happens while ComfyUI makes pictures with an engine and "
             "without.</p>"
         )
-    longest = max(each["speedup"] for each in timed)
-    return "".join(_timed(each, longest) for each in timed)
+    longest = max(1.0, *(each["speedup"] for each in timed))
+    note = "<p>The line in each bar is your model without Slipstream (1×).</p>"
+    return note + "".join(_timed(each, longest) for each in timed)
 
 
 def _timed(engine: Mapping[str, Any], longest: float) -> str:
-    title = f"{engine['label']}, {engine['precision']} {engine['backend']}: {say_speed(engine)}"
-    return (
-        f'<div class="slipstream-speed" style="margin:.6em 0">{escape(title)}{bar(engine["speedup"] / longest)}</div>'
-    )
+    title = f"{engine['label']}, {engine['precision']} {say_backend(engine['backend'])}: {say_speed(engine)}"
+    colour = SLOWER if engine["speedup"] < 1 else FASTER
+    line = bar(engine["speedup"] / longest, colour, mark=1 / longest)
+    return f'<div class="slipstream-speed" style="margin:.6em 0">{escape(title)}{line}</div>'
 
 
 def calibrated(presets: Iterable[SavedPreset]) -> str:

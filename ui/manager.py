@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,7 @@ class Manager:
             BackendUnavailable: nothing here could build it.
             ValueError: the model is not offered.
         """
-        self._check_offered(wanted)
+        wanted = self._offered(wanted)
         parameters = self.builder.parameter_count(wanted.model, wanted.role)
         return foresee(self.provider, self.builder.device(), wanted, parameters)
 
@@ -142,7 +144,7 @@ class Manager:
             ValueError: the model is not offered.
         """
         self.foresee(wanted)  # fails before a model is loaded
-        return self.requests.submit(wanted)
+        return self.requests.submit(self._offered(wanted))
 
     def progress(self) -> list[dict[str, Any]]:
         """Requests, and builds that nodes or others of this process asked for; see `describe_requests`."""
@@ -186,11 +188,31 @@ class Manager:
     def _digests(self, prefixes: Iterable[str]) -> list[str]:
         return [self._entry(prefix).digest for prefix in prefixes]
 
-    def _check_offered(self, wanted: Wanted) -> None:
-        if wanted.model not in self.builder.models():
-            raise ValueError("Choose a model from the list; Refresh looks for new files")
+    def model_named(self, typed: str) -> str:
+        """The model file that a person means: its whole name, or a part of it that no other file has.
+
+        Raises:
+            ValueError: no file is meant, or several may be.
+        """
+        offered = self.builder.models()
+        text = typed.strip()
+        if text in offered:
+            return text
+        fitting = [name for name in offered if text.lower() in name.lower()]
+        exact = [name for name in fitting if Path(name).stem.lower() == text.lower() or name.lower() == text.lower()]
+        if len(exact or fitting) == 1:
+            return (exact or fitting)[0]
+        if fitting:
+            raise ValueError(f"{text!r} may be {_few(fitting)}: write more of the name, or choose one from the list")
+        close = get_close_matches(text.lower(), [name.lower() for name in offered], 3, 0.4)
+        near = [name for name in offered if name.lower() in close] or offered
+        there = f"the closest: {_few(near)}" if offered else "there is none at all"
+        raise ValueError(f"There is no model file {text!r}; {there}. “Look for files” finds new ones")
+
+    def _offered(self, wanted: Wanted) -> Wanted:
         if wanted.role not in self.builder.roles:
             raise ValueError(f"Engines for a {wanted.role.value} are built when a workflow first uses it")
+        return replace(wanted, model=self.model_named(wanted.model))
 
     def _hear(self, ticket: Ticket) -> None:
         if ticket.state is TicketState.DONE:
@@ -198,3 +220,12 @@ class Manager:
 
     def _note_change(self) -> None:
         self._changed = next(self._changes)
+
+
+_NAMED = 4
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names in words, and how many more there are."""
+    shown = ", ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

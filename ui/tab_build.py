@@ -51,7 +51,13 @@ class BuildTab:
         gr = gradio()
         with gr.Row():
             models = self._manager.builder.models()
-            model = gr.Dropdown(choices=models, value=None, label="Model file", elem_id="slipstream_model")
+            model = gr.Dropdown(
+                choices=models,
+                value=None,
+                label="Model file: choose one, or write its name",
+                allow_custom_value=True,
+                elem_id="slipstream_model",
+            )
             role = gr.Radio(self._roles(), value=self._roles()[0], label="Role")
         with gr.Row():
             preset = gr.Radio(list(PRESETS), label="Sizes for")

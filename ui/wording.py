@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..core.formatting import SHOWN, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
+from ..core.formatting import SHOWN, say_backend, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
 from ..runtime.building import build_queue
 from ..runtime.planning.build_estimate import say_roughly
 
@@ -20,6 +20,7 @@ ENDED = tuple(state.value for state in build_queue.ENDED)
 _LINES = 200
 _COLOURS = {"done": "#2e9e5b", "failed": "#d05050", "cancelled": "#999999"}
 _COLOUR = "#3b7dd8"
+FASTER, SLOWER = "#2e9e5b", "#d08a2e"
 
 
 def table(engines: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -35,7 +36,7 @@ def _row(engine: Mapping[str, Any]) -> list[str]:
         engine["role"],
         profile,
         engine["precision"],
-        engine["backend"],
+        say_backend(engine["backend"]),
         engine["gpu"] or "CPU",
         f"{engine['bytes'] / 2**20:.1f}",
         say_error(engine["error"]),
@@ -57,7 +58,7 @@ def choices(engines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _choice(engine: Mapping[str, Any]) -> str:
-    return f"{engine['digest'][:SHOWN]} | {engine['label']} | {engine['precision']} {engine['backend']}"
+    return f"{engine['digest'][:SHOWN]} | {engine['label']} | {engine['precision']} {say_backend(engine['backend'])}"
 
 
 def ids(chosen: Sequence[str] | str | None) -> list[str]:
@@ -108,11 +109,19 @@ def _bar(row: Mapping[str, Any]) -> str:
     )
 
 
-def bar(fraction: float, colour: str = _COLOUR) -> str:
-    """HTML: one bar."""
-    percent = min(100.0, max(0.0, 100 * fraction))
-    fill = f'<div style="width:{percent:.1f}%;height:100%;background:{colour};border-radius:4px"></div>'
-    return f'<div style="height:8px;margin:.3em 0;background:#8884;border-radius:4px">{fill}</div>'
+def bar(fraction: float, colour: str = _COLOUR, mark: float | None = None) -> str:
+    """HTML: one bar, of a fraction of the whole width; with a line at `mark`, another such fraction."""
+    fill = f'<div style="width:{_percent(fraction)};height:100%;background:{colour};border-radius:4px"></div>'
+    line = ""
+    if mark is not None:
+        at = f"left:calc({_percent(mark)} - 1px);top:-3px;width:2px;height:14px"
+        line = f'<div class="slipstream-mark" style="position:absolute;{at};background:currentColor"></div>'
+    frame = "position:relative;height:8px;margin:.3em 0;background:#8884;border-radius:4px"
+    return f'<div style="{frame}">{fill}{line}</div>'
+
+
+def _percent(fraction: float) -> str:
+    return f"{min(100.0, max(0.0, 100 * fraction)):.1f}%"
 
 
 def _say(row: Mapping[str, Any]) -> str:
@@ -145,7 +154,7 @@ def details(engine: Mapping[str, Any]) -> str:
         "engine": f"{engine['label']}, {engine['role']}",
         "id": engine["digest"],
         "state": say_state(engine) + (", in use" if engine["in_use"] else ""),
-        "made by": f"{engine['backend']} {engine['precision']}, {engine['optimize']}",
+        "made by": f"{say_backend(engine['backend'])} {engine['precision']}, {engine['optimize']}",
         "made with": f"Slipstream {engine['slipstream']}, {say_when(engine['created'])}",
         "error": say_error(engine["error"]),
         "speed": say_speed(engine),

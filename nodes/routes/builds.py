@@ -24,9 +24,11 @@ def list_builds(request: web.Request) -> Answer:
 
 @asks()
 def list_nodes(request: web.Request) -> Answer:
+    from ...hosts.comfy.node_state.announcer import saved_ms
     from ...hosts.comfy.node_state.node_states import REGISTRY
+    from ...hosts.comfy.process.shared_provider import provider
 
-    return {"nodes": REGISTRY.to_json()}
+    return {"nodes": REGISTRY.to_json(), "saved_ms": saved_ms(provider())}
 
 
 @changes()

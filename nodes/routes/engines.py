@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from ...engine_cache import EngineStore
+from ...hosts.comfy.building.model_grid import names_of_files
 from ...hosts.comfy.process.server_events import ENGINES, send
 from ...hosts.comfy.process.shared_provider import provider
 from ...runtime.reporting.engine_coverage import Asked, engine_coverage
@@ -21,7 +22,9 @@ _MOST_BYTES = 2**62
 
 @asks()
 def list_engines(request: web.Request) -> Answer:
-    return overview(_store())
+    store = _store()
+    names, told = names_of_files(store, store.list()), overview(store)
+    return {**told, "engines": [{**each, "models": names.get(each["digest"], [])} for each in told["engines"]]}
 
 
 @asks()

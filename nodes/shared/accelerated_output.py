@@ -11,6 +11,13 @@ HIDDEN = [io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo]
 """What these nodes ask of ComfyUI."""
 
 
+def fingerprint() -> str:
+    """What ComfyUI asks before it takes an Accelerate node's last output again; see `engines_that_came`."""
+    from ...hosts.comfy.node_state.watched_nodes import engines_that_came
+
+    return engines_that_came()
+
+
 def accelerated(
     node: type[io.ComfyNode], accelerate: Callable[..., Any], subject: Any, **choices: Any
 ) -> io.NodeOutput:

@@ -74,7 +74,8 @@ def resolutions_input() -> io.String.Input:
 
 def choices(with_manual: bool = True) -> list[io.Input]:
     """What every Accelerate node asks for."""
-    return [backend_input(), precision_input(), optimize_input(), build_input(with_manual), resolutions_input()]
+    seldom = advanced(resolutions_input())
+    return [backend_input(), precision_input(), optimize_input(), build_input(with_manual), seldom]
 
 
 def engine_inputs() -> list[io.Input]:

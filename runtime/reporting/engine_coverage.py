@@ -46,6 +46,11 @@ def engine_coverage(manifests: Iterable[Manifest], asked: Asked) -> dict[str, li
     }
 
 
+def is_for(manifest: Manifest, asked: Asked) -> bool:
+    """Whether an engine takes calls of this size, on whatever machine."""
+    return any(not list(_misfits(profile, asked, manifest.profiles)) for profile in manifest.profiles)
+
+
 def why_not(manifest: Manifest, asked: Asked) -> list[str]:
     """Why an engine would not serve; empty where it would, for a model of its architecture."""
     misfits = [list(_misfits(profile, asked, manifest.profiles)) for profile in manifest.profiles]

@@ -52,6 +52,10 @@ def test_bad_input_says_what_to_do(page: UiPage) -> None:
     page.until_text("Choose a model first")
     page.order("tiny", "500x500")
     page.until_text("multiples of 8")
+    page.fill("slipstream_sizes", "64x64")
+    page.fill("slipstream_model", "tyni")
+    page.press("Build")
+    page.until_text("There is no model file 'tyni'; the closest: tiny")
     page.fill("slipstream_sizes", "")
     page.press("What will it take?")
     page.until_text("Name at least one resolution")
@@ -205,7 +209,7 @@ def test_charts(page: UiPage, put: Put) -> None:
     put(80)
     page.press("Refresh")
     page.tab("Charts")
-    page.until_text("SD15 512×640 batch 2, fp32 aotinductor: 5.0 → 2.0 ms a step (2.5x)")
+    page.until_text("SD15 512×640 batch 2, fp32 compiled: 5.0 → 2.0 ms a step (2.5x)")
     page.until_text("Nothing was calibrated here yet")
     assert page.page.locator("img[alt^='Step skipping']").evaluate("picture => picture.naturalWidth") > 0
 

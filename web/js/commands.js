@@ -3,9 +3,11 @@ import { t } from "./lib/words.js";
 import { store } from "./lib/store.js";
 import { toast } from "./lib/toast.js";
 import { build, cancel, cancelBuild } from "./nodes/builder.js";
-import { buildingNodes, chosenNode, idsOf } from "./nodes/graph.js";
+import { buildingNodes, canBuild, chosenNode, idsOf } from "./nodes/graph.js";
 import { viewOf } from "./nodes/view.js";
-import { toggleTab } from "./sidebar/tab.js";
+import { openView, toggleTab } from "./sidebar/tab.js";
+import { lookAt } from "./speedup/plan.js";
+import { speedUp } from "./speedup/speedup.js";
 
 async function buildChosen() {
   const node = chosenNode();
@@ -16,14 +18,22 @@ async function buildChosen() {
 /** Cancels what the chosen node builds, else what any node of the workflow builds, else what builds at all. */
 async function cancelAny() {
   const nodes = [chosenNode(), ...buildingNodes().map(([node]) => node)].filter(Boolean);
-  const going = nodes.find((node) => viewOf(idsOf(node), node).button.cancels);
+  const going = nodes.find((node) => viewOf(idsOf(node), node).button.action === "cancel");
   if (going) return cancel(going);
   const build = store.builds.find((each) => each.state === "running") ?? store.builds[0];
   if (build) return cancelBuild(build.id);
   return toast("info", t("nothing_builds"), "", { asked: true });
 }
 
+/** Places and builds, and shows what comes of it. */
+async function speedUpAndShow() {
+  openView("speedup");
+  const [first] = await speedUp();
+  if (first) lookAt(first);
+}
+
 export const commands = [
+  { id: "Slipstream.SpeedUp", label: "Speed up this workflow", icon: "pi pi-bolt", function: speedUpAndShow },
   { id: "Slipstream.BuildEngine", label: "Build engine", icon: "pi pi-bolt", function: buildChosen },
   { id: "Slipstream.CancelBuild", label: "Cancel build", icon: "pi pi-times", function: cancelAny },
   { id: "Slipstream.OpenTab", label: "Show engines", icon: "pi pi-database", function: toggleTab },
@@ -37,3 +47,18 @@ export const keybindings = [
 ];
 
 export const menuCommands = [{ path: ["Extensions", "Slipstream"], commands: commands.map((command) => command.id) }];
+
+const entry = (name, callback) => ({ content: `Slipstream: ${t(name)}`, callback });
+
+/** Entries of the menu of the canvas. */
+export function canvasEntries() {
+  return [null, entry("speedup", speedUpAndShow), entry("show_engines", () => openView("engines"))];
+}
+
+/** Entries of the menu of a node: of those that build. */
+export function nodeEntries(node) {
+  if (!canBuild(node)) return [];
+  const { button } = viewOf(idsOf(node), node);
+  const acts = button.action === "cancel" ? entry("cancel_build", () => cancel(node)) : entry("build_engine", () => build(node));
+  return [null, acts, entry("show_engines", () => openView("engines"))];
+}

@@ -30,7 +30,7 @@ const TABLE = [
     id: "Slipstream.Backend",
     name: "backend",
     label: "Backend",
-    tooltip: "What auto means on nodes. Automatic: the first that works here. Off: the plain model.",
+    tooltip: "What auto means on nodes. Automatic: the first that works here. Off: your model, without Slipstream.",
     options: { auto: "Automatic", compiled: "Compiled", tensorrt: "TensorRT", off: "Off" },
   },
   {

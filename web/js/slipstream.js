@@ -1,6 +1,6 @@
 // Slipstream in ComfyUI's page: what is on nodes, the sidebar tab, settings and commands.
 import { app } from "./lib/comfy.js";
-import { commands, keybindings, menuCommands } from "./commands.js";
+import { canvasEntries, commands, keybindings, menuCommands, nodeEntries } from "./commands.js";
 import { loadStyle } from "./lib/dom.js";
 import { startStore } from "./lib/store.js";
 import { adopt, startBuilder } from "./nodes/builder.js";
@@ -15,6 +15,8 @@ app.registerExtension({
   keybindings,
   menuCommands,
   settings,
+  getCanvasMenuItems: canvasEntries,
+  getNodeMenuItems: nodeEntries,
   async setup() {
     loadStyle();
     registerTab();

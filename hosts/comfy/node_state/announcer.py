@@ -100,7 +100,7 @@ class Announcer:
         changed = [state for place, state in now.items() if state != self._nodes.get(place)]
         self._nodes = now
         if changed:
-            self._send(NODES, {"nodes": changed})
+            self._send(NODES, {"nodes": changed, "saved_ms": saved_ms(self._provider)})
 
     def _is_to_be_compared(self, ticket: Ticket) -> bool:
         digest = ticket.plan.key.digest
@@ -115,6 +115,11 @@ class Announcer:
 def builds(queue: BuildQueue, registry: NodeRegistry = REGISTRY) -> list[dict[str, Any]]:
     """Builds that wait or run, as the page gets them."""
     return [_build(ticket, queue.is_held(ticket), registry) for ticket in queue.pending()]
+
+
+def saved_ms(provider: EngineProvider) -> int:
+    """Milliseconds that engines have saved since this process started; see `StepTimes.saved_ms`."""
+    return 0 if provider.step_times is None else max(0, round(provider.step_times.saved_ms))
 
 
 def policy() -> str:

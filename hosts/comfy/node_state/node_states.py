@@ -12,12 +12,14 @@ from ....core.formatting import say_times
 from ....core.spec import Precision, Role
 from ....engine_cache import Entry
 from ....runtime.building.build_queue import Ticket, TicketState
+from ....runtime.checking.step_times import SO_NOT_USED
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.build_estimate import say_roughly
 from ....runtime.planning.plan import say_sizes
 from ....runtime.reporting.build_info import fraction_of, seconds_left
 from ....runtime.reporting.status import LastRun
 from ....runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, BuildPolicy
+from .ways_out import way_out
 
 TEXT_LENGTH = 72
 _KEPT = 256
@@ -49,6 +51,7 @@ class NodeState:
     engine_ms: float | None = None
     eager_ms: float | None = None
     timed_by: str | None = None
+    mend: str | None = None
 
 
 class NodeRegistry:
@@ -90,8 +93,8 @@ REGISTRY = NodeRegistry()
 def state_of(module: AcceleratedModule) -> NodeState:
     """What a node shows, its text shortened to fit on it."""
     found = _state_of(module)
-    text = textwrap.shorten(found.text, TEXT_LENGTH, placeholder="…")
-    return replace(found, text=text, tip=found.tip or found.text)
+    text, tip = textwrap.shorten(found.text, TEXT_LENGTH, placeholder="…"), found.tip or found.text
+    return replace(found, text=text, tip=tip, mend=way_out(module, found.kind, tip))
 
 
 def _to_json(place: NodeAddress, module: AcceleratedModule) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def _of_engine(module: AcceleratedModule, digest: str) -> NodeState | None:
     if not _is_asked_for(module, entry):
         return NodeState("idle", _CHANGED, digest=digest)
     if (reason := module.provider.why_retired(entry)) is not None:
-        return NodeState("eager", f"eager: {reason}", digest=digest)
+        return _of_reason(module, reason, digest)
     return _ready(module, entry, say_sizes(entry.manifest.profiles), "ready", tip=entry.manifest.label)
 
 
@@ -191,6 +194,8 @@ def _is_asked_for(module: AcceleratedModule, entry: Entry) -> bool:
 
 
 def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> NodeState:
+    if SO_NOT_USED in reason:
+        return NodeState("slower", f"slower: {reason}", digest=wanted)
     if wanted is not None and module.settings.policy is BuildPolicy.BACKGROUND:  # it is not being built any more
         return NodeState("idle", "not built: the build was stopped", "The next run asks for the engine again.", wanted)
     return NodeState("eager", f"eager: {reason}", digest=wanted)

@@ -12,6 +12,9 @@ from ..process.shared_provider import provider
 from .announcer import Announcer
 from .node_states import REGISTRY, NodeAddress
 
+_WANTED: set[str] = set()
+"""Digests of all engines that nodes of this process have asked for."""
+
 
 @functools.lru_cache(maxsize=1)
 def announcer() -> Announcer:
@@ -24,6 +27,17 @@ def changed() -> None:
     announcer().wake()
 
 
+def engines_that_came() -> str:
+    """Another text once an engine is there that a node lacked when it ran: then it is to run again, on the engine."""
+    store = provider().store
+    return ",".join(sorted(digest for digest in _WANTED if store.lookup(digest) is not None))
+
+
+def _hear(module: AcceleratedModule) -> None:
+    _WANTED.update(module.status.wanted)
+    announcer().wake()
+
+
 def watch(module: AcceleratedModule, node: Any, extra_pnginfo: Any) -> None:
     """Let the page know what `module` does.
 
@@ -32,7 +46,7 @@ def watch(module: AcceleratedModule, node: Any, extra_pnginfo: Any) -> None:
         extra_pnginfo: as ComfyUI hands it to nodes.
     """
     place = NodeAddress(workflow_of(extra_pnginfo), str(node))
-    module.status.on_change = announcer().wake
+    module.status.on_change = functools.partial(_hear, module)
     module.status.on_run = functools.partial(_take_place, module, place)
     REGISTRY.register(place, module)
     announcer().wake()

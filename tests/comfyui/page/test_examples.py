@@ -29,7 +29,7 @@ EXAMPLES_WANTED = {
     "build_before", "comparing", "controlnet_and_vae", "first_engine", "hires_fix", "lora", "step_skipping",
     "stock_checkpoint_with_lora", "text_to_image",
 }  # fmt: skip
-NOTE_LINES = 5
+NOTE_LINES = 6
 SOONEST = "fast build"
 ACCELERATE = ("SlipstreamAccelerateModel", "SlipstreamAccelerateControlNet", "SlipstreamAccelerateVAE")
 
@@ -156,6 +156,25 @@ def _holds(outer: tuple[float, ...], inner: tuple[float, ...]) -> bool:
 
 
 @each_example
+def test_an_example_is_readable_and_in_sight_at_first(file: Path) -> None:
+    """On a page of 1400 by 900, between its bars."""
+    saved = workflow(file.stem)
+    view = saved["extra"]["ds"]
+    assert view["scale"] >= 0.7
+    for group in saved["groups"]:
+        x, y, width, height = group["bounding"]
+        left, top = ((at + shift) * view["scale"] for at, shift in zip((x, y), view["offset"], strict=True))
+        assert left >= 60 and top >= 95
+        assert left + width * view["scale"] <= 1400 and top + height * view["scale"] <= 900
+
+
+@each_example
+def test_the_same_picture_comes_again(file: Path) -> None:
+    samplers = [node for node in workflow(file.stem)["nodes"] if node["type"] == "KSampler"]
+    assert {node["widgets_values"][1] for node in samplers} == {"fixed"}
+
+
+@each_example
 def test_links_lead_from_left_to_right_or_down(file: Path) -> None:
     saved = workflow(file.stem)
     places = {node["id"]: node["pos"] for node in saved["nodes"]}
@@ -169,9 +188,10 @@ def test_an_example_shows_engine_info_and_explains_itself(file: Path) -> None:
     saved = workflow(file.stem)
     notes = [node["widgets_values"][0] for node in saved["nodes"] if node["type"] == "Note"]
     assert len(notes) == 1 and "engine" in notes[0]
-    assert len(notes[0].split("\n")) <= NOTE_LINES and len(notes[0]) < 350, "more is for help pages"
+    assert len(notes[0].split("\n")) <= NOTE_LINES and len(notes[0]) < 360, "more is for help pages"
     kinds = [node["type"] for node in nodes_of(saved)]
-    assert {"SlipstreamAccelerateModel", "SlipstreamEngineInfo", "PreviewAny"} <= set(kinds)
+    assert {"SlipstreamAccelerateModel", "SlipstreamEngineInfo"} <= set(kinds)
+    assert "Run" in notes[0] and ("Build engine" in notes[0] or "Build Engine" in notes[0])
 
 
 # ---- the runs
@@ -184,7 +204,6 @@ def test_build_before_builds_and_then_samples_on_the_engine(built: Run) -> None:
     assert "256×256 batch 2" in report and "ready" in report
     (info,) = texts_of(built, saved, "SlipstreamEngineInfo")
     assert "engine calls: 20, eager calls: 0" in info
-    assert texts_of(built, saved, "PreviewAny") == [report, info]
     (picture,) = built.images()
     assert picture.shape == (256, 256, 3) and is_picture(picture)
     assert np.abs(picture - thumbnail("build_before")).mean() < 0.03
@@ -199,7 +218,6 @@ def test_first_engine_samples_on_an_engine_that_is_there(built: Run, client, obj
     assert run.ok, run.error
     (info,) = texts_of(run, saved, "SlipstreamEngineInfo")
     assert "engine calls: 20, eager calls: 0" in info, info
-    assert texts_of(run, saved, "PreviewAny") == [info]
     (picture,) = run.images()
     assert picture.shape == (256, 256, 3) and is_picture(picture)
     assert np.abs(picture - thumbnail("first_engine")).mean() < 0.03
@@ -231,14 +249,14 @@ def result(run: Run, name: str) -> np.ndarray:
     (node,) = [node["id"] for node in workflow(name)["nodes"] if node["type"] == "SaveImage"]
     (picture,) = dataclasses.replace(run, outputs={str(node): run.outputs[str(node)]}).images()
     assert is_picture(picture)
-    assert picture.shape == thumbnail(name).shape and np.abs(picture - thumbnail(name)).mean() < 0.03
+    shown = picture[:, :512] if name == "comparing" else picture  # whose map of differences is black
+    assert shown.shape == thumbnail(name).shape and np.abs(shown - thumbnail(name)).mean() < 0.03
     return picture
 
 
 def calls(run: Run, name: str) -> list[tuple[int, int]]:
     """Calls of engine and plain model that Engine Info counts: of model, VAE, ControlNet, as far as connected."""
     (info,) = texts_of(run, workflow(name), "SlipstreamEngineInfo")
-    assert texts_of(run, workflow(name), "PreviewAny") == [info]
     return [(int(one), int(other)) for one, other in re.findall(r"engine calls: (\d+), eager calls: (\d+)", info)]
 
 
@@ -415,4 +433,4 @@ def test_widgets_get_their_names(object_info) -> None:
     assert widget_values(node, object_info["KSampler"]) == {
         "seed": 7, "steps": 20, "cfg": 5.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0,
     }  # fmt: skip
-    assert node["widgets_values"][1] == "randomize"
+    assert node["widgets_values"][1] == "fixed"

@@ -451,7 +451,7 @@ def test_a_slow_engine_is_retired_until_somebody_asks_for_it(
     for _ in range(3):
         tiny.sample(model, steps=8)
     reason = "the engine takes 50.0 ms a step where your model without Slipstream takes 30.0 ms, so it is not used"
-    assert state_of(module).kind == "eager" and reason in state_of(module).tip
+    assert state_of(module).kind == "slower" and reason in state_of(module).tip
     assert caplog.text.count(reason) == 1
     calls = module.status.engine_calls
     assert torch.equal(tiny.sample(model, steps=8), plain)
@@ -520,7 +520,7 @@ def test_in_a_running_comfyui_a_slow_engine_gives_way(start_comfy: Any, model_fi
         assert [pictures.next() for _ in range(3)] == [(6, 2)] * 3, "side by side, to be sure"
         assert f"eager × 6: {ON_PURPOSE}" in pictures.info
         state = page.state(node)
-        assert state["kind"] == "eager" and "so it is not used" in state["tip"], state
+        assert state["kind"] == "slower" and "so it is not used" in state["tip"], state
         assert pictures.next() == (0, 8) and "so it is not used" in pictures.info and pictures.is_plain()
         page.build(graph, node)
         assert page.state(node)["kind"] == "ready"

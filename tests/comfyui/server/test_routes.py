@@ -89,7 +89,7 @@ def test_the_list(web: Connection, put: Callable[..., Entry], store: EngineStore
     assert data["store"] == str(store.root) and data["free_bytes"] > 0 and data["limit_bytes"] > 10**9
     engines = {engine["digest"]: engine for engine in data["engines"]}
     assert data["bytes"] == sum(engine["bytes"] for engine in engines.values())
-    assert set(engines[ours.digest]) == ENGINE
+    assert set(engines[ours.digest]) == ENGINE | {"models"}
     shown = {name: engines[ours.digest][name] for name in ("state", "speedup", "engine_ms", "resolution", "batch")}
     assert shown == {"state": "ok", "speedup": 2.5, "engine_ms": 2.0, "resolution": "512×512", "batch": "2"}
     assert engines[old.digest]["state"] == "stale" and "torch" in engines[old.digest]["reasons"][0]
@@ -149,6 +149,19 @@ def test_prune(web: Connection, put: Callable[..., Entry], store: EngineStore) -
     assert next_one.directory.is_dir()
     for wrong in ({}, {"limit_bytes": -1}, {"limit_bytes": "1GB"}, {"limit_bytes": 1.5}, {"limit_bytes": True}):
         assert refused(post(web, "/engines/prune", wrong)) == "bad_request"
+
+
+def test_the_grid_of_models(web: Connection, put: Callable[..., Entry]) -> None:
+    put(72)
+    data = get(web, "/models?sizes=768x512")
+    assert {"512x512", "512x576", "768x512", "1024x1024"} <= set(data["sizes"])
+    demo = next(row for row in data["models"] if row["model"] == "demo")
+    assert len(demo["cells"]) == len(data["sizes"])
+    assert {cell["state"] for cell in demo["cells"]} == {"missing"}, "no file is known to have used an engine"
+    asked = {"model": "demo", "width": 512, "height": 512}
+    assert refused(post(web, "/models/build", {**asked, "model": "none.safetensors"})) == "not_found"
+    assert refused(post(web, "/models/build", {**asked, "width": 513})) == "bad_request"
+    assert refused(post(web, "/models/build", {**asked, "model": 3})) == "bad_request"
 
 
 def test_hit(web: Connection, put: Callable[..., Entry]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
-import re
 import shutil
 import time
 import urllib.request
@@ -31,6 +31,7 @@ SECONDS = 60
 _MENU = ".comfyui-logo-wrapper, .comfyui-logo, .comfy-menu-button-wrapper"
 
 _T = TypeVar("_T")
+_sizes = itertools.count(64, 8)
 
 # What a node shows, read from its widgets: the same in both renderers.
 _SEEN = """id => {
@@ -42,7 +43,6 @@ _SEEN = """id => {
     button: named("slipstream_build").label,
     kind: line.dataset.kind,
     text: line.querySelector(".slipstream-state-text").textContent,
-    figures: line.querySelector(".slipstream-state-figures").textContent,
     tip: line.title,
     bar: bar.hidden ? null : parseFloat(bar.querySelector(".slipstream-bar-fill").style.width || "0"),
   };
@@ -105,6 +105,11 @@ def chromium() -> Iterator[Any]:
         browser = api.chromium.launch(executable_path=find_chromium(), args=list(ARGUMENTS))
         yield browser
         browser.close()
+
+
+def new_size() -> int:
+    """Return a picture size that no engine was made for yet."""
+    return next(_sizes)
 
 
 def example(size: int = 64, **chosen: Any) -> dict[str, Any]:
@@ -213,15 +218,15 @@ class ComfyPage:
         self.page.wait_for_timeout(500)  # until it is drawn, which gives widgets their place
 
     def seen(self) -> dict[str, Any]:
-        """What the node shows: `button`, `kind`, `text`, `figures`, `tip` and `bar` in percent, or None."""
+        """What the node shows: `button`, `kind`, `text`, `tip` and `bar` in percent, or None."""
         return dict(self.page.evaluate(_SEEN, self.node))
 
     def press(self, clicks: int = 1) -> None:
         """Click the node's button."""
         if self.nodes2:
-            named = re.compile("^(Build engine|Cancel|Preparing)")
             node = self.page.locator(f'[data-node-id="{self.node}"]')
-            node.get_by_role("button", name=named).click(click_count=clicks)
+            label = self.seen()["button"]
+            node.get_by_role("button", name=label, exact=True).click(click_count=clicks)
             return
         x, y = self.page.evaluate(_WHERE, self.node)
         self.page.mouse.click(x, y, click_count=clicks)
@@ -244,8 +249,8 @@ class ComfyPage:
         return self.until(found, f"a line that is {' or '.join(kinds)}", seconds)
 
     def until_button(self, label: str, seconds: float = SECONDS) -> None:
-        """Wait until the node's button has a label that begins so."""
-        self.until(lambda: self.seen()["button"].startswith(label), f"the button {label!r}", seconds)
+        """Wait until the node's button says this, among other things."""
+        self.until(lambda: label in self.seen()["button"], f"the button {label!r}", seconds)
 
     def until_toast(self, text: str, seconds: float = 10) -> None:
         """Wait for a notice."""

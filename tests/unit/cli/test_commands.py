@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from slipstream import __version__
 from slipstream.cli import commands, engines
 from slipstream.cli.commands import run
+from slipstream.cli.output import until_ready
 
 MISTAKES = {
     ("frobnicate",): "invalid choice: 'frobnicate'",
@@ -126,3 +128,15 @@ def test_a_reader_that_leaves_early_is_no_error(root: Path, put, store) -> None:
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_waited_for_is_shown_on_a_terminal_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shown in ((Terminal(), "Looking…"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with until_ready("Looking…"):
+            assert stream.getvalue() == shown
+        assert stream.getvalue().rstrip().endswith(shown)

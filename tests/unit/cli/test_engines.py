@@ -89,9 +89,24 @@ def test_an_engine_that_is_slower_than_the_model_is_not_used(cli, put, store) ->
 def test_list_for_people(cli, put) -> None:
     entry = put()
     head, row, total = cli("list").out.splitlines()
+    assert head.split() == ["id", "engine", "speed", "state"]
+    assert row.split() == [entry.digest[:12], "SD15", "512×512", "batch", "2", "fp32", "-", "ok"]
+    assert total.startswith("1 engines, 1000 B of 20.0 GB")
+
+
+def test_a_list_fits_into_80_columns(cli, put, monkeypatch) -> None:
+    put(torch="2.6.0", threads=77)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, row, _ = cli("list").out.splitlines()
+    assert len(row) <= 80 and "stale: " in row and row.endswith("…")
+
+
+def test_list_for_people_who_want_all(cli, put) -> None:
+    entry = put()
+    head, row, total = cli("list", "--wide").out.splitlines()
     assert head.split()[:3] == ["id", "engine", "backend"]
     assert row.startswith(entry.digest[:12])
-    for part in ("SD15 512×512 batch 2", "aotinductor", "fp32", "1000 B", "3.5 s", "not checked", "  ok"):
+    for part in ("SD15 512×512 batch 2", "compiled", "fp32", "1000 B", "3.5 s", "not checked", "  ok"):
         assert part in row
     assert total.startswith("1 engines, 1000 B of 20.0 GB")
 

@@ -60,7 +60,11 @@ def test_an_order_is_carried_out_and_seen(manager: Manager) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [(wanted("../etc/passwd"), "from the list"), (wanted(role=Role.CONTROLNET), "first uses it")]
+    ("asked", "told"),
+    [
+        (wanted("../etc/passwd"), "no model file '../etc/passwd'; the closest: tiny"),
+        (wanted(role=Role.CONTROLNET), "first uses it"),
+    ],
 )
 def test_what_is_not_offered_is_not_ordered(manager: Manager, asked: Wanted, told: str) -> None:
     with pytest.raises(ValueError, match=told):
@@ -109,3 +113,17 @@ def test_prune(manager: Manager) -> None:
 
 def test_there_is_nothing_to_cancel(manager: Manager) -> None:
     assert manager.cancel() == "" and manager.cancel_all() == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("sd15.safetensors", "sd15.safetensors"), ("SD15", "sd15.safetensors"), (" xl/juggernaut ", "xl/juggernaut.ckpt")],
+)
+def test_a_typed_name_is_looked_up(manager: Manager, monkeypatch: pytest.MonkeyPatch, typed: str, meant: str) -> None:
+    offered = ["sd15.safetensors", "sd15-inpainting.safetensors", "xl/juggernaut.ckpt", "xl/other.ckpt"]
+    monkeypatch.setattr(manager.builder, "models", lambda: offered)
+    assert manager.model_named(typed) == meant
+    with pytest.raises(ValueError, match="may be xl/juggernaut.ckpt, xl/other.ckpt: write more"):
+        manager.model_named("ckpt")
+    with pytest.raises(ValueError, match="no model file 'jugernaut.ckpt'; the closest: xl/juggernaut.ckpt"):
+        manager.model_named("jugernaut.ckpt")

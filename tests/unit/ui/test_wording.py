@@ -85,8 +85,11 @@ def test_charts(tmp_path: Path) -> None:
     slower = {**ENGINE, "label": "SDXL", "speedup": 1.25}
     html = charts.speedups([slower, ENGINE, {**ENGINE, "speedup": None}])
     assert html.index("SD15") < html.index("SDXL") and html.count("slipstream-speed") == 2
-    assert "SD15 512×512 batch 2 with control, fp16 tensorrt: 5.0 → 2.0 ms a step (2.5x)" in html
-    assert "width:50.0%" in html and "No engine" in charts.speedups([])
+    assert "SD15 512×512 batch 2 with control, fp16 TensorRT: 5.0 → 2.0 ms a step (2.5x)" in html
+    assert "width:50.0%" in html and html.count("left:calc(40.0% - 1px)") == 2, "the line at 1×"
+    slow = charts.speedups([{**ENGINE, "speedup": 0.5}])
+    assert "width:50.0%" in slow and "left:calc(100.0% - 1px)" in slow
+    assert "No engine" in charts.speedups([])
     (tmp_path / "step-skipping.svg").write_text("<svg/>")
     assert charts.measured(tmp_path).count("<img") == 1 and not charts.measured(tmp_path / "none")
 

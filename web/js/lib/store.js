@@ -7,7 +7,7 @@ const listeners = new Map();
 const states = new Map(); // node and workflow -> state
 let ticking = null;
 
-export const store = { builds: [], heard: 0, policy: "idle", system: null };
+export const store = { builds: [], heard: 0, policy: "idle", system: null, savedMs: 0 };
 
 /** Calls `listener` at each event of a topic: nodes, builds, engines, result, log. Returns how to stop it. */
 export function on(topic, listener) {
@@ -50,7 +50,7 @@ export function leftOf(build) {
 
 /** Begins to listen and asks for what already is. */
 export async function startStore() {
-  api.addEventListener("slipstream.nodes", ({ detail }) => keepStates(detail.nodes));
+  api.addEventListener("slipstream.nodes", ({ detail }) => keepStates(detail));
   api.addEventListener("slipstream.builds", ({ detail }) => keepBuilds(detail));
   api.addEventListener("slipstream.engines", () => tell("engines"));
   api.addEventListener("slipstream.result", ({ detail }) => hearResult(detail));
@@ -64,7 +64,7 @@ export async function refresh() {
     const [nodes, builds, system] = await Promise.all([server.nodes(), server.builds(), server.system()]);
     store.system = system;
     states.clear();
-    keepStates(nodes.nodes);
+    keepStates(nodes);
     keepBuilds(builds);
     tell("engines");
   } catch (error) {
@@ -75,8 +75,8 @@ export async function refresh() {
 
 /** The state of a node as the server knows it this moment; events of it may be under way still. */
 export async function askState(id, workflow) {
-  const { nodes } = await server.nodes();
-  keepStates(nodes.filter((each) => isOne(each, [id], workflow)));
+  const { nodes, saved_ms } = await server.nodes();
+  keepStates({ nodes: nodes.filter((each) => isOne(each, [id], workflow)), saved_ms });
   return stateOf([id], workflow);
 }
 
@@ -87,8 +87,9 @@ async function hearResult(result) {
   tell("builds");
 }
 
-function keepStates(changed) {
-  for (const state of changed) {
+function keepStates({ nodes, saved_ms: saved }) {
+  store.savedMs = saved ?? store.savedMs;
+  for (const state of nodes) {
     const id = String(state.node);
     if (!states.has(id)) states.set(id, new Map());
     const key = state.workflow ?? "";

@@ -1,18 +1,19 @@
-// The button that builds a node's engines; while that goes on, it cancels.
+// The button of a node: it says how the node's engines are, and does what can be done about it.
 import { app } from "../lib/comfy.js";
 import { t } from "../lib/words.js";
 import { build, cancel } from "./builder.js";
+import { mends } from "./mends.js";
 
 const DOUBLE_CLICK_MS = 500;
 
 export function addBuildButton(node) {
-  let shown = { label: t("build_engine"), tip: t("build_engine_tip"), waits: false, cancels: false };
+  const actions = { build, cancel, ...mends };
+  let shown = { label: t("build_engine"), tip: t("build_engine_tip"), action: "build" };
   let last = 0;
   const press = () => {
     const again = Date.now() - last < DOUBLE_CLICK_MS;
     last = Date.now();
-    if (again || shown.waits) return undefined;
-    return shown.cancels ? cancel(node) : build(node);
+    return again ? undefined : actions[shown.action]?.(node);
   };
   const widget = node.addWidget("button", "slipstream_build", null, press, { serialize: false });
   widget.serialize = false; // not part of the workflow

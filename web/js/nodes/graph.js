@@ -10,6 +10,10 @@ export const BUILDING = [
 const KINDS = { SlipstreamAccelerateControlNet: "controlnet", SlipstreamAccelerateVAE: "vae" };
 const NO_ID = "00000000-0000-0000-0000-000000000000"; // of a graph that was never saved nor queued
 
+export function isOurs(node) {
+  return Boolean(node.comfyClass?.startsWith("Slipstream"));
+}
+
 export function canBuild(node) {
   return BUILDING.includes(node.comfyClass);
 }
@@ -19,8 +23,18 @@ export function kindOf(node) {
   return KINDS[node.comfyClass] ?? "unet";
 }
 
-function root() {
+/** The whole workflow, also while a subgraph of it is open. */
+export function root() {
   return app.rootGraph ?? app.graph;
+}
+
+export function nodesOf(graph) {
+  return graph?.nodes ?? graph?._nodes ?? [];
+}
+
+/** Whether a node takes part: neither muted nor bypassed. */
+export function enabled(node) {
+  return (node.mode ?? 0) === 0;
 }
 
 /** Id of the open workflow, or null. */
@@ -39,8 +53,14 @@ export function buildingNodes() {
   return [...everyNode()].filter(([node]) => canBuild(node));
 }
 
+/** Our nodes that run a model on engines and take part. */
+export function accelerateNodes() {
+  const nodes = buildingNodes().map(([node]) => node);
+  return [...new Set(nodes)].filter((node) => node.comfyClass !== "SlipstreamBuildEngine" && enabled(node));
+}
+
 function* everyNode(graph = root(), prefix = "") {
-  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+  for (const node of nodesOf(graph)) {
     const id = `${prefix}${node.id}`;
     yield [node, id];
     if (node.subgraph) yield* everyNode(node.subgraph, `${id}:`);

@@ -1,7 +1,9 @@
 // Puts button, state line and text on nodes and keeps them up to date.
 import { on } from "../lib/store.js";
+import { addBadge } from "./badge.js";
 import { addBuildButton } from "./build_button.js";
-import { buildingNodes, canBuild, idsOf } from "./graph.js";
+import { foldAdvanced } from "./fold.js";
+import { buildingNodes, canBuild, idsOf, isOurs } from "./graph.js";
 import { onSizes, wrongSizes } from "./sizes.js";
 import { addStateLine } from "./state_line.js";
 import { addText, showsText } from "./text.js";
@@ -12,8 +14,11 @@ const WIDTH = 320; // of a new node: lines are long, and ComfyUI makes nodes as 
 const widgets = new WeakMap(); // node -> {button, line}
 
 export function dressNode(node) {
+  if (!isOurs(node)) return;
+  foldAdvanced(node);
   if (canBuild(node)) {
     widgets.set(node, { button: addBuildButton(node), line: addStateLine(node) });
+    addBadge(node);
     onSizes(node, () => setTimeout(() => update(node, idsOf(node))));
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }
@@ -31,7 +36,7 @@ function update(node, ids) {
   const mine = widgets.get(node);
   if (!mine || !ids.length) return;
   const view = viewOf(ids, node);
-  const wrong = view.button.cancels ? null : wrongSizes(node);
+  const wrong = ["build", null].includes(view.button.action) ? wrongSizes(node) : null;
   mine.line.show(wrong ? failure(wrong) : view);
   mine.button.show(view.button);
 }

@@ -15,7 +15,8 @@ function widgetOf(node) {
   return node.widgets?.find((each) => each.name === "resolutions");
 }
 
-function wrongIn(text) {
+/** What is wrong in a list of sizes, or null. */
+export function wrongIn(text) {
   if (EVERY.includes(text.trim().toLowerCase())) return null;
   const parts = text.replace(/\s*([x×*])\s*/gi, "$1").split(/[,;\s]+/).filter(Boolean);
   const wrong = parts.find((part) => !isSize(part));

@@ -1,19 +1,33 @@
-// One short line on a node, with a bar while an engine is built.
+// What a node has to say of its engines, with a bar while one is built: a line, or as many as a reason takes.
 import { h, icon, progressBar, say } from "../lib/dom.js";
 import { t } from "../lib/words.js";
 
-const HEIGHT = 40;
+const MARGIN = 6;
+const PADDING = 8; // above and below the text
+const LEAST = 42;
+const MOST = 200; // what is longer scrolls
 
-/** Adds the line to a node; the widget has `show(view)`. */
+/** Adds the line to a node; the widget has `show(view)`. The node grows by what a long reason takes, and back. */
 export function addStateLine(node) {
+  let [height, grown] = [LEAST, 0];
+  const fit = () => {
+    const wanted = Math.min(MOST, Math.max(LEAST, line.height() + 2 * MARGIN));
+    if (!line.element.isConnected || Math.abs(wanted - height) < 2) return;
+    height = wanted;
+    const least = node.size[1] - grown;
+    grown = Math.max(0, node.computeSize()[1] - least);
+    node.setSize([node.size[0], least + grown]);
+    node.graph?.setDirtyCanvas(true, true);
+  };
   const line = makeLine();
+  new ResizeObserver(fit).observe(line.content);
   // Its type is no built-in one's, which Nodes 2.0 would put in its place.
   const widget = node.addDOMWidget("slipstream_state", "slipstream_state_line", line.element, {
     serialize: false, // not part of the prompt
     hideOnZoom: false,
-    margin: 6,
-    getMinHeight: () => HEIGHT,
-    getMaxHeight: () => HEIGHT,
+    margin: MARGIN,
+    getMinHeight: () => height,
+    getMaxHeight: () => height,
     getValue: () => "",
     setValue: () => {},
   });
@@ -25,18 +39,17 @@ export function addStateLine(node) {
 function makeLine() {
   const symbol = icon("circle");
   const text = h("span", { class: "slipstream-state-text", role: "status" });
-  const figures = h("span", { class: "slipstream-state-figures" });
   const bar = progressBar(t("build_progress"));
-  const row = h("div", { class: "slipstream-state-row" }, symbol, text, figures);
-  const element = h("div", { class: "slipstream-state" }, row, bar.element);
+  const row = h("div", { class: "slipstream-state-row" }, symbol, text);
+  const content = h("div", { class: "slipstream-state-content" }, row, bar.element);
+  const element = h("div", { class: "slipstream-state" }, content);
   const show = (view) => {
     element.dataset.kind = view.kind;
     element.title = [view.text, view.tip].filter(Boolean).join("\n");
     symbol.className = `pi pi-${view.icon}`;
     say(text, view.text);
-    say(figures, view.figures ?? "");
     bar.element.hidden = view.fraction === undefined;
     bar.set(view.fraction);
   };
-  return { element, show };
+  return { element, content, show, height: () => content.offsetHeight + PADDING };
 }

@@ -11,18 +11,22 @@ const ICONS = {
   building: "spinner pi-spin",
   queued: "clock",
   eager: "info-circle",
+  slower: "info-circle",
   off: "power-off",
   idle: "circle",
   failed: "times-circle",
   cancelled: "ban",
 };
 
-/** `{kind, icon, text, tip, fraction, figures, button}`; without a fraction there is no bar. */
+const REASONED = ["failed", "eager", "slower", "off"]; // kinds of which the server says why
+const SHOWN_ABOVE = / · [\d.]+ → [\d.]+ ms a \w+(?= · )/; // the button says it
+
+/** `{kind, icon, text, tip, fraction, button}`; without a fraction there is no bar. */
 export function viewOf(ids, node) {
   const run = runOf(ids);
   const build = buildOf(ids, workflowId());
   const view = ofRun(run, build) ?? ofBuild(build) ?? ofState(ids, run);
-  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view.kind, ids, node) };
+  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view, ids, node) };
 }
 
 /** What a line shows of a thing that does not work. */
@@ -37,11 +41,15 @@ function ofRun(run, build) {
   if (run.phase === "asking") return { kind: "building", text: t("asking"), tip: "", fraction: null };
   const kind = run.phase === "queued" ? "queued" : "building";
   const text = t(run.phase === "queued" ? "in_queue" : "first_step");
-  return { kind, text: text + aboutTime(run.estimate), tip: t("dry_run_tip"), fraction: null };
+  return { kind, text: joined(text, aboutTime(run.estimate)), tip: t("dry_run_tip"), fraction: null };
 }
 
 function aboutTime(seconds) {
-  return seconds ? ` · ${t("about", { time: roughly(seconds) })}` : "";
+  return seconds ? t("about", { time: roughly(seconds) }) : "";
+}
+
+function joined(...parts) {
+  return parts.filter(Boolean).join(" · ");
 }
 
 function ofBuild(build) {
@@ -50,8 +58,8 @@ function ofBuild(build) {
     const text = t(build.held ? "held" : "build_queued");
     return { kind: "queued", text, tip: [build.label, build.message].filter(Boolean).join("\n"), fraction: undefined };
   }
-  const view = { kind: "building", text: phaseOf(build), fraction: build.fraction ?? null, figures: figuresOf(build) };
-  return { ...view, tip: [build.label, view.figures].filter(Boolean).join("\n") };
+  const tip = [build.label, figuresOf(build)].filter(Boolean).join("\n");
+  return { kind: "building", text: phaseOf(build), tip, fraction: build.fraction ?? null };
 }
 
 /** What a build does now. The server's words are English; in other languages its phase says it. */
@@ -64,15 +72,18 @@ export function phaseOf(build) {
 /** "42 % · about 40 s left". */
 export function figuresOf(build) {
   const left = leftOf(build);
-  const parts = [typeof build.fraction === "number" ? percent(build.fraction) : ""];
-  if (left !== null) parts.push(left > 0 ? t("left", { time: roughly(left) }) : t("any_moment"));
-  else if (build.estimate_s) parts.push(t("about", { time: roughly(build.estimate_s) }));
-  return parts.filter(Boolean).join(" · ");
+  const part = percentOf(build);
+  if (left !== null) return joined(part, left > 0 ? t("left", { time: roughly(left) }) : t("any_moment"));
+  return joined(part, aboutTime(build.estimate_s));
+}
+
+function percentOf({ fraction }) {
+  return typeof fraction === "number" ? percent(fraction) : "";
 }
 
 function ofState(ids, run) {
   const state = stateOf(ids, workflowId());
-  if (isNewer(run, state)) return { kind: run.result, text: withReason(t(`build_${run.result}`), run.message), tip: "" };
+  if (isNewer(run, state)) return { kind: run.result, text: run.message || t(`build_${run.result}`), tip: "" };
   if (!state && run?.result === "without") {
     return { kind: "eager", text: withReason(t("build_without"), run.message), tip: "" };
   }
@@ -90,30 +101,54 @@ function isNewer(run, state) {
   return ["failed", "cancelled"].includes(run?.result) && !(state?.heard > run.over);
 }
 
-/** The server's words are English; in other languages the facts say the same. */
+/** Where the model itself runs the line says all of the reason. The server's words are English; in other languages the
+ * facts say the same. */
 function textOf(state) {
-  if (isEnglish()) return capitalised(state.text);
-  const kind = t(`state_${state.kind}`);
-  const known = said(state.kind === "eager" ? state.tip : state.text); // a long text is cut short, its tip is not
-  if (known) return state.kind === "eager" ? `${kind} · ${known}` : known;
-  return [kind, speed(state)].filter(Boolean).join(" · ");
+  const why = REASONED.includes(state.kind) ? (state.tip || state.text).replace(/^\w+: /, "") : "";
+  if (why) return said(why) ?? capitalised(why);
+  if (isEnglish()) return capitalised(state.text.replace(SHOWN_ABOVE, ""));
+  return said(state.text) ?? t(`state_${state.kind}`);
 }
 
 function tipOf(state) {
   const calls = t("calls", { engine: state.engine_calls ?? 0, eager: state.eager_calls ?? 0 });
   const ran = (state.engine_calls ?? 0) + (state.eager_calls ?? 0) > 0;
-  const why = state.tip || state.text;
-  return [said(why) ?? why, ran ? calls : ""].filter(Boolean).join("\n");
+  const more = REASONED.includes(state.kind) ? "" : (said(state.tip) ?? state.tip); // the line says reasons itself
+  return [more, ran ? calls : ""].filter(Boolean).join("\n");
 }
 
-function buttonOf(run, build, kind, ids, node) {
-  if (isGoing(run)) {
-    const label = { asking: t("asking"), ending: t("cancelling") }[run.phase] ?? t("cancel");
-    return { label, tip: t("cancel_tip"), waits: !mayCancel(run), cancels: true };
+function buttonOf(run, build, view, ids, node) {
+  if (isGoing(run) && ["asking", "ending"].includes(run.phase)) {
+    const label = t(run.phase === "asking" ? "asking" : "cancelling");
+    return { label, tip: t("cancel_tip"), action: null };
   }
-  if (build) return { label: t("cancel"), tip: t("cancel_tip"), waits: false, cancels: true };
-  const label = t("build_engine") + (kind === "ready" ? "" : beforehand(ids, node)); // what is ready is found at once
-  return { label, tip: t("build_engine_tip"), waits: false, cancels: false };
+  if (isGoing(run)) return { ...cancels(run, build), action: mayCancel(run) ? "cancel" : null };
+  if (build) return cancels(run, build);
+  const state = view.kind === "idle" ? null : stateOf(ids, workflowId());
+  if (view.kind === "ready") return builds(joined(t("ready"), speed(state)), t("ready_tip"));
+  if (view.kind === "slower") return builds(t("slower"), t("slower_tip"));
+  const mend = view.kind === state?.kind ? state.mend : null;
+  if (mend && mend !== "retry") return { label: t(`mend_${mend}`), tip: t(`mend_${mend}_tip`), action: mend };
+  if (view.kind === "failed") return builds(joined(t("state_failed"), t("again")));
+  if (view.kind === "eager") return builds(t("state_eager"), t("eager_tip"));
+  return builds(t("build_engine") + beforehand(ids, node));
+}
+
+function builds(label, tip = t("build_engine_tip")) {
+  return { label, tip, action: "build" };
+}
+
+/** What goes on, how far it is, and that a click ends it. */
+function cancels(run, build) {
+  const isQueued = build ? build.state === "queued" : run.phase === "queued";
+  const words = isQueued ? t(build?.held ? "waits_idle" : "waits") : t(build ? "building" : "test_run");
+  const far = build && !isQueued ? [percentOf(build), timeLeft(build)] : [];
+  return { label: joined([words, far[0]].filter(Boolean).join(" "), far[1], t("cancel")), tip: t("cancel_tip"), action: "cancel" };
+}
+
+function timeLeft(build) {
+  const left = leftOf(build);
+  return left ? roughly(left) : "";
 }
 
 /** How long a build is likely to take: of this node's model once it ran, else of its kind of model. */

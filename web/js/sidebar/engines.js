@@ -68,7 +68,7 @@ function empty(symbol, text, action = null, more = "") {
 /** A filter: every word is somewhere in the engine. */
 function fits(engine, text) {
   const facts = ["label", "role", "backend", "precision", "optimize", "gpu", "state", "resolution", "batch", "digest"];
-  const all = [...facts.map((name) => engine[name] ?? ""), ...(engine.reasons ?? [])].join(" ").toLowerCase();
+  const all = [...facts.map((name) => engine[name] ?? ""), ...(engine.models ?? []), ...(engine.reasons ?? [])].join(" ").toLowerCase();
   return text.toLowerCase().split(/\s+/).every((word) => all.includes(word));
 }
 

@@ -1,4 +1,4 @@
-// The sidebar tab: a head with the store's size, and one of four views below it.
+// The sidebar tab: a head with the store's size, and one of five views below it.
 import { app } from "../lib/comfy.js";
 import { button, h } from "../lib/dom.js";
 import { server } from "../lib/server.js";
@@ -7,18 +7,20 @@ import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { makeBuilds } from "./builds.js";
 import { makeEngines } from "./engines.js";
-import { makeHit } from "./hit.js";
 import { makeLog } from "./log.js";
+import { makeModels } from "./models.js";
+import { makeSpeedUp } from "./speedup.js";
 
 const ID = "slipstream";
 const VIEWS = [
+  { name: "speedup", symbol: "bolt", make: makeSpeedUp },
   { name: "engines", symbol: "database", make: makeEngines },
   { name: "builds", symbol: "wrench", make: makeBuilds },
-  { name: "hit", symbol: "search", make: makeHit },
+  { name: "models", symbol: "th-large", make: makeModels },
   { name: "log", symbol: "list", make: makeLog },
 ];
 let open = null; // the panel while it is on the page
-let last = "engines"; // the view that was seen last
+let last = "speedup"; // the view that was seen last
 
 export function registerTab() {
   app.extensionManager.registerSidebarTab({
@@ -35,6 +37,13 @@ export function registerTab() {
 /** Opens the tab, or closes it, as the keys of ComfyUI's own tabs do. */
 export function toggleTab() {
   app.extensionManager.sidebarTab.toggleSidebarTab(ID);
+}
+
+/** Opens the tab at a view. */
+export function openView(name) {
+  last = name;
+  if (open) open.choose(name);
+  else toggleTab();
 }
 
 /** ComfyUI may render a tab again while it is there. */

@@ -83,7 +83,7 @@ def sample(module: AcceleratedModule, veto: str | None = None, size: int = 8) ->
 def test_before_the_first_run_and_switched_off(module_of: Callable[..., AcceleratedModule]) -> None:
     assert state_of(module_of()).text == "not run yet" and state_of(module_of()).kind == "idle"
     off = state_of(module_of(Settings(backend=BackendChoice.OFF)))
-    assert (off.kind, off.text) == ("off", "off")
+    assert (off.kind, off.text, off.mend) == ("off", "off", "backend")
 
 
 def test_a_build_in_the_background_from_queued_to_ready(
@@ -191,13 +191,14 @@ def test_an_engine_that_is_slower_than_the_model_is_not_ready(
     provider.store.record_speed(provider.store.list()[0], Speed(9.81, 9.1, retired=versions_now()))
     for _ in range(2):
         state = state_of(module)
-        assert state.kind == "eager" and state.text.startswith("eager: the engine takes 9.8 ms a step where your model")
+        assert state.kind == "slower"
+        assert state.text.startswith("slower: the engine takes 9.8 ms a step where your model")
         assert state.tip.endswith("or when you press Build engine")
         sample(module)
     assert module.status.engine_calls == 1
     by_hand = module_of(FIRST_USE, by_hand=True)
     sample(by_hand)
-    assert state_of(by_hand).kind == "ready" and state_of(module).kind == "eager"
+    assert state_of(by_hand).kind == "ready" and state_of(module).kind == "slower"
 
 
 def test_calls_on_purpose_do_not_turn_a_nodes_line(module_of: Callable[..., AcceleratedModule]) -> None:
@@ -533,3 +534,21 @@ def test_a_result_is_for_all_nodes_whose_prompt_waited(
     sample(other, size=16)
     wait_until(lambda: len(page.of("slipstream.result")) == 2)
     assert page.of("slipstream.result")[-1]["nodes"] == [{"node": "8", "workflow": "w2"}], "nobody waited for it"
+
+
+def test_a_node_runs_again_once_the_engine_is_there_that_it_lacked(
+    provider: EngineProvider, module_of: Callable[..., AcceleratedModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only then: an engine that was there from the beginning changes nothing, nor does a further run."""
+    monkeypatch.setattr(watched_nodes, "provider", lambda: provider)
+    monkeypatch.setattr(watched_nodes, "_WANTED", set())
+    module = module_of(FIRST_USE)
+    watched_nodes.watch(module, "4", None)
+    before = watched_nodes.engines_that_came()
+    sample(module)
+    came = watched_nodes.engines_that_came()
+    assert before == "" and came == provider.store.list()[0].digest
+    again = module_of(FIRST_USE)
+    watched_nodes.watch(again, "4", None)
+    sample(again)
+    assert watched_nodes.engines_that_came() == came

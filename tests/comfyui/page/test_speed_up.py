@@ -1,0 +1,102 @@
+"""Speed up this workflow: the nodes that it places, what it says, and undo."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from slipstream.engine_cache import EngineStore
+from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, new_size, why_no_browser
+from slipstream.tests.comfyui.support.client import ComfyClient
+
+pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
+
+ACCELERATE = ("SlipstreamAccelerateModel", "SlipstreamAccelerateControlNet", "SlipstreamAccelerateVAE")
+READERS = ("SlipstreamEngineInfo", "PreviewAny")
+SOON = 0.3
+
+# What leads where: types of nodes, and slots. Ids of links are another matter.
+_WIRES = """() => app.graph.serialize().links.map(([, from, out, to, slot]) => {
+  const type = id => app.graph.getNodeById(id).type;
+  return [type(from), out, type(to), slot].join(" ");
+}).sort()"""
+_LOAD = "workflow => app.loadGraphData(workflow)"
+
+
+def without(name: str, kinds: Collection[str], size: int) -> dict[str, Any]:
+    """An example with a small picture, nodes of some kinds taken out of the links that lead through them."""
+    workflow = json.loads((ROOT / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    workflow["id"] = str(uuid.uuid4())
+    links = {link[0]: link for link in workflow["links"]}
+    gone = {node["id"]: node for node in workflow["nodes"] if node["type"] in kinds}
+
+    def source(link: list[Any]) -> list[Any]:
+        return source(links[gone[link[1]]["inputs"][0]["link"]]) if link[1] in gone else link
+
+    kept = [[link[0], *source(link)[1:3], *link[3:]] for link in workflow["links"] if link[3] not in gone]
+    workflow["nodes"] = [node for node in workflow["nodes"] if node["id"] not in gone]
+    workflow["links"] = kept
+    for node in workflow["nodes"]:
+        if node["type"] == "EmptyLatentImage":
+            node["widgets_values"][:2] = [size, size]
+        for slot, output in enumerate(node["outputs"]):
+            output["links"] = [link[0] for link in kept if link[1:3] == [node["id"], slot]]
+    return workflow
+
+
+def wires(page: ComfyPage) -> list[str]:
+    return list(page.page.evaluate(_WIRES))
+
+
+def accelerating(page: ComfyPage) -> set[str]:
+    return {part for wire in wires(page) for part in wire.split() if part in ACCELERATE}
+
+
+def test_it_places_builds_and_is_undone(page: ComfyPage, client: ComfyClient, store: EngineStore) -> None:
+    client.builds_take(SOON)
+    before = len(store.list())
+    page.page.evaluate(_LOAD, without("controlnet_and_vae", (*ACCELERATE, *READERS), new_size()))
+    plain = wires(page)
+    panel = page.open_tab("Workflow")
+    panel.get_by_text("between Demo Model (Slipstream) and Apply ControlNet").wait_for()
+    panel.get_by_role("button", name="Speed up this workflow").click()
+    panel.get_by_text("All that can run on engines here does").wait_for(timeout=90_000)
+    assert accelerating(page) == set(ACCELERATE)
+    assert "SlipstreamDemoLoader 0 KSampler 0" not in wires(page)
+    assert wires(page).count("SlipstreamAccelerateModel 0 KSampler 0") == 2
+    assert len(store.list()) > before + 2, "of model, ControlNet and VAE"
+    page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Undo')")
+    page.until(lambda: wires(page) == plain, "the workflow as it was")
+
+
+def test_what_is_accelerated_already_is_left_alone(page: ComfyPage) -> None:
+    page.page.evaluate(_LOAD, without("controlnet_and_vae", READERS, new_size()))
+    panel = page.open_tab("Workflow")
+    panel.get_by_role("button", name="Build engines").wait_for()
+    assert panel.get_by_text("between").count() == 0
+
+
+def test_what_stays_on_the_model_is_said_before(page: ComfyPage) -> None:
+    page.page.evaluate(_LOAD, without("first_engine", (*ACCELERATE, *READERS), new_size()))
+    add = """() => {
+      const node = LiteGraph.createNode("FreeU_V2");
+      app.graph.add(node);
+      app.graph.getNodeById(1).connect(0, node, 0);
+      node.connect(0, app.graph.getNodeById(7), 0);
+    }"""
+    page.page.evaluate(add)
+    panel = page.open_tab("Workflow")
+    panel.get_by_text("Patches the model's blocks: such calls run on your model.").wait_for()
+    panel.get_by_text("between FreeU V2 and KSampler").or_(
+        panel.get_by_text("between FreeU_V2 and KSampler")
+    ).wait_for()
+
+
+def test_a_workflow_without_a_model_is_told(page: ComfyPage) -> None:
+    page.page.evaluate("() => app.graph.clear()")
+    page.page.evaluate("() => app.extensionManager.command.execute('Slipstream.SpeedUp')")
+    page.until_toast("Nothing to speed up")

@@ -1,0 +1,93 @@
+// The open workflow: what would be accelerated, what is, what it gained, and what stays on the user's model.
+import { api } from "../lib/comfy.js";
+import { h, icon, replace, say } from "../lib/dom.js";
+import { duration, roughly, speed, times } from "../lib/format.js";
+import { on, stateOf, store } from "../lib/store.js";
+import { t } from "../lib/words.js";
+import { accelerateNodes, idsOf, workflowId } from "../nodes/graph.js";
+import { viewOf } from "../nodes/view.js";
+import { lookAt, planOf, staysEager, titleOf } from "../speedup/plan.js";
+import { isUnderWay, secondsOf, speedUp, unready } from "../speedup/speedup.js";
+import { busy } from "./busy.js";
+
+const EVERY_MS = 1500; // ComfyUI does not tell of every change of the graph
+
+export function makeSpeedUp() {
+  const words = h("span", {}, t("speedup"));
+  const go = h("button", { type: "button", class: "slipstream-button primary", onclick: () => busy(go, speedUp) }, icon("bolt"), words);
+  const about = h("p", { class: "muted" });
+  const list = h("ul", { class: "slipstream-list", "aria-label": t("view_speedup") });
+  const saved = h("p", { class: "slipstream-saved" });
+  const element = h("div", { class: "slipstream-view" }, about, go, list, saved);
+  let shown = "";
+
+  function draw() {
+    const plan = planOf();
+    const placed = accelerateNodes();
+    const waiting = unready();
+    say(about, aboutOf(plan, placed, waiting));
+    say(words, t(plan.length || !placed.length ? "speedup" : "build_engines"));
+    go.hidden = !plan.length && !waiting.length && placed.length > 0;
+    const rows = [...placed.map(stateRow), ...plan.map(planRow), ...staysEager().map(eagerRow)];
+    const now = JSON.stringify(rows.map(({ node, ...row }) => [node.id, row]));
+    if (now !== shown) replace(list, rows.map(rowOf));
+    shown = now;
+    say(saved, store.savedMs >= 1000 ? t("saved", { time: duration(store.savedMs / 1000) }) : "");
+  }
+
+  let stop = null;
+  const show = () => {
+    if (!stop) {
+      const quiet = [on("nodes", draw), on("builds", draw)];
+      const timer = setInterval(draw, EVERY_MS);
+      api.addEventListener("graphChanged", draw);
+      stop = () => {
+        quiet.forEach((each) => each());
+        clearInterval(timer);
+        api.removeEventListener("graphChanged", draw);
+      };
+    }
+    draw();
+  };
+  const hide = () => {
+    stop?.();
+    stop = null;
+  };
+  return { element, show, hide };
+}
+
+function aboutOf(plan, placed, waiting) {
+  if (!plan.length && !placed.length) return t("speedup_nothing_how");
+  if (!plan.length && placed.some(isUnderWay)) return t("speedup_building");
+  if (!plan.length) return t(waiting.length ? "speedup_builds" : "speedup_done");
+  const seconds = secondsOf(plan);
+  return [t("speedup_intro"), seconds ? t("speedup_time", { time: roughly(seconds) }) : ""].filter(Boolean).join(" ");
+}
+
+function stateRow(node) {
+  const ids = idsOf(node);
+  const view = viewOf(ids, node);
+  const state = stateOf(ids, workflowId());
+  const gain = state?.engine_ms ? `${speed(state)} · ${times(state.eager_ms / state.engine_ms)}` : "";
+  const done = gain || (view.kind === "ready" ? t("ready_soon") : view.text);
+  const text = isUnderWay(node) ? view.button.label.replace(` · ${t("cancel")}`, "") : done;
+  return { node, symbol: view.icon, title: titleOf(node), text, kind: view.kind };
+}
+
+function planRow({ kind, origin, targets }) {
+  const node = targets[0].node;
+  const where = t("between", { from: titleOf(origin), to: targets.map((each) => titleOf(each.node)).join(", ") });
+  return { node, symbol: "plus-circle", title: t(`accelerate_${kind.role}`), text: where, kind: "idle" };
+}
+
+function eagerRow({ node, reason }) {
+  return { node, symbol: "info-circle", title: titleOf(node), text: t(reason), kind: "eager" };
+}
+
+function rowOf({ node, symbol, title, text, kind }) {
+  const words = h("span", { class: "slipstream-card-name" }, title);
+  const head = h("div", { class: "slipstream-card-head" }, h("span", {}, icon(symbol), " ", words));
+  const line = h("div", { class: "slipstream-row-text" }, text);
+  const card = h("button", { type: "button", class: "slipstream-card", "data-kind": kind, onclick: () => lookAt(node) }, head, line);
+  return h("li", {}, card);
+}
