@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from .reuse import Reuse
@@ -42,12 +41,8 @@ class Selection:
         """Why these steps are not for a run of that length; None where nothing is known against it."""
         return None
 
-    def computed(self, steps: int, begins_at: float = 0.0) -> Steps:
+    def computed(self, steps: int) -> Steps:
         """The computed steps of a run of `steps`.
-
-        Args:
-            begins_at: see `Task`. The power is that of a run from pure noise; of one that begins later it selects
-                as in such a run's later part.
 
         Raises:
             ValueError: these steps are not in a run of that length.
@@ -55,24 +50,7 @@ class Selection:
         if self.listed.strip():
             return parse_steps(self.listed, steps)
         count = self.count or count_of(self.share, steps)
-        if self.counts_down:
-            return countdown_law(steps, count, self.power)
-        return power_law(steps, count, power_of_later_part(self.power, begins_at))
-
-
-def power_of_later_part(power: float, begins_at: float) -> float:
-    """The power of the law by which a run's later part selects as the whole run does.
-
-    Half of the steps that `power_law` computes after `begins_at` lie before the same place of the run.
-
-    Args:
-        power: of the whole run, above 0.
-        begins_at: 0 for the whole run, below 1.
-    """
-    if begins_at == 0:
-        return power
-    middle = ((1 + begins_at ** (1 / power)) / 2) ** power
-    return math.log2((1 - begins_at) / (middle - begins_at))
+        return countdown_law(steps, count, self.power) if self.counts_down else power_law(steps, count, self.power)
 
 
 @dataclass(frozen=True)

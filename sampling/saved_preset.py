@@ -70,7 +70,7 @@ class OneLength(Selection):
             f"{self.steps} steps, or calibrate with {steps}"
         )
 
-    def computed(self, steps: int, begins_at: float = 0.0) -> Steps:
+    def computed(self, steps: int) -> Steps:
         """The fixed steps.
 
         Raises:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from .samplers import SamplerKind, kind_of
 
-LATEST = 0.99
-"""The highest `Task.begins_at`: of a run that begins later, nothing is left to decide."""
-
 
 @dataclass(frozen=True)
 class Task:
@@ -23,8 +20,6 @@ class Task:
         is_distilled: the model was trained to sample in few steps.
         sigmas: its N + 1 noise levels, falling; empty where they are not known.
         cfg: scale of guidance; None where it is not one number, or not known.
-        begins_at: how much of the noise is gone before its first step, as a share of the model's noise levels: 0 for a
-            run that begins with pure noise, about 0.5 for image to image with denoise 0.5.
         model: the host's name for its architecture; empty where that is not known.
     """
 
@@ -36,7 +31,6 @@ class Task:
     is_distilled: bool = False
     sigmas: tuple[float, ...] = ()
     cfg: float | None = None
-    begins_at: float = 0.0
     model: str = ""
 
     @property

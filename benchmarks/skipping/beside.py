@@ -1,4 +1,4 @@
-"""What is measured beside the grid: inpainting, image to image, and samplers whose kind alone was measured.
+"""What is measured beside the grid: inpainting, and samplers that are shipped with others of their kind.
 
 The `balanced` preset against the same sampler in the same time, at 20 steps and CFG 4.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...sampling.presets import PRESETS
 from .samples import ways
-from .samples.protocol import BESIDE_CFG, BESIDE_STEPS, DENOISES, INPAINTED, UNTESTED, Condition
+from .samples.protocol import BESIDE_CFG, BESIDE_STEPS, INPAINTED, UNTESTED, Condition
 from .samples.results import Row
 from .samples.runs import Runs, sampled
 from .samples.score import figures
@@ -22,7 +22,7 @@ from .samples.timing import time_steps
 
 Say = Callable[[str], None]
 
-INPAINTING, UNTESTED_SAMPLERS, IMAGE_TO_IMAGE = "inpainting", "untested-samplers", "image-to-image"
+INPAINTING, UNTESTED_SAMPLERS = "inpainting", "untested-samplers"
 
 
 def conditions(samplers: Sequence[tuple[str, str]]) -> list[Condition]:
@@ -32,28 +32,18 @@ def conditions(samplers: Sequence[tuple[str, str]]) -> list[Condition]:
 def rows(subject: Subject, shelf: Shelf, commit: str | None, say: Say) -> Iterator[Row]:
     """The subject inpaints from then on."""
     yield from _rows(UNTESTED_SAMPLERS, subject, shelf, conditions(UNTESTED), _whole, commit, say)
-    pictures = _pictures(subject).roll(1, 0)
-    for denoise in DENOISES:
-        subject.begin_with(pictures, denoise)
-        within = shelf.within(f"{IMAGE_TO_IMAGE}-{denoise:g}")
-        for row in _rows(IMAGE_TO_IMAGE, subject, within, conditions(INPAINTED), _whole, commit, say):
-            yield {**row, "denoise": denoise}
-    subject.begin_with(pictures, 1.0)
     inpaint_half(subject)
     yield from _rows(INPAINTING, subject, shelf.within(INPAINTING), conditions(INPAINTED), _right_half, commit, say)
 
 
 def inpaint_half(subject: Subject) -> None:
     """The right half anew, beside the left half of another caption's picture."""
-    pictures = _pictures(subject)
+    condition = Condition("euler", "normal", BESIDE_CFG, BESIDE_STEPS)
+    way = ways.full(subject, condition)
+    pictures = subject.sample(way.sampler, way.sigmas, way.cfg).latents
     mask = torch.zeros(len(pictures), 1, *pictures.shape[-2:])
     _right_half(mask).fill_(1.0)
     subject.inpaint(pictures.roll(1, 0), mask)
-
-
-def _pictures(subject: Subject) -> Tensor:
-    way = ways.full(subject, Condition("euler", "normal", BESIDE_CFG, BESIDE_STEPS))
-    return subject.sample(way.sampler, way.sigmas, way.cfg).latents
 
 
 def _rows(

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...sampling.measured import MEASURED
 from ..pages.page import DOCS, write
 from . import fit, tables
-from .beside import IMAGE_TO_IMAGE, INPAINTING, UNTESTED_SAMPLERS
+from .beside import INPAINTING, UNTESTED_SAMPLERS
 from .curve import Series, curves
 from .samples import protocol
 from .samples.results import EXEMPT, Row, condition_of, disagreements, is_first_look, is_judged, read
@@ -57,7 +57,6 @@ def page(rows: Sequence[Row]) -> tuple[str, str]:
         tables.further(judged),
         *tables.of_samplers(judged),
         tables.beside("Samplers that the grid leaves out", _UNTESTED, of(UNTESTED_SAMPLERS)),
-        tables.beside("Image to image", _IMAGE_TO_IMAGE, of(IMAGE_TO_IMAGE)),
         tables.beside("Inpainting", _INPAINTING, of(INPAINTING)),
         tables.control(judged),
         tables.fitted(of(fit.CASE)),
@@ -128,10 +127,6 @@ a computed step of its own sampler, of a skipped one and of what every run costs
 
 _UNTESTED = """`balanced` with samplers whose kind was measured and they were not, 20 steps, CFG 4, against the same
 sampler in the same time: does what is decided for the kind hold for them?"""
-
-_IMAGE_TO_IMAGE = """`balanced`, 20 steps, CFG 4, with less than the whole denoise: another picture is made of one, as
-in image to image and a hires fix. A run that begins late has its picture decided, and its steps are spread nearly
-evenly. Against the same sampler in the same time."""
 
 _INPAINTING = """The steps of `balanced`, 20 steps, CFG 4, the right half of a picture painted anew, against the same
 sampler in the same time. Only the painted half is compared."""

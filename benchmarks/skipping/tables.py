@@ -128,13 +128,9 @@ def beside(title: str, about: str, rows: Sequence[Row]) -> str:
         f"{about}\n",
         "| sampler | preset | computed | dB | plain, same time | dB | gain, dB | worst tenth |",
         "|---" * 8 + "|",
-        *(f"| {row['sampler']}, {row['scheduler']}{_denoise(row)} | {_cells(row)} |" for row in rows),
+        *(f"| {row['sampler']}, {row['scheduler']} | {_cells(row)} |" for row in rows),
     ]
     return "\n".join([*lines, ""])
-
-
-def _denoise(row: Row) -> str:
-    return f", denoise {row['denoise']:g}" if "denoise" in row else ""
 
 
 def fitted(rows: Sequence[Row]) -> str:

@@ -51,16 +51,12 @@ class Plan:
         self.sampler = sampler_name(scheduler, given.get("eta") or 0.0)
         levels = (*self._sigmas, 0.0)
         has_mask = "Inpaint" in type(pipeline).__name__
-        task = Task(
-            self.sampler, self.steps, guided, has_mask, is_distilled=is_distilled(scheduler), sigmas=levels,
-            begins_at=first / len(self._timeline.terms),
-        )  # fmt: skip
+        task = Task(self.sampler, self.steps, guided, has_mask, is_distilled=is_distilled(scheduler), sigmas=levels)
         self.rule = preset.rule_for(task)
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))
         self.reason = next(filter(None, reasons), "")
         self.remark = "" if self.reason else preset.remark(task)
-        every = tuple(range(self.steps))
-        self._computed = every if self.reason else preset.selection.computed(self.steps, task.begins_at)
+        self._computed = tuple(range(self.steps)) if self.reason else preset.selection.computed(self.steps)
         self._run = SkippingRun(levels, self._computed, self.rule)
         self._changes, self._forced = -1, 0
         if self.reason:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...sampling.task import LATEST, Task
+from ...sampling.task import Task
 
 _ANCESTRAL_DDIM = "ddpm"
 
@@ -33,16 +33,7 @@ def task_of(p: Any, sampler: Any, given: Mapping[str, Any]) -> Task | str:
         has_mask=sampler.model_wrap_cfg.mask is not None,
         sigmas=sigmas,
         cfg=float(scale),
-        begins_at=_begins_at(p),
     )
-
-
-def _begins_at(p: Any) -> float:
-    """See `Task`: img2img and the second pass of a hires fix begin with a picture."""
-    if not (getattr(p, "is_hr_pass", False) or getattr(p, "init_images", None)):
-        return 0.0
-    strength = p.denoising_strength
-    return 0.0 if strength is None else min(max(1 - float(strength), 0.0), LATEST)
 
 
 def sampler_name(sampler: Any) -> str:

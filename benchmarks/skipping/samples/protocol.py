@@ -43,8 +43,6 @@ SAME_AS = {"ddim": "euler"}
 INPAINTED = (("euler", "normal"), ("dpmpp_2m", "normal"))
 UNTESTED = (("lms", "normal"), ("ipndm", "normal"), ("res_multistep", "normal"), ("er_sde", "normal"))
 BESIDE_STEPS, BESIDE_CFG = 20, 4.0
-DENOISES = (0.3, 0.5, 0.75)
-"""Of image to image."""
 
 FIT_SAMPLERS = tuple(pair for pair in SAMPLERS if pair[0] not in SAME_AS)
 FIT_SHARES = (0.35, 0.5, 0.6, 0.667, 0.7, 0.75)

@@ -26,7 +26,7 @@ NAME, OTHERS = "step-skipping", "step-skipping-others"
 EXEMPT = "hackathon"
 Row = dict[str, Any]
 Raw = dict[str, NDArray[np.float32]]
-_OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset", "share", "denoise")
+_OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset", "share")
 _VALUES = ("preset", "best_plain")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +48,6 @@ class Subject:
 
     Attributes:
         mask: see `inpaint`; None as long as nothing is inpainted.
-        denoise: KSampler's input; below 1 runs begin with a picture, see `begin_with`.
-        begins_at: see `Task`.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class Subject:
         self.model = load_demo_model()
         self.noise = noise
         self.mask: Tensor | None = None
-        self.denoise = 1.0
         self._latent = torch.zeros_like(noise)
         self._seed = seed
         self._engines: AcceleratedModule | None = None
@@ -88,29 +84,15 @@ class Subject:
         """
         self._latent, self.mask = latent, mask
 
-    def begin_with(self, latent: Tensor, denoise: float) -> None:
-        """From now on each run makes another picture of one, as image to image does.
-
-        Args:
-            latent: of the pictures, [B, 4, 32, 32].
-            denoise: above 0 and below 1.
-        """
-        self._latent, self.denoise = latent, denoise
-
-    @property
-    def begins_at(self) -> float:
-        return 1 - self.denoise
-
     def sigmas(self, sampler: str, scheduler: str, steps: int) -> Tensor:
         """As KSampler makes them, on the CPU, [steps + 1]."""
         import comfy.samplers
 
         if scheduler == "ays":
-            return _ays(steps, self.denoise)
+            return _ays(steps)
         chosen = comfy.samplers.KSampler(
-            self.model, steps=steps, device=self.model.load_device, sampler=sampler, scheduler=scheduler,
-            denoise=self.denoise,
-        )  # fmt: skip
+            self.model, steps=steps, device=self.model.load_device, sampler=sampler, scheduler=scheduler, denoise=1.0
+        )
         sigmas: Tensor = chosen.sigmas.cpu()
         return sigmas
 
@@ -193,12 +175,11 @@ def _guided(cond: list[list[Any]], control: Any, hints: Tensor) -> list[list[Any
     return [[text, {**options, "control": guide, "control_apply_to_uncond": False}] for text, options in cond]
 
 
-def _ays(steps: int, denoise: float) -> Tensor:
-    """The node leaves out steps where KSampler makes them smaller: so it is asked for more."""
+def _ays(steps: int) -> Tensor:
     from comfy_extras.nodes_align_your_steps import AlignYourStepsScheduler
 
-    sigmas: Tensor = AlignYourStepsScheduler.execute("SD1", math.ceil(steps / denoise), denoise).result[0]
-    return sigmas[-steps - 1 :]
+    sigmas: Tensor = AlignYourStepsScheduler.execute("SD1", steps, 1.0).result[0]
+    return sigmas
 
 
 def _wait() -> None:

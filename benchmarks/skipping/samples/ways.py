@@ -21,14 +21,7 @@ BALANCED = "balanced"
 
 
 class Schedules(Protocol):
-    """What knows a model's noise levels.
-
-    Attributes:
-        begins_at: see `Task`.
-    """
-
-    @property
-    def begins_at(self) -> float: ...
+    """What knows a model's noise levels."""
 
     def sigmas(self, sampler: str, scheduler: str, steps: int) -> Tensor: ...
 
@@ -74,7 +67,7 @@ def preset(subject: Schedules, condition: Condition, of: Preset) -> Way:
 def shortened_to(subject: Schedules, condition: Condition, preset: Preset, count: int) -> Way:
     """The same sampler on the sigmas of as many steps, chosen as the preset chooses."""
     sigmas = _sigmas(subject, condition)
-    chosen = replace(preset.selection, count=min(count, len(sigmas) - 1)).computed(len(sigmas) - 1, subject.begins_at)
+    chosen = replace(preset.selection, count=min(count, len(sigmas) - 1)).computed(len(sigmas) - 1)
     return _plain(f"shortened-{len(chosen)}", condition.sampler, shortened(sigmas, chosen), condition.cfg)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....sampling.task import LATEST, Task
+from ....sampling.task import Task
 
 _DISTILLED = frozenset({"ModelSamplingDiscreteDistilled", "LCM"})
 """Of ComfyUI's nodes_model_advanced.py: by name, since its nodes may not be loaded."""
@@ -43,18 +43,8 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
         is_distilled=_is_distilled(guider.model_patcher),
         sigmas=tuple(sigmas.tolist()),
         cfg=float(scale) if isinstance(scale, (int, float)) else None,
-        begins_at=begins_at(guider.model_patcher, sigmas),
         model=model_class(guider.model_patcher),
     )
-
-
-def begins_at(patcher: Any, sigmas: torch.Tensor) -> float:
-    """See `Task`: by the model's own time of the first sigma."""
-    sampling = patcher.get_model_object("model_sampling")
-    if not len(sigmas) or not hasattr(sampling, "sigma_max"):
-        return 0.0
-    first, highest = (float(sampling.timestep(torch.as_tensor(sigma))) for sigma in (sigmas[0], sampling.sigma_max))
-    return min(max(1 - first / highest, 0.0), LATEST) if highest > 0 else 0.0
 
 
 def sampler_name(sampler: Any) -> str:

@@ -97,8 +97,7 @@ def skipping(guider: Any, preset: Preset, task: Task, after_run: AfterRun | None
     _refuse_others(guider.model_options)
     steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
     remark = "" if reason else preset.remark(task)
-    computed = tuple(range(steps)) if reason else preset.selection.computed(steps, task.begins_at)
-    run = SkippingRun(task.sigmas, computed, rule)
+    run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
     if reason:
         log.warning("Slipstream skips no steps: %s", reason)
     if remark:

@@ -24,7 +24,7 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
 from slipstream.hosts.comfy.run.call_wrappers import put_innermost, wrappers_of
 from slipstream.hosts.comfy.run.wrapper_keys import ACCELERATE, STEP_SKIP
-from slipstream.hosts.comfy.skip.sampling_task import begins_at, sampler_name
+from slipstream.hosts.comfy.skip.sampling_task import sampler_name
 from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
 from slipstream.hosts.comfy.skip.step_skip import skip_steps, without_skipping
 from slipstream.sampling.presets import PRESETS, Preset, Selection, custom
@@ -71,19 +71,6 @@ def model() -> Patcher:
 @pytest.fixture(scope="module")
 def controlnet() -> Any:
     return load_demo_controlnet()
-
-
-@pytest.mark.parametrize("name", ["balanced", "fast"])
-def test_image_to_image_spreads_the_steps_over_what_is_left_to_do(name: str, model: Patcher) -> None:
-    preset = PRESETS[name]
-    for denoise in (1.0, 0.5):
-        sigmas = schedule_of(model, denoise=denoise)
-        seen = watched(model, preset)
-        sampled(seen.patcher, "euler", sigmas, latent=torch.randn(noise_of().shape))
-        assert begins_at(model, sigmas) == pytest.approx(1 - denoise, abs=0.03)
-        expected = preset.selection.computed(20, begins_at(model, sigmas))
-        assert (expected == preset.selection.computed(20)) is (denoise == 1.0)
-        assert seen.sigmas == pytest.approx([float(sigmas[step]) for step in expected], rel=1e-3)
 
 
 def holding(preset: Preset) -> Preset:

@@ -18,7 +18,6 @@ from slipstream.sampling.presets import (
     Selection,
     Use,
     custom,
-    power_of_later_part,
 )
 from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.samplers import SamplerKind, kind_of, method_of, rule_for
@@ -88,24 +87,6 @@ def test_a_faster_preset_computes_less() -> None:
 )
 def test_counts_that_are_documented(steps: int, counts: tuple[int, ...]) -> None:
     assert tuple(len(preset.selection.computed(steps)) for preset in PRESETS.values()) == counts
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.5])
-def test_a_later_part_selects_as_the_whole_run_does(power: float) -> None:
-    assert power_of_later_part(power, 0.0) == pytest.approx(power)
-    for begins_at in (0.25, 0.5, 0.9):
-        whole = [(place / 20000) ** power for place in range(20001)]
-        later = [place for place in whole if place >= begins_at]
-        middle = (later[len(later) // 2] - begins_at) / (1 - begins_at)
-        assert 0.5 ** power_of_later_part(power, begins_at) == pytest.approx(middle, abs=2e-3)
-
-
-def test_image_to_image_spreads_the_steps_more_evenly() -> None:
-    selection = PRESETS["balanced"].selection
-    assert selection.computed(20, 0.0) == selection.computed(20)
-    whole, late = selection.computed(20), selection.computed(20, 0.5)
-    assert len(late) == len(whole) and (late[0], late[-1]) == (0, 19)
-    assert sum(step < 10 for step in late) < sum(step < 10 for step in whole)
 
 
 def test_the_hackathons_list() -> None:

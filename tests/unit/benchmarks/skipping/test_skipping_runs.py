@@ -30,8 +30,6 @@ CHEAP = Costs(0.1, 0.01, 0.002, {"EasyCache": 0.0005, "LazyCache": 0.0005})
 class Levels:
     """Schedules that differ by name and length."""
 
-    begins_at = 0.0
-
     def sigmas(self, sampler: str, scheduler: str, steps: int) -> Tensor:
         start = 10.0 + sum(map(ord, scheduler)) / 1000
         return torch.cat([torch.linspace(start, 0.1, steps), torch.zeros(1)])
