@@ -9,6 +9,9 @@ from torch import Tensor
 from .shared.search import COMPARING, found_by
 from .shared.skip_inputs import CATEGORY
 
+SLIDER = "slipstream_ab"
+"""Of what the page is told: the first picture and its reference, for the slider."""
+
 
 class CompareImages(io.ComfyNode):
     @classmethod
@@ -18,7 +21,8 @@ class CompareImages(io.ComfyNode):
             display_name="Compare Images",
             category=CATEGORY,
             description="Measures how close pictures are to a reference, such as those of a faster workflow to those "
-            "of the slower one with the same seed. Shows both side by side with a map of their difference.",
+            "of the slower one with the same seed. Shows both under a slider, and side by side with a map of their "
+            "difference.",
             **found_by(COMPARING),
             inputs=[
                 io.Image.Input("image", tooltip="What is judged. One picture is compared with each reference."),
@@ -50,6 +54,7 @@ class CompareImages(io.ComfyNode):
         side_by_side = torch.cat([image, reference, difference], dim=2)
         report = _report(image.movedim(-1, 1), reference.movedim(-1, 1))
         shown = ui.PreviewImage(side_by_side).as_dict() | ui.PreviewText(report).as_dict()
+        shown[SLIDER] = [ui.PreviewImage(each[:1]).as_dict()["images"][0] for each in (image, reference)]
         return io.NodeOutput(side_by_side, difference, report, ui=shown)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..core.formatting import say_backend, say_speed
 from ..sampling.saved_preset import SavedPreset
@@ -67,7 +67,7 @@ def measured(folder: Path = DOCS) -> str:
 
 
 def _picture(file: Path, title: str) -> str:
-    data = base64.b64encode(file.read_bytes()).decode("ascii")  # as a picture, whatever it holds is not run
-    source = f"data:image/svg+xml;base64,{data}"
+    data = quote(file.read_text(encoding="utf-8"))  # as a picture, whatever it holds is not run
+    source = f"data:image/svg+xml;charset=utf-8,{data}"
     style = "max-width:100%;background:white"
     return f'<h3>{escape(title)}</h3><img alt="{escape(title)}" src="{source}" style="{style}">'

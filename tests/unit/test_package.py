@@ -16,6 +16,8 @@ from types import ModuleType
 
 import pytest
 
+from slipstream.core.version import __version__
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -132,6 +134,8 @@ def test_the_project_says_what_comfyui_reads(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     assert {"PublisherId", "DisplayName", "Icon", "requires-comfyui"} <= set(project["tool"]["comfy"])
     assert "comfyui" not in project["project"]["name"].lower()  # the registry's rule
+    assert project["project"]["version"] == __version__, "comfy-cli reads no other version"
+    assert isinstance(project["project"]["urls"], dict)
 
 
 def test_requirements_leave_comfyuis_own_packages_alone(root: Path) -> None:

@@ -18,6 +18,10 @@ from ....core.errors import UnsupportedModel
 from ....demo import model as demo
 from ....demo import text
 
+_RGB = [[0.3111, -0.4031, 0.1580], [0.5716, -0.8946, 0.0624], [0.6550, -0.2542, -0.4430], [0.0299, 0.8553, 0.4931]]
+_RGB_BIAS = [0.0760, -0.0464, -0.0697]
+"""Colours from -1 to 1 of a latent's four channels: least squares over the first 48 scenes, encoded."""
+
 
 def load_demo_model() -> Any:
     """The denoiser as ComfyUI's MODEL, a `ModelPatcher`, in the precision that ComfyUI chooses here."""
@@ -28,6 +32,9 @@ def load_demo_model() -> Any:
     config = comfy.supported_models.SD15(demo.comfy_unet_config())
     config.set_inference_dtype(*_precision())
     model = comfy.model_base.BaseModel(config, device=mm.unet_offload_device())
+    # For previews: latents of another autoencoder than Stable Diffusion's.
+    model.latent_format.latent_rgb_factors, model.latent_format.latent_rgb_factors_bias = _RGB, _RGB_BIAS
+    model.latent_format.taesd_decoder_name = None
     patcher = _patcher(model, mm.get_torch_device(), mm.unet_offload_device())
     _fill(model.diffusion_model, unet_weights(), patcher)
     return patcher

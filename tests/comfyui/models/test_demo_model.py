@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -132,3 +133,22 @@ def test_the_pack_lists_the_nodes():
     nodes = asyncio.run(SlipstreamExtension().get_node_list())
     ids = {node.define_schema().node_id for node in nodes}
     assert {"SlipstreamDemoLoader", "SlipstreamDemoPrompt"} <= ids
+
+
+def test_previews_have_the_pictures_colours(host):
+    """Those of ComfyUI that need no other model are a linear map of the latent: blue is blue, as far as that can be."""
+    import comfy.latent_formats
+    from latent_preview import Latent2RGBPreviewer
+
+    ours, stable_diffusions = host.load_demo_model().model.latent_format, comfy.latent_formats.SD15()
+    shown = Latent2RGBPreviewer(ours.latent_rgb_factors, ours.latent_rgb_factors_bias)
+    wrong = Latent2RGBPreviewer(stable_diffusions.latent_rgb_factors)
+    vae, near, far = host.load_demo_vae(), [], []
+    for seed in range(100, 108):  # none that the map was fitted on
+        picture = scenes.example(seed).picture.movedim(0, -1)[None].float()
+        latent = ours.process_in(vae.encode(picture))
+        small = torch.nn.functional.avg_pool2d(picture.movedim(-1, 1), 8)[0].movedim(0, -1).flatten()
+        for previewer, found in ((shown, near), (wrong, far)):
+            seen = torch.from_numpy(numpy.array(previewer.decode_latent_to_preview(latent))).flatten() / 255.0
+            found.append(torch.corrcoef(torch.stack([seen, small]))[0, 1].item())
+    assert sum(near) / len(near) > 0.7 and max(far) < 0 < min(near)

@@ -6,6 +6,7 @@ Builds go through the whole of Slipstream but compile nothing and take a few sec
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import time
@@ -499,6 +500,39 @@ def test_a_size_that_is_none_is_told_while_it_is_written(page: ComfyPage) -> Non
         page.page.evaluate(write, [page.node, text])
         seen = page.until_kind("failed" if wrong else "idle")
         assert wrong is None or (wrong in seen["text"] and "multiples of 8" in seen["text"])
+
+
+def test_two_pictures_are_compared_under_a_slider(page: ComfyPage) -> None:
+    workflow = json.loads((ROOT / "example_workflows" / "comparing.json").read_text(encoding="utf-8"))
+    for node in workflow["nodes"]:
+        if node["type"] == "EmptyLatentImage":
+            node["widgets_values"][:2] = [64, 64]
+        if node["type"] == "KSampler":
+            node["widgets_values"][2] = 2
+        if node["type"] == "SlipstreamAccelerateModel":
+            node["widgets_values"][0] = "off"
+    page.load(workflow)
+    page.page.evaluate("() => app.queuePrompt(0)")
+    both = "() => [...document.querySelectorAll('.slipstream-ab img')].every(image => image.naturalWidth === 64)"
+    page.page.wait_for_function(both, timeout=60_000)
+    stage = page.page.locator(".slipstream-ab-stage")
+    page.page.evaluate(_LOOK_AT, "SlipstreamCompareImages")
+    page.page.wait_for_timeout(500)
+    box = stage.bounding_box()
+    page.page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + box["height"] / 2)
+    slider = page.page.get_by_role("slider", name="Picture and reference")
+    page.until(lambda: slider.get_attribute("aria-valuenow") == "25", "a line where the pointer is")
+    slider.focus()
+    page.page.keyboard.press("ArrowRight")
+    assert slider.get_attribute("aria-valuenow") == "30"
+
+
+_LOOK_AT = """type => {
+  const node = app.graph._nodes.find(node => node.type === type);
+  app.canvas.ds.scale = 1;
+  app.canvas.ds.offset = [400 - node.pos[0], 140 - node.pos[1]];
+  app.canvas.setDirty(true, true);
+}"""
 
 
 # The tab

@@ -4,6 +4,9 @@ import { app } from "./comfy.js";
 const EN = {
   // Nodes
   build_engine: "Build engine",
+  ab: "Picture and reference: move the line",
+  ab_image: "image",
+  ab_reference: "reference",
   more: "More inputs",
   less: "Fewer inputs",
   build_engine_tip: "Builds the engines that this workflow will use: samplers take one step and wait for them.",
@@ -198,6 +201,9 @@ const EN = {
 
 const ZH = {
   build_engine: "构建引擎",
+  ab: "图片与参考：移动分界线",
+  ab_image: "图片",
+  ab_reference: "参考",
   more: "更多输入",
   less: "收起输入",
   build_engine_tip: "构建此工作流将用到的引擎：采样器只走一步，并等待引擎完成。",

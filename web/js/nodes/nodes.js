@@ -5,6 +5,7 @@ import { addBuildButton } from "./build_button.js";
 import { foldAdvanced } from "./fold.js";
 import { buildingNodes, canBuild, idsOf, isOurs } from "./graph.js";
 import { onSizes, wrongSizes } from "./sizes.js";
+import { addSlider } from "./slider.js";
 import { addStateLine } from "./state_line.js";
 import { addText, showsText } from "./text.js";
 import { failure, viewOf } from "./view.js";
@@ -23,6 +24,7 @@ export function dressNode(node) {
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }
   if (showsText(node)) addText(node);
+  addSlider(node);
   if (canBuild(node) || showsText(node)) node.setSize([Math.max(node.size[0], WIDTH), node.size[1]]);
 }
 
