@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +17,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTS_PROCESSES = {
+    "cli/fleet/comfyui.py",
+    "cli/fleet/matrix.py",
+    "cli/fleet/ray_cluster.py",
     "compile_backend/cpp/runtime_library.py",
+    "core/environment.py",
     "runtime/building/worker_process.py",
     "runtime/capture/compiling.py",
     "runtime/checking/measure.py",
 }
-"""A C++ compiler, the worker that builds, and git, which a benchmark asks for the commit."""
-UNPICKLES = {"runtime/building/job_file.py"}
-"""A build's job, written for the worker by the same process."""
+"""A C++ compiler, the worker that builds, commands that a person gave, and what is asked for a version."""
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +58,25 @@ def called(tree: ast.Module) -> set[str]:
     return {ast.unparse(function) for function in calls}
 
 
-def test_nothing_is_evaluated_encoded_or_run_by_a_shell(tool: ModuleType) -> None:
+def test_nothing_is_evaluated_encoded_unpickled_or_run_by_a_shell(tool: ModuleType) -> None:
     for name, tree in sources(tool):
         assert not {"eval", "exec", "compile", "__import__", "os.system", "os.popen"} & called(tree), name
-        assert not {"base64", "marshal", "codecs", "dill"} & imported(tree), name
+        assert not {"base64", "pickle", "marshal", "dill"} & imported(tree), name
         assert not any("shell=True" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Call)), name
 
 
-def test_processes_and_pickles_are_where_they_are_said_to_be(tool: ModuleType) -> None:
+def test_processes_are_started_where_it_is_said(tool: ModuleType) -> None:
     found = {name: imported(tree) for name, tree in sources(tool)}
     assert {name for name, modules in found.items() if "subprocess" in modules} == STARTS_PROCESSES
-    assert {name for name, modules in found.items() if "pickle" in modules} == UNPICKLES
 
 
 def test_nothing_is_installed_at_run_time(tool: ModuleType) -> None:
+    """What starts processes knows no installer. Messages may name the command that a person can give."""
     for name, tree in sources(tool):
-        calls = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.List, ast.Tuple))]
-        assert not [call for call in calls if re.search(r"'pip'.*'install'", call)], name
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert name not in STARTS_PROCESSES or not {"pip", "conda", "uv", "npm"} & texts, name
 
 
 def test_the_installed_folder_is_small_and_holds_no_developers_files(tool: ModuleType) -> None:
