@@ -18,11 +18,20 @@ if TYPE_CHECKING:
 
 
 def recorder(node: type[io.ComfyNode]) -> Callable[[Skipped], None]:
-    """Writes into the pictures' record what happened in each run that `node` is part of."""
+    """Writes into the pictures' record what happened in each run that `node` is part of, and tells the page."""
+    from ..hosts.comfy.process.running_prompts import running_prompts
     from ..hosts.comfy.process.saved_pictures import record_run
+    from ..hosts.comfy.process.server_events import SKIPPED, send
 
     node_id = str(node.hidden.unique_id)
-    return lambda skipped: record_run({"step_skipping": asdict(skipped)}, node_id)
+
+    def after_run(skipped: Skipped) -> None:
+        record_run({"step_skipping": asdict(skipped)}, node_id)
+        for workflow in {prompt.workflow for prompt in running_prompts() if node_id in prompt.nodes}:
+            told = {"computed": skipped.computed, "steps": skipped.steps, "reason": skipped.reason}
+            send(SKIPPED, {"node": node_id, "workflow": workflow, **told})
+
+    return after_run
 
 
 class StepSkip(io.ComfyNode):

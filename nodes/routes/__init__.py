@@ -13,11 +13,11 @@ def add_routes() -> None:
     if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
         return
     from ...runtime.reporting.recent_log import recent_log
-    from . import builds, engines, health, log, models, settings, system, ui
+    from . import builds, engines, health, log, models, settings, step_skip, system, ui
     from .guard import unknown
 
     recent_log()  # keeps what is logged from now on
-    for module in (builds, engines, health, log, models, settings, system, ui):
+    for module in (builds, engines, health, log, models, settings, step_skip, system, ui):
         for method, path, handler in module.ROUTES:
             server.routes.route(method, PREFIX + path)(handler)
     for path in (PREFIX, PREFIX + "/{rest:.*}"):

@@ -11,6 +11,9 @@ log = logging.getLogger(__name__)
 ENGINES = "slipstream.engines"
 """Engines came or went: the page asks again."""
 
+SKIPPED = "slipstream.skipped"
+"""A sampling run with skipped steps has ended."""
+
 
 def server_of_process() -> Any:
     """ComfyUI's server; None where there is none."""

@@ -164,6 +164,17 @@ def test_the_grid_of_models(web: Connection, put: Callable[..., Entry]) -> None:
     assert refused(post(web, "/models/build", {**asked, "model": 3})) == "bad_request"
 
 
+def test_which_steps_are_computed(web: Connection) -> None:
+    data = get(web, "/step-skip?preset=balanced&steps=20&sampler=euler&cfg=7.5")
+    assert data["steps"] == 20 and len(data["computed"]) == 14 and data["reason"] == ""
+    assert data["presets"]["fast"] == {"computed": 10, "reason": ""}
+    data = get(web, "/step-skip?preset=balanced&steps=8&sampler=euler")
+    assert data["computed"] == list(range(8)) and "short" in data["reason"]
+    assert len(get(web, "/step-skip?preset=custom&steps=20&share=0.5")["computed"]) == 10
+    for wrong in ("preset=none", "steps=0", "steps=many", "preset=custom&step_list=x"):
+        assert refused(web.ask("GET", f"{PREFIX}/step-skip?{wrong}")) == "bad_request"
+
+
 def test_hit(web: Connection, put: Callable[..., Entry]) -> None:
     ours, other, old = put(64), put(72), put(64, torch="2.6.0")
     asked = {"width": 512, "height": 512, "batch": 2, "tokens": 77}

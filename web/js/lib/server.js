@@ -46,5 +46,6 @@ export const server = {
   settings: () => ask("/settings"),
   change: (settings) => ask("/settings", settings),
   system: () => ask("/system"),
+  foreseeSkips: (query) => ask(`/step-skip?${new URLSearchParams(query)}`),
   openPage: () => ask("/ui", {}),
 };

@@ -4,6 +4,12 @@ import { app } from "./comfy.js";
 const EN = {
   // Nodes
   build_engine: "Build engine",
+  saves: "save {part} · {name}",
+  saves_nothing: "{name} · skips nothing here",
+  computes: "{n} of {steps} steps computed · about {part} less time",
+  computes_all: "Computes every step: {why}",
+  computed: "Last run: {n} of {steps} computed",
+  computed_all: "Last run computed every step: {why}",
   ab: "Picture and reference: move the line",
   ab_image: "image",
   ab_reference: "reference",
@@ -201,6 +207,12 @@ const EN = {
 
 const ZH = {
   build_engine: "构建引擎",
+  saves: "节省 {part} · {name}",
+  saves_nothing: "{name} · 在此不跳步",
+  computes: "计算 {steps} 步中的 {n} 步 · 约省时 {part}",
+  computes_all: "计算每一步：{why}",
+  computed: "上次运行：计算了 {steps} 步中的 {n} 步",
+  computed_all: "上次运行计算了每一步：{why}",
   ab: "图片与参考：移动分界线",
   ab_image: "图片",
   ab_reference: "参考",

@@ -5,6 +5,7 @@ import { addBuildButton } from "./build_button.js";
 import { foldAdvanced } from "./fold.js";
 import { buildingNodes, canBuild, idsOf, isOurs } from "./graph.js";
 import { onSizes, wrongSizes } from "./sizes.js";
+import { addSkipStrip } from "./skip_strip.js";
 import { addSlider } from "./slider.js";
 import { addStateLine } from "./state_line.js";
 import { addText, showsText } from "./text.js";
@@ -25,6 +26,7 @@ export function dressNode(node) {
   }
   if (showsText(node)) addText(node);
   addSlider(node);
+  addSkipStrip(node);
   if (canBuild(node) || showsText(node)) node.setSize([Math.max(node.size[0], WIDTH), node.size[1]]);
 }
 
