@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..core.errors import StoreError
+
+_NO_LOCKS = {getattr(errno, name, None) for name in ("ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS")}
+"""What network file systems without locks answer."""
 
 WaitCallback = Callable[[float], object]
 """Called again and again with the seconds waited so far; raises to give up."""
@@ -23,9 +27,12 @@ def try_lock(path: Path) -> FileLock | None:
         lock.acquire(timeout=0)
     except Timeout:
         return None
-    except NotImplementedError as error:
+    except (NotImplementedError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+            raise
         raise StoreError(
-            f"{path.parent} is on a disk without file locks: set SLIPSTREAM_HOME to a folder on a local disk."
+            f"{path.parent} is on a disk without file locks: engines there are used, but none can be stored. Set "
+            "SLIPSTREAM_HOME to a folder on a local disk, and SLIPSTREAM_BASE to this one."
         ) from error
     return lock
 

@@ -116,6 +116,12 @@ class Server:
         """The address of the running server, such as http://127.0.0.1:8188."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        """The id of the running server's process."""
+        assert self._process is not None, "the server is not running"
+        return self._process.pid
+
     def start(self, deadline: Deadline) -> None:
         """Start the server and wait until it answers.
 

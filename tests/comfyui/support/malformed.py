@@ -8,9 +8,9 @@ from random import Random
 from typing import Any
 
 _PREFIXES = ("/slipstream/v1", "/api/slipstream/v1")
-_READS = ("/engines", "/settings", "/system", "/log", "/builds", "/nodes")
+_READS = ("/engines", "/settings", "/system", "/log", "/builds", "/nodes", "/health")
 _CHANGES = ("/engines/verify", "/engines/prune", "/hit", "/settings", "/dry-run")
-_OF_ONE = ("/engines/{}/verify", "/engines/{}/delete", "/builds/{}/cancel")
+_OF_ONE = ("/engines/{}/verify", "/engines/{}/delete", "/engines/{}/try_again", "/builds/{}/cancel")
 _METHODS = ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "FOO", "get", "POST", "GET")
 _PARTS = (
     *("..", "%2e%2e", "%2E%2E%2F", "..%2f..%2f", "%2e%2e%5c", "..\\..", "....//", ".", "%00", "%0a", "%0d%0aX:%20y"),

@@ -1,0 +1,1 @@
+"""Many random prompts in a real server: whether pictures stay right, and memory and file handles flat."""

@@ -1,0 +1,58 @@
+"""A worker that is killed in any phase of a build leaves a clear error, nothing half, and the next build works."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from slipstream.core.errors import BuildDied
+from slipstream.core.progress import CancelToken, Progress, ignore_progress
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.building.build import build_engine
+from slipstream.tests.unit.runtime.building.test_whole_build import left_over, make_plan
+from slipstream.tests.unit.runtime.processes import in_session, workers_in
+
+pytestmark = [
+    pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
+
+
+def killer(store: EngineStore, phase: str, killed: list[int]) -> Callable[[Progress], None]:
+    """Progress that kills the worker as soon as it is in `phase`."""
+
+    def progress(update: Progress) -> None:
+        if update.phase == phase and not killed:
+            for worker in workers_in(store.root):
+                killed.append(worker.session)
+                os.kill(worker.pid, signal.SIGKILL)
+
+    return progress
+
+
+@pytest.mark.parametrize("phase", ["start", "export", "compile"])
+def test_a_worker_that_is_killed(phase: str, store: EngineStore) -> None:
+    plan, killed = make_plan(), list[int]()
+    with pytest.raises(BuildDied, match="killed from outside"):
+        build_engine(plan, store, killer(store, phase, killed), CancelToken())
+    assert killed and left_over(store) == [] and store.digests() == []
+    assert in_session(killed[0]) == []
+
+
+def test_a_disk_that_fills_up_while_storing(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.core.errors import StoreError
+    from slipstream.engine_cache import store as store_module
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "copy_durably", full)
+        with pytest.raises(StoreError, match="disk .* is full"):
+            build_engine(make_plan(), store, ignore_progress, CancelToken())
+    assert left_over(store) == [] and store.digests() == []
+    assert build_engine(make_plan(), store, ignore_progress, CancelToken()).why_untrusted() is None
