@@ -32,7 +32,7 @@ RECIPE = 1
 """Raise when export, surgery or build make another plan of the same model: it makes new engines of all old ones."""
 ALL, NEEDED = "all", "needed"
 """Graph passes to run: all of them, or those without which TensorRT cannot read the graph (for benchmarks)."""
-_NEEDED = ("split_sequences", "fold_constants", "forget_empty_sizes")
+_NEEDED = ("fold_sizes", "forget_empty_sizes")
 _NEEDED_FOR_EIGHT_BITS = (*_NEEDED, "fold_transposes")
 
 

@@ -29,15 +29,13 @@ from ..subjects.variants import (
     MAX,
     OF_GRAPHS,
     PARALLEL,
-    TEXT,
     Variant,
 )
 
-_NONE = Levers(hint_once=False, text_once=False, parallel=Parallel.OFF, one_graph=False, first_step=False)
+_NONE = Levers(hint_once=False, parallel=Parallel.OFF, one_graph=False, first_step=False)
 _OPTIMIZE = {MAX: Optimize.MAX, FAST_BUILD: Optimize.FAST_BUILD}
 _ON: Mapping[str, Mapping[str, Any]] = {
     HINT: {"hint_once": True},
-    TEXT: {"text_once": True},
     PARALLEL: {"parallel": Parallel.ON},
     GRAPH: {"one_graph": True},
     FIRST: {"first_step": True},

@@ -87,7 +87,7 @@ _HEAD = """## Rung by rung
 
 ![Milliseconds of one call, rung by rung]({file})
 
-What each means of speed gives by itself: {title}, from the plain model in fp32 up. A rung that was not measured, or may
+What each means of speed gives by itself: {title}, from the eager model in fp32 up. A rung that was not measured, or may
 not be trusted, is missing. The first has convolutions in TF32, which is how torch computes them unless it is told not
 to; "error" is against fp32 without that.
 """

@@ -196,11 +196,11 @@ call is timed, between two CUDA events, its inputs already on the GPU; a picture
 variants of a case are set up and warmed up first, then take turns call by call, so that a busy moment hits every one
 of them. "ms" is the median.
 
-"error" is ‖variant − fp32‖ / ‖fp32‖, where fp32 is the plain model in full fp32 (no TF32). Inputs change from call to
+"error" is ‖variant − fp32‖ / ‖fp32‖, where fp32 is the eager model in full fp32 (no TF32). Inputs change from call to
 call, and the error is the largest over all of them, before and after the timed calls, and on inputs never seen before.
 What is not finite is given no time; nor is an engine that is off by more than it may be, or did not serve every call.
 
-"over eager" and "over torch.compile" say how many times as fast a variant is as the plain model, and as the best of
+"over eager" and "over torch.compile" say how many times as fast a variant is as the eager model, and as the best of
 torch's own modes in the same run. "build s" is a first time with empty caches: for torch it comes back with every start
 of the host (or a part of it, where torch finds its own cache), for an engine it is paid once, and later starts take
 "load s". "VRAM MB" is what the process reserves at most for the model and this variant alone.
@@ -210,19 +210,19 @@ _HOW_JOBS = """Where "ms in all" is given, a case is a whole picture, or several
 VAE, from noise that is there to pixels that are there, by the clock, with all that the host does in between. In rows of
 `torch.compile` and of Slipstream, UNet, ControlNet and VAE decoder are compiled or run on engines. Errors are those of
 the finished latent and of the picture, against the same picture in fp32 from end to end. They grow from step to step,
-so a row may be three times as far off as the plain model in its own precision, and 5e-2 at least. "nearest other" is
+so a row may be three times as far off as the eager model in its own precision, and 5e-2 at least. "nearest other" is
 how far pictures are apart that differ in one input alone (noise, prompts or hint), the least of these.
 """
 
 _HOW_SKIPPED = """Where "steps" says that fewer were computed, Step Skip filled in the others. Such a row may be further
-off, but not as far as "nearest other", or as three times the plain model's error if that is more: in many steps, a
+off, but not as far as "nearest other", or as three times the eager model's error if that is more: in many steps, a
 model of random numbers makes another picture of the smallest difference. What a preset does to pictures is told by
 [benchmarks/step_skipping.md](../benchmarks/step_skipping.md) alone.
 """
 
 _BLIND = """
 Of {cases} the times count, not the errors: in so many steps a model of random numbers makes another picture of the
-smallest difference. There the plain model in half precision is so far from itself in fp32 that a picture of another
+smallest difference. There the eager model in half precision is so far from itself in fp32 that a picture of another
 prompt would pass as well. That engines computed, and how many calls, was counted all the same.
 """
 

@@ -76,8 +76,8 @@ side stands in the tables above.
 | project | model and hardware | published | ratio |
 | --- | --- | --- | ---: |"""
 
-_OWN = f"""Our own, of the newest rows in fp16: `{_ENGINE}` over the plain model of the same run. Where the CPU
-holds the plain model up, much of that is the CPU's; over `{EAGER_GRAPH}` it is not.
+_OWN = f"""Our own, of the newest rows in fp16: `{_ENGINE}` over the eager model of the same run. Where the CPU
+holds the eager model up, much of that is the CPU's; over `{EAGER_GRAPH}` it is not.
 
 | case | GPU | over `{EAGER}` | over `{EAGER_GRAPH}` |
 | --- | --- | ---: | ---: |"""

@@ -178,6 +178,6 @@ the sampler's begin to the first call of the model, "step" from call to call, "a
 sampler's end, all three by CUDA events. "first picture" is that of the first turn, with all that is built or compiled
 in it. "VRAM" is the memory in use on the whole device after the timed pictures, "peak" the highest while they were
 made. "error" is the relative error of latent or picture, whichever is larger, against the plain workflow with default
-flags and the same seed. A row of Slipstream is given no speed where more than 5 % of its calls ran on the plain model.
+flags and the same seed. A row of Slipstream is given no speed where more than 5 % of its calls ran on the eager model.
 Of other flags and variants, "over plain" is left out where their run has no plain workflow at default flags.
 """

@@ -33,7 +33,7 @@ class Group:
 
     @property
     def is_blind(self) -> bool:
-        """Whether pictures are so far apart by the plain model's own error that a quite different one would pass."""
+        """Whether pictures are so far apart by the eager model's own error that a quite different one would pass."""
         eager = next((row for row in self.sound if row["variant"] == EAGER and is_of_job(row)), None)
         return eager is not None and any(
             TIMES_EAGER * error >= _nearest(eager, output) for output, error in eager["errors"].items()

@@ -27,8 +27,8 @@ SWITCH_SIZE, SWITCH_BATCH = SWITCHES = "switch-size", "switch-batch"
 COLD = "cold"
 _OF_CALLS = (*OTHER_NUMBERS, SAGE, *SWITCHES)
 STEPS = ("quality", "balanced", "fast")
-_LEVERS_OF_JOBS = "engines", "hint", "text", "parallel", "graph", "first"
-ENGINES, HINT, TEXT, PARALLEL, GRAPH, FIRST = _LEVERS_OF_JOBS
+_LEVERS_OF_JOBS = "engines", "hint", "parallel", "graph", "first"
+ENGINES, HINT, PARALLEL, GRAPH, FIRST = _LEVERS_OF_JOBS
 OF_JOBS = (*_LEVERS_OF_JOBS, *STEPS)
 MODES = {"": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 _ENGINES = {each.value for each in BackendChoice} - {BackendChoice.AUTO.value, BackendChoice.OFF.value}
@@ -53,7 +53,7 @@ LADDER = (
     f"{EAGER}+{FP32}", f"{EAGER}+{BF16_MATH}", EAGER, f"{COMPILE}:reduce-overhead+{CHANNELS_LAST}", *_REWRITTEN, _INT8,
     _FP8,
 )  # fmt: skip
-"""From the plain model in full precision to our fastest engine: what each means makes faster, rung by rung."""
+"""From the eager model in full precision to our fastest engine: what each means makes faster, rung by rung."""
 
 _TABLE_OF_CALLS = EAGER, EAGER_FAST, EAGER_GRAPH, _COMPILED, _FP8
 _MORE_OF_USUAL = _MAX, _INT8
@@ -114,7 +114,6 @@ _LEVER_WORDS = {
     JOINED: "all layers joined that share an input (query, key and value), also large ones, where that takes copies",
     ENGINES: "of the levers below only those that are named",
     HINT: "the ControlNet's hint embedded once a picture",
-    TEXT: "keys and values of the attention over the text computed once a prompt",
     PARALLEL: "the ControlNet beside the half of the model that does not need it",
     GRAPH: "a whole step replayed as one CUDA graph",
     FIRST: "also the first one, where an earlier picture was the same work",

@@ -60,7 +60,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
     guider = executor.class_obj
 
     def read() -> ComfyUNetSource:
-        return ComfyUNetSource(guider.model_patcher, module.provider.weights_memo, module.settings.levers.text_once)
+        return ComfyUNetSource(guider.model_patcher, module.provider.weights_memo)
 
     with ExitStack() as ending:
         others = tuple(others_in(guider.model_options))

@@ -63,14 +63,12 @@ class Levers:
 
     Attributes:
         hint_once: a ControlNet's hint is embedded once a picture.
-        text_once: keys and values of the attention over the text are computed once a prompt.
         parallel: `AUTO` measures both ways once and remembers.
         one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
         first_step: so is the first one, where an earlier picture was the same work.
     """
 
     hint_once: bool = True
-    text_once: bool = False
     parallel: Parallel = Parallel.AUTO
     one_graph: bool = True
     first_step: bool = True

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 from ...core.shapes import Shape
 from .attention import mark_attention_decomposable, recover_attention
 from .cleanup import forget_empty_sizes, remove_idle
-from .constants import fold_constants, merge_duplicates
+from .constants import fold_sizes, simplified
 from .eight_bits import quantise_products
 from .graph import Dim, Operation, dims
 from .normalization import recover_group_norm, recover_layer_norm
 from .opset import raise_opset
 from .padding import pad_matmul_k
-from .sequences import split_sequences
 from .shapes import settle_shapes
 from .transposes import fold_transposes
 from .weight_map import WeightMap
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 Pass = Callable[[Operation], int]
 
 REPEATED: tuple[Pass, ...] = (
-    split_sequences,
-    fold_constants,
+    fold_sizes,
     forget_empty_sizes,
-    merge_duplicates,
     remove_idle,
     recover_group_norm,
     recover_layer_norm,
@@ -113,9 +110,10 @@ def _run(passes: tuple[Pass, ...], operation: Operation, counts: dict[str, int],
 
 
 def _begin(model: onnx.ModelProto, weights: WeightMap, opset: int) -> Operation:
-    """The graph with every shape that can be known."""
+    """The graph with every constant and shape that can be known."""
     import onnx_graphsurgeon as gs
 
+    model = simplified(model, weights)
     for _ in range(ROUNDS):
         operation = Operation(gs.import_onnx(_inferred(model)), weights, opset)
         if not settle_shapes(operation):
@@ -133,7 +131,7 @@ def _sizes(
         for dim, size in zip(tensor.type.tensor_type.shape.dim, tuned.get(tensor.name, ()), strict=False):
             dim.dim_value = size
     # Sizes may be products of others.
-    known, _ = operate(model, dict(weights), opset=opset, only=(fold_constants.__name__,))
+    known, _ = operate(model, dict(weights), opset=opset, only=(fold_sizes.__name__,))
     tensors = _begin(known, dict(weights), opset).graph.tensors()
     return {name: sizes for name, tensor in tensors.items() if (sizes := dims(tensor)) is not None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import UnsupportedModel
@@ -73,8 +73,11 @@ def lower_to_opset_17(model: onnx.ModelProto) -> onnx.ModelProto:
     lowered = onnx.ModelProto()
     lowered.CopyFrom(model)
     constants = {"", *(tensor.name for tensor in lowered.graph.initializer)}
+    shapes = {
+        info.name: info.type.tensor_type.shape.SerializeToString(deterministic=True) for info in model.graph.value_info
+    }
     for node in lowered.graph.node:
-        if why := _why_not_lowered(node, constants):
+        if why := _why_not_lowered(node, constants, shapes):
             raise UnsupportedModel(
                 f"TensorRT 8.6 cannot read {node.op_type} ({node.name}), which {why}; "
                 "use TensorRT 10, or choose backend compiled"
@@ -89,12 +92,13 @@ def lower_to_opset_17(model: onnx.ModelProto) -> onnx.ModelProto:
     return lowered
 
 
-def _why_not_lowered(node: onnx.NodeProto, constants: Container[str]) -> str | None:
+def _why_not_lowered(node: onnx.NodeProto, constants: Container[str], shapes: Mapping[str, bytes]) -> str | None:
     """Why a node of opset 18 cannot be one of 17, for TensorRT 8.6; None where it can."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in READ_BY_TENSORRT_8:
         return "was not tried there"
-    if node.op_type == "Split" and (len(node.input) < 2 or not node.input[1]):
-        return "is told no sizes"
+    parts = [shapes.get(name) for name in node.output] if len(node.input) < 2 or not node.input[1] else []
+    if node.op_type == "Split" and (None in parts or len(set(parts)) > 1):
+        return "is told no sizes, and does not split evenly"
     if node.op_type == "Slice" and not all(name in constants for name in node.input[1:]):
         return "has bounds that are only known when it runs"
     if node.op_type == "Pad" and len(node.input) > 3 and node.input[3]:

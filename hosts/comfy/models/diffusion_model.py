@@ -29,7 +29,6 @@ from ...architecture import (
 from ...control_residuals import control_of
 from ..process.checkout import use_checkout
 from .model_classes import ModelClass, class_named, class_of
-from .projected_text import take_projected
 from .tracing_layers import PlainNumbers, layers_with_weights, plain_layers
 
 
@@ -107,41 +106,33 @@ def plain_operators() -> Iterator[None]:
 
 
 class ComfyDiffusionModel(NetworkArchitecture):
-    """What a ComfyUI diffusion model computes, apart from the model that was loaded.
-
-    Args:
-        projected: whether its text comes projected, see `projected_text`; of UNets.
-    """
+    """What a ComfyUI diffusion model computes, apart from the model that was loaded."""
 
     role: Role = Role.UNET
     outputs: tuple[str, ...] = ("out",)
 
-    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str, projected: bool = False) -> None:
+    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str) -> None:
         self.kind = kind
         self.config = config
         self.name = name
-        self.projected = projected
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self.name, self.projected)
+        return _in_another_process, (checkout_in_use(), self.kind.name, self.config, self.name)
 
     @classmethod
-    def of(cls, model: Any, projected: bool = False) -> ComfyDiffusionModel:
+    def of(cls, model: Any) -> ComfyDiffusionModel:
         """The architecture of a `comfy.model_base.BaseModel`.
-
-        Args:
-            projected: see the class; where its class knows no such thing, it is not.
 
         Raises:
             UnsupportedModel: engines cannot stand for its class.
         """
         live = getattr(model, "diffusion_model", None)
         if not isinstance(live, torch.nn.Module):
-            return cls._read(model, projected)
-        return _remembered.get(live, projected, lambda: cls._read(model, projected))
+            return cls._read(model)
+        return _remembered.get(live, None, lambda: cls._read(model))
 
     @classmethod
-    def _read(cls, model: Any, projected: bool) -> ComfyDiffusionModel:
+    def _read(cls, model: Any) -> ComfyDiffusionModel:
         live = getattr(model, "diffusion_model", None)
         name = type(model.model_config).__name__
         kind = class_of(live)
@@ -153,24 +144,20 @@ class ComfyDiffusionModel(NetworkArchitecture):
         outside = ("dtype", "device", "disable_unet_model_creation")
         settings = model.model_config.unet_config  # the live model may hold parts of it
         config = copy.deepcopy({key: value for key, value in settings.items() if key not in outside})
-        return cls(kind, config, name, projected and kind.takes_projected(config))
+        return cls(kind, config, name)
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self.fresh, {**self.config, **self._variant})
         return fingerprint_of(digest, self.name, self.meta_module)
 
-    @functools.cached_property
-    def fresh(self) -> torch.nn.Module:
-        return self._whole() if self.projected else self.meta_module
-
     @property
     def _variant(self) -> dict[str, Any]:
         """What else tells it from other architectures of the same config."""
-        return {"text": "projected"} if self.projected else {}
+        return {}
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
-        return placeholder_of(lambda: self.graph(self._build(plain_layers())), dtype_of(precision), device)
+        return placeholder_of(lambda: self.graph(self._whole(plain_layers())), dtype_of(precision), device)
 
     def graph(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is exported of `model`."""
@@ -180,20 +167,14 @@ class ComfyDiffusionModel(NetworkArchitecture):
         """The model with layers that cast whatever weights they are given to their input's dtype; has no weights."""
         import comfy.ops
 
-        return self._build(comfy.ops.manual_cast)
+        return self._whole(comfy.ops.manual_cast)
 
     @property
     def draws(self) -> Mapping[str, Draw]:
         return {"timesteps": self.kind.timesteps, **self.kind.draws}
 
     def new_meta_module(self) -> torch.nn.Module:
-        return self._build()
-
-    def _build(self, operations: Any = None) -> torch.nn.Module:
-        module = self._whole(operations)
-        if self.projected:
-            take_projected(module)
-        return module
+        return self._whole()
 
     def _whole(self, operations: Any = None) -> torch.nn.Module:
         import comfy.ops
@@ -229,8 +210,6 @@ def enter_for_layers(checkout: str) -> None:
         args.cpu = True
 
 
-def _in_another_process(
-    checkout: str, kind: str, config: dict[str, Any], name: str, projected: bool
-) -> ComfyDiffusionModel:
+def _in_another_process(checkout: str, kind: str, config: dict[str, Any], name: str) -> ComfyDiffusionModel:
     enter_for_layers(checkout)
-    return ComfyDiffusionModel(class_named(kind), config, name, projected)
+    return ComfyDiffusionModel(class_named(kind), config, name)

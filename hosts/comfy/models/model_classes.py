@@ -67,10 +67,6 @@ class ModelClass:
         found: type = getattr(importlib.import_module(self.module), self.name)
         return found
 
-    def takes_projected(self, config: Config) -> bool:
-        """Whether the text of this member of the class may come projected: it reaches nothing but projections."""
-        return self.name == "UNetModel" and config.get("context_dim") is not None and not _is_video(config)
-
     def arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name; latent and timesteps are `x` and `timesteps` in every class.
 
@@ -91,10 +87,6 @@ class ModelClass:
 @functools.lru_cache(maxsize=16)
 def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
-
-
-def _is_video(config: Config) -> bool:
-    return bool(config.get("use_temporal_attention") or config.get("use_temporal_resblock"))
 
 
 def class_of(model: object) -> ModelClass | None:

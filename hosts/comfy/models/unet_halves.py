@@ -129,8 +129,8 @@ _GRAPHS: dict[str, type[_Half]] = {ENCODER: EncoderGraph, DECODER: DecoderGraph}
 class ComfyUNetHalf(ComfyDiffusionModel):
     """What one half computes, apart from the model that was loaded."""
 
-    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str, half: str, projected: bool = False) -> None:
-        super().__init__(kind, config, name, projected)
+    def __init__(self, kind: ModelClass, config: dict[str, Any], name: str, half: str) -> None:
+        super().__init__(kind, config, name)
         self.half = half
         if half == ENCODER:
             self.outputs = ("emb", "middle", *(f"{_SKIP}{place}" for place in range(input_blocks(config))))
@@ -160,7 +160,7 @@ class ComfyUNetHalf(ComfyDiffusionModel):
 def _in_another_process(made: tuple[Any, Any], half: str) -> ComfyUNetHalf:
     make, given = made
     whole = make(*given)
-    return ComfyUNetHalf(whole.kind, whole.config, whole.name, half, whole.projected)
+    return ComfyUNetHalf(whole.kind, whole.config, whole.name, half)
 
 
 _remembered: Remembered[ComfyUNetHalf] = Remembered()
@@ -171,20 +171,17 @@ class ComfyUNetHalfSource(ComfyUNetSource):
 
     architecture: ComfyUNetHalf
 
-    def __init__(self, patcher: Any, memo: WeightsMemo | None, half: str, projected: bool = False) -> None:
-        super().__init__(patcher, memo, projected)
+    def __init__(self, patcher: Any, memo: WeightsMemo | None, half: str) -> None:
+        super().__init__(patcher, memo)
         whole = self.architecture
         self.architecture = _remembered.get(
-            self.unet,
-            (half, whole.projected),
-            lambda: ComfyUNetHalf(whole.kind, whole.config, whole.name, half, whole.projected),
+            self.unet, half, lambda: ComfyUNetHalf(whole.kind, whole.config, whole.name, half)
         )
-        self.within, self.owner = _MODULES[half], half
+        self.owner = half
         self._live = self.architecture.graph(self.unet, one_attention=False)
 
     def eager(self, inputs: Tensors) -> Tensors:
-        with self._text_as_given():
-            return self._named(self._live(**cast_inputs(inputs, dtype_of(self.precision))))
+        return self._named(self._live(**cast_inputs(inputs, dtype_of(self.precision))))
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""

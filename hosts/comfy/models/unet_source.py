@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from ..process.current_weights import copies, weights_token
 from ..process.dynamic_vram import bind_weights
 from .checkpoint_file import unet_digest
 from .diffusion_model import ComfyDiffusionModel, split_inputs
-from .projected_text import Within, project, projected_already
 
 
 class ComfyUNetSource:
@@ -26,19 +24,16 @@ class ComfyUNetSource:
     Args:
         patcher: loaded on its device for the length of the run.
         memo: remembers the digests of checkpoint files between starts.
-        projected: whether its engines take the text projected, see `projected_text`; False where its class knows none.
     """
 
-    within: Within = None
-    """Names of the modules that count; None for all."""
     owner = ""
     """Of copies of weights, see `WeightCopies`."""
 
-    def __init__(self, patcher: Any, memo: WeightsMemo | None = None, projected: bool = False) -> None:
+    def __init__(self, patcher: Any, memo: WeightsMemo | None = None) -> None:
         self._patcher = patcher
         self._memo = memo
         self.unet: torch.nn.Module = patcher.model.diffusion_model
-        self.architecture = ComfyDiffusionModel.of(patcher.model, projected)
+        self.architecture = ComfyDiffusionModel.of(patcher.model)
         self._digest: str | None = None
 
     @property
@@ -69,17 +64,9 @@ class ComfyUNetSource:
     def bind(self, precision: Precision) -> BoundWeights:
         return self._bound(dtype_of(precision), weights_token(self._patcher), PREFIX)
 
-    def project(self, context: torch.Tensor) -> torch.Tensor:
-        """A text as its engines take it."""
-        return project(self.unet, context, self.within) if self.architecture.projected else context
-
     def eager(self, inputs: Tensors) -> Tensors:
         args, kwargs = split_inputs(cast_inputs(inputs, dtype_of(self.precision)))
-        with self._text_as_given():
-            return {"out": self.unet(*args, **kwargs, transformer_options={})}
-
-    def _text_as_given(self) -> AbstractContextManager[None]:
-        return projected_already(self.unet, self.within) if self.architecture.projected else nullcontext()
+        return {"out": self.unet(*args, **kwargs, transformer_options={})}
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""

@@ -25,7 +25,6 @@ from ...model_patches import why_not_in_this_mode, why_not_these_tensors
 from ...stand_in import Plain, undisturbed
 from ..models.fallback_reasons import why_not_this_call
 from ..models.model_classes import ModelClass
-from ..models.projected_text import Within
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
 from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
@@ -49,7 +48,6 @@ class ModelCalls:
         join: called when a call needs the ControlNet's residuals; until then another stream may still compute them.
         engines_only: raise `NotServed` instead of asking the plain model.
         options: `transformer_options` of the last call.
-        texts: texts that are projected already, by the modules that read them.
         kinds: what `_kind_of` gave for each call so far.
     """
 
@@ -60,7 +58,6 @@ class ModelCalls:
         self.join: Callable[[], None] = lambda: None
         self.engines_only = False
         self.options: dict[str, Any] = {}
-        self.texts: dict[Within, torch.Tensor] = {}
         self.kinds: list[Hashable] = []
         self._in_whole_step = False
         self._wholes: dict[CallShape, bool] = {}
@@ -89,8 +86,6 @@ class ModelCalls:
                 return answer
             coming = answer
         self.join()
-        if veto is None and "context" in inputs:
-            inputs["context"] = self.text_of(self.source, inputs["context"])
         residuals: Tensors | str = {}
         if veto is None and control:
             residuals = residuals_of(control, inputs["x"])
@@ -126,10 +121,6 @@ class ModelCalls:
             yield
         finally:
             self._in_whole_step = before
-
-    def text_of(self, source: ComfyUNetSource, context: torch.Tensor) -> torch.Tensor:
-        """A text as a source's engines take it: projected once where it is the same in every step."""
-        return self.texts[source.within] if source.within in self.texts else source.project(context)
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:
@@ -205,11 +196,10 @@ class Halves:
         if call in self._missing or self.is_refused:
             return self._missing.get(call)
         run = self.run(ENCODER)
-        given = {**inputs, **self._text(ENCODER, inputs, calls)}
-        middle = run.ask(given)
+        middle = run.ask(inputs)
         if isinstance(middle, str):
-            is_coming = run.is_coming(given)
-            self._missing[call] = self._with_second(middle, given, inputs, control, calls) if is_coming else None
+            is_coming = run.is_coming(inputs)
+            self._missing[call] = self._with_second(middle, inputs, control, calls) if is_coming else None
             return self._missing[call]
         rest = self._rest(middle, inputs, control, calls)
         if rest is None:
@@ -224,7 +214,7 @@ class Halves:
             return None
         return result["out"]
 
-    def _with_second(self, reason: str, given: Tensors, inputs: Tensors, control: Any, calls: ModelCalls) -> str | None:
+    def _with_second(self, reason: str, inputs: Tensors, control: Any, calls: ModelCalls) -> str | None:
         """Have the second half built while the first is: the live one shows what it will be given.
 
         Args:
@@ -234,7 +224,7 @@ class Halves:
             Why to wait for both; None where the second cannot be had.
         """
         try:
-            rest = self._rest(self.sources[ENCODER].eager(given), inputs, control, calls)
+            rest = self._rest(self.sources[ENCODER].eager(inputs), inputs, control, calls)
         except waiting_hooks().interruptions:
             raise
         except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the whole model will show it
@@ -252,7 +242,8 @@ class Halves:
         """What the second half is given, once the ControlNet is done; None where it takes no such residuals."""
         calls.join()
         residuals = residuals_of(control, inputs["x"])
-        return None if isinstance(residuals, str) else {**middle, **self._text(DECODER, inputs, calls), **residuals}
+        text = {"context": inputs["context"]} if "context" in inputs else {}
+        return None if isinstance(residuals, str) else {**middle, **text, **residuals}
 
     @property
     def runs(self) -> list[Run]:
@@ -267,15 +258,10 @@ class Halves:
         """Whether a run is that of the second half, which gives the model's answer."""
         return self.half_of(run) == DECODER
 
-    def _text(self, half: str, inputs: Tensors, calls: ModelCalls) -> Tensors:
-        self.run(half)  # with which its source begins
-        return {"context": calls.text_of(self.sources[half], inputs["context"])} if "context" in inputs else {}
-
     def run(self, half: str) -> Run:
         """Of this half."""
         if half not in self._runs:
-            projected = self._settings.levers.text_once
-            source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half, projected)
+            source = ComfyUNetHalfSource(self._patcher, self._module.provider.weights_memo, half)
             self.sources[half] = source
             is_part = half == ENCODER  # both together are one call of the model
             run = self._module.run(source, waiting_hooks(), settings=self._settings, is_part=is_part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -185,18 +185,11 @@ class Conditions:
 
     Attributes:
         tensors: by the name of the model's argument behind a prefix.
-        texts: what is made of them once, for the model as a whole and for its halves.
     """
 
     tensors: Tensors
     _sources: tuple[_Source, ...]
     _batch: int
-    texts: dict[bool, Tensors] = field(default_factory=dict)
-
-    @property
-    def context(self) -> torch.Tensor | None:
-        """The text."""
-        return self.tensors.get(_PREFIX + "c_crossattn")
 
     @classmethod
     def of(cls, guider: Any, x: torch.Tensor, order: tuple[int, ...], device: torch.device) -> Conditions:

@@ -189,7 +189,7 @@ class GraphedSteps:
     ) -> tuple[Tensors, frozenset[str]]:
         """Of a graph, and the names of those that are the same in every step of a run."""
         conditions = self._conditions_of(step, x, pattern.order)
-        constant = conditions.tensors | step.hints() | step.texts(pattern, conditions)
+        constant = conditions.tensors | step.hints()
         return {"x": x, "sigma": sigma, **constant}, frozenset(constant)
 
     def _conditions_of(self, step: Step, x: torch.Tensor, order: tuple[int, ...]) -> Conditions:

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from ....core.dtypes import dtype_of
 from ....core.protocols import Tensors
 from ....core.streams import Branch
 from ....runtime.loaded.cuda_graphs import inlined
 from ....runtime.loaded.engine_pool import LoadedEngine
 from ....runtime.module import AcceleratedModule, Served, noted
 from ....runtime.settings.model_settings import Levers
-from ..models.unet_source import ComfyUNetSource
 from ..run.model_calls import ModelCalls, NotServed
 from ..run.step_contents import Conditions, behind, conds_of, kind_of_control, kind_of_sampling
 
@@ -91,9 +89,8 @@ class Step:
             kind_of_control(control) for control, is_active in zip(chain, active, strict=True) if is_active
         )
         prompts = bool(guider.conds.get("negative")), bool(model_options.get("disable_cfg1_optimization"))
-        numbers = calls.source.precision, calls.source.architecture.projected
         self.kind: Hashable = (
-            kind_of_sampling(self._model), guider.cfg, prompts, numbers, active, controls, tuple(shape)
+            kind_of_sampling(self._model), guider.cfg, prompts, calls.source.precision, active, controls, tuple(shape)
         )  # fmt: skip
 
     @property
@@ -144,21 +141,6 @@ class Step:
                 found[f"hint_{place}_{name}"] = tensor
         return found
 
-    def texts(self, pattern: Pattern, conditions: Conditions) -> Tensors:
-        """The projected text of each part of the model by name, made once for what conditions a run."""
-        context = conditions.context
-        if pattern.is_halved not in conditions.texts:
-            conditions.texts[pattern.is_halved] = {
-                f"text_{place}": source.project(context.to(dtype_of(source.precision)))
-                for place, source in enumerate(self._sources(pattern))
-                if context is not None and source.architecture.projected
-            }
-        return conditions.texts[pattern.is_halved]
-
-    def _sources(self, pattern: Pattern) -> list[ComfyUNetSource]:
-        halves = self.calls.halves
-        return [*halves.sources.values()] if pattern.is_halved and halves is not None else [self.calls.source]
-
     def compute(self, pattern: Pattern, way: str, **tensors: torch.Tensor) -> Tensors:
         """The step by ComfyUI's own code, on engines alone and without a wait.
 
@@ -175,9 +157,6 @@ class Step:
             served = ending.enter_context(noted())
             ending.enter_context(self._engines_only())
             self._decide(ending, tensors)
-            for place, source in enumerate(self._sources(pattern)):
-                if (text := tensors.get(f"text_{place}")) is not None:
-                    self.calls.texts[source.within] = text
             if not pattern.checked and tensors["x"].device.type == "cuda":
                 ending.enter_context(_without_waits())
             result = self._denoised(pattern, way, tensors)
@@ -203,7 +182,6 @@ class Step:
             yield
         finally:
             self.calls.engines_only = False
-            self.calls.texts = {}
             self.calls.join = lambda: None
 
     def prepare_hints(self, order: tuple[int, ...], tensors: Tensors) -> None:

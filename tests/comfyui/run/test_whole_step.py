@@ -438,27 +438,6 @@ def test_lora_reaches_both_halves(provider: EngineProvider, replays: list[Any]) 
     assert relative_difference(found, wanted) < TOLERANCE and fast.calls == (3, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["off", "on"])
-def test_text_is_projected_once_a_picture(parallel: str, provider: EngineProvider, replays: list[Any]) -> None:
-    """By the live layers, so that a LoRA on them reaches the engine."""
-    fast = Fast(provider, levers=Levers(text_once=True, parallel=parallel))
-    for change in (lambda model: model, with_lora):
-        wanted = tiny.sample(change(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
-        found = tiny.sample(change(fast.model), steps=4, **prompts(applied(fast.control)))
-        assert relative_difference(found, wanted) < TOLERANCE
-    assert fast.calls == (8, 8) and len(replays) == 6
-    texts = [name for name in replays[0][1] if name.startswith("text_")]
-    assert len(texts) == (2 if parallel == "on" else 1) and set(texts) < replays[0][2]
-
-
-@pytest.mark.slow
-def test_projected_text_outside_of_whole_steps(provider: EngineProvider) -> None:
-    fast = Fast(provider, "sdxl", levers=Levers(text_once=True))
-    wanted, found = (tiny.sample(model, "sdxl", cfg=3.0) for model in (tiny.model("sdxl"), fast.model))
-    assert relative_difference(found, wanted) < TOLERANCE and fast.calls[0] == 3
-
-
 def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider, replays: list[Any]) -> None:
     fast = Fast(provider)
     wanted = tiny.sample(fast.model, **prompts(applied(fast.control)))

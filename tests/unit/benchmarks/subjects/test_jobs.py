@@ -18,12 +18,12 @@ from slipstream.benchmarks.subjects.subject import Example
 from slipstream.benchmarks.subjects.variants import OF_JOBS, Variant, describe
 from slipstream.benchmarks.subjects.weights import randomise_controlnet, randomise_unet
 from slipstream.core.spec import Optimize, Precision, Quantised
-from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Parallel
 from slipstream.tests.unit.benchmarks.support import row
 
 CANNY = CASES["sd15-canny-512-20steps"]
 DISTANCES = {"seed": {"latent": 1.4, "picture": 0.6}, "hint": {"latent": 0.2, "picture": 0.3}}
-NOTHING_ON = Levers(hint_once=False, text_once=False, parallel="off", one_graph=False, first_step=False)
+NOTHING_ON = Levers(hint_once=False, parallel="off", one_graph=False, first_step=False)
 
 
 def job(device: str = "cuda") -> Job:
@@ -41,12 +41,11 @@ def job(device: str = "cuda") -> Job:
         ("slipstream:compiled", Levers()),
         ("slipstream:compiled+max", Levers()),
         ("slipstream:compiled+engines", NOTHING_ON),
-        ("slipstream:tensorrt+engines+hint", Levers(True, False, "off", False, False)),
-        ("slipstream:compiled+engines+hint+text", Levers(True, True, "off", False, False)),
-        ("slipstream:compiled+engines+hint+text+parallel", Levers(True, True, "on", False, False)),
-        ("slipstream:compiled+engines+hint+text+parallel+graph", Levers(True, True, "on", True, False)),
-        ("slipstream:compiled+engines+graph", Levers(False, False, "off", True, False)),
-        ("slipstream:compiled+engines+graph+first", Levers(False, False, "off", True, True)),
+        ("slipstream:tensorrt+engines+hint", Levers(True, "off", False, False)),
+        ("slipstream:compiled+engines+hint+parallel", Levers(True, "on", False, False)),
+        ("slipstream:compiled+engines+hint+parallel+graph", Levers(True, "on", True, False)),
+        ("slipstream:compiled+engines+graph", Levers(False, "off", True, False)),
+        ("slipstream:compiled+engines+graph+first", Levers(False, "off", True, True)),
     ],
 )
 def test_behind_engines_a_lever_is_on_where_it_is_named(name: str, levers: Levers) -> None:
@@ -55,8 +54,8 @@ def test_behind_engines_a_lever_is_on_where_it_is_named(name: str, levers: Lever
 
 def test_a_lever_without_engines_is_added_to_the_products() -> None:
     product = Levers()
-    assert levers_of(Variant.of("slipstream:compiled+text")) == Levers(
-        product.hint_once, True, product.parallel, product.one_graph
+    assert levers_of(Variant.of("slipstream:compiled+parallel")) == Levers(
+        product.hint_once, Parallel.ON, product.one_graph
     )
 
 
