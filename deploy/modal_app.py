@@ -38,12 +38,12 @@ def make_app() -> object:
     secrets = [modal.Secret.from_name("engine-store-credentials"), modal.Secret.from_name("slipstream-key")]
     remote_build = app.function(image=image, gpu=GPU, secrets=secrets, timeout=3600, retries=2)(build)
 
-    @app.local_entrypoint()
     def main(model: str = "demo", resolutions: str = "256x256", remote: str = "s3://my-bucket/engines") -> None:
         arguments = [(model, resolution, remote) for resolution in resolutions.split(",")]
         for result in remote_build.starmap(arguments):
             sys.stdout.write(json.dumps(result) + "\n")
 
+    app.local_entrypoint()(main)
     return app
 
 

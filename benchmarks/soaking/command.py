@@ -165,7 +165,8 @@ class _Soak:
         client = self._client("first")
         problems = client.post("/slipstream/v1/engines/verify", {})["problems"]
         engines = json.loads(client.fetch("/slipstream/v1/engines"))["engines"]
-        return sum(each is not None for each in problems.values()) + sum(each["state"] != "ok" for each in engines)
+        damaged = [digest for digest, problem in problems.items() if problem is not None]
+        return len(damaged) + len([each for each in engines if each["state"] != "ok"])
 
     def _client(self, name: str) -> Client:
         if name not in self._servers:

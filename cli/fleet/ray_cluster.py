@@ -6,6 +6,7 @@ builds an engine that several tasks want is decided by leases in the remote stor
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from argparse import Namespace
@@ -31,7 +32,7 @@ def run_on_ray(tasks: Sequence[Task], options: Namespace) -> list[Outcome]:
     except ImportError:
         raise BackendUnavailable("--ray needs the package Ray: pip install ray") from None
     try:
-        ray.init(address=options.ray, logging_level="ERROR", log_to_driver=False)
+        ray.init(address=options.ray, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CommandError(f"The Ray cluster at {options.ray} cannot be reached: {error}") from None
     try:

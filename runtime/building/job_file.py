@@ -86,7 +86,8 @@ def as_plain(value: Any) -> Any:
 def _object_as_plain(value: Any) -> Any:
     if isinstance(value, (type, FunctionType)):
         return {"named": _name_of(value)}
-    if type(value).__reduce__ is not object.__reduce__:
+    own: Any = type(value).__reduce__
+    if own is not object.__reduce__:
         reduced = value.__reduce__()
         if isinstance(reduced, tuple) and len(reduced) == 2:
             makes, arguments = reduced
@@ -117,12 +118,13 @@ def from_plain(data: Any) -> Any:
     return _KINDS[kind](content)
 
 
+def _maker_of(container: type) -> Callable[[Any], Any]:
+    return lambda content: container(from_plain(item) for item in content)
+
+
 _CONTAINERS: dict[str, type] = {"tuple": tuple, "frozenset": frozenset, "set": set}
 _KINDS: dict[str, Callable[[Any], Any]] = {
-    **{
-        kind: lambda content, container=container: container(from_plain(item) for item in content)
-        for kind, container in _CONTAINERS.items()
-    },
+    **{kind: _maker_of(container) for kind, container in _CONTAINERS.items()},
     "dict": lambda content: {from_plain(name): from_plain(item) for name, item in content},
     "path": Path,
     "device": torch.device,

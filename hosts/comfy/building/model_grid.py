@@ -110,7 +110,7 @@ def _cell(engines: Iterable[Entry], size: Resolution, asked: BuildRequest | None
     if ready is not None or (asked is not None and not asked.reason and not is_file):
         return {"state": "ready", "digest": ready, "fraction": None, "why": ""}
     if reasons:
-        digest, why = next(iter(reasons.items()))
-        return {"state": "stale", "digest": digest, "fraction": None, "why": "; ".join(why)}
+        digest, differences = next(iter(reasons.items()))
+        return {"state": "stale", "digest": digest, "fraction": None, "why": "; ".join(differences)}
     why = asked.reason if asked is not None else ""
     return {"state": "failed" if why else "missing", "digest": None, "fraction": None, "why": why}
