@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .graph import Operation, dims, element_type, given, permutation, written_by
+from .graph import Operation, dims, permutation, written_by
 from .shapes import elements, is_shape, target_shape
 
 if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
 
-MAY_BE_IDLE = ("Identity", "Dropout", "Cast", "CastLike", "Reshape", "Transpose", "Expand", "Concat")
+MAY_BE_IDLE = ("Reshape", "Transpose", "Expand")
 
 
 def remove_idle(operation: Operation) -> int:
@@ -29,16 +29,7 @@ def remove_idle(operation: Operation) -> int:
 
 
 def _is_idle(operation: Operation, node: gs.Node) -> bool:
-    data, output = node.inputs[0], node.outputs[0]
-    if node.op == "Identity":
-        return True
-    if node.op == "Dropout":
-        return _is_off(operation, node)
-    if node.op == "Concat":
-        return len(node.inputs) == 1
-    if node.op in ("Cast", "CastLike"):
-        target = node.attrs["to"] if node.op == "Cast" else element_type(node.inputs[1])
-        return target is not None and target == element_type(data)
+    data = node.inputs[0]
     if node.op == "Transpose":
         order = permutation(node)
         return order is not None and order == tuple(range(len(order)))
@@ -46,25 +37,15 @@ def _is_idle(operation: Operation, node: gs.Node) -> bool:
         return True
     # Only known sizes: one name may stand for different sizes here and in the exporter.
     shape = _known_sizes(data)
-    if node.op == "Expand":
-        return shape is not None and (shape == _known_sizes(output) or shape == elements(operation, node.inputs[1]))
-    return shape is not None and shape == _known_sizes(output)
+    if shape is None:
+        return False
+    is_told = node.op == "Expand" and shape == elements(operation, node.inputs[1])
+    return is_told or shape == _known_sizes(node.outputs[0])
 
 
 def _known_sizes(tensor: gs.Tensor) -> list[int] | None:
     shape = dims(tensor)
     return None if shape is None or any(isinstance(size, str) for size in shape) else [int(size) for size in shape]
-
-
-def _is_off(operation: Operation, dropout: gs.Node) -> bool:
-    """Whether a Dropout is off, and nobody asks what it dropped."""
-    training = given(dropout, 2)
-    value = None if training is None else operation.value(training)
-    off = training is None or (value is not None and not value.any())
-    mask_read = len(dropout.outputs) > 1 and (
-        bool(dropout.outputs[1].outputs) or operation.is_output(dropout.outputs[1])
-    )
-    return off and not mask_read
 
 
 def _join(operation: Operation, node: gs.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,9 +37,24 @@ def simplified(model: onnx.ModelProto, weights: WeightMap) -> onnx.ModelProto:
     limits = {"input_size_limit": _MOST_ELEMENTS, "output_size_limit": _MOST_ELEMENTS}
     optimizer.fold_constants(made, onnx_shape_inference=True, should_fold=may_fold, **limits)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(made)
+    _merge_constants(made, weights)
     common.CommonSubexpressionEliminationPass()(made)
     optimizer.remove_unused_nodes(made)
     return onnx_ir.serde.serialize_model(made)
+
+
+def _merge_constants(model: onnx_ir.Model, weights: WeightMap) -> None:
+    """Of equal constants the first is read by all, so that nodes which read them are equal, too."""
+    import onnx_ir
+
+    first: dict[tuple[Any, ...], onnx_ir.Value] = {}
+    for value in list(model.graph.initializers.values()):
+        held = value.const_value
+        if held is None or value.name in weights or isinstance(held, onnx_ir.ExternalTensor):
+            continue
+        if held.size <= _MOST_ELEMENTS and not value.is_graph_output():
+            kept = first.setdefault((held.dtype, tuple(held.shape.numpy()), held.tobytes()), value)
+            value.replace_all_uses_with(kept)
 
 
 def fold_sizes(operation: Operation) -> int:

@@ -57,8 +57,7 @@ class Operation:
         if self.is_weight(tensor):
             return None
         if not isinstance(tensor, gs.Constant):
-            node = producer(tensor)
-            return value_of_node(node) if node is not None and node.op == "Constant" else None
+            return None
         held = tensor._values
         if isinstance(held, np.ndarray):
             return held if held.nbytes <= LARGEST_CONSTANT else None
@@ -205,18 +204,6 @@ def permutation(node: gs.Node, rank: int | None = None) -> tuple[int, ...] | Non
             return None
         rank = len(shape)
     return tuple(reversed(range(rank)))
-
-
-def value_of_node(node: gs.Node) -> np.ndarray[Any, Any] | None:
-    """The value of a Constant node; None where it is sparse or text."""
-    if "value" in node.attrs:
-        held: np.ndarray[Any, Any] = node.attrs["value"].values
-        return held
-    for name, dtype in (("int", np.int64), ("float", np.float32)):
-        for attribute in (f"value_{name}", f"value_{name}s"):
-            if attribute in node.attrs:
-                return np.array(node.attrs[attribute], dtype)
-    return None
 
 
 def lay_out(weight: gs.Constant, shape: Sequence[int], kind: int | None = None) -> None:
