@@ -1,5 +1,6 @@
 // All texts of the page, in the languages that it speaks. Names of commands and settings are in locales/.
 import { app } from "./comfy.js";
+import { DE, ES, FR, JA, KO, RU } from "./languages.js";
 
 const EN = {
   // Nodes
@@ -417,8 +418,10 @@ export function isEnglish() {
   return tableNow() === EN;
 }
 
+const TABLES = { zh: ZH, ja: JA, ko: KO, fr: FR, de: DE, es: ES, ru: RU };
+
 function tableNow() {
-  return locale().startsWith("zh") ? ZH : EN;
+  return TABLES[locale().split("-")[0]] ?? EN;
 }
 
 /** A text by its name, with values put in; `name_1` is for one of them. A name that no table has gives `otherwise`. */
