@@ -35,7 +35,7 @@ const EN = {
   ready_tip: "Builds what the workflow has come to need since; what is there already takes no time.",
   slower: "Slower here, not used",
   slower_tip: "Builds and times the engine again.",
-  eager_tip: "Your model makes the pictures, for the reason below. A click builds again and says what stands in the way.",
+  eager_tip: "Your model makes the pictures, for the reason below. A click builds again and says what is in the way.",
   mend_compiler: "How to get a compiler",
   mend_compiler_tip: "Engines are built by a C++ compiler, which was not found.",
   compiler_title: "Engines need a C++ compiler",
