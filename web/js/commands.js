@@ -59,6 +59,7 @@ export function canvasEntries() {
 export function nodeEntries(node) {
   if (!canBuild(node)) return [];
   const { button } = viewOf(idsOf(node), node);
-  const acts = button.action === "cancel" ? entry("cancel_build", () => cancel(node)) : entry("build_engine", () => build(node));
+  const acts =
+    button.action === "cancel" ? entry("cancel_build", () => cancel(node)) : entry("build_engine", () => build(node));
   return [null, acts, entry("show_engines", () => openView("engines"))];
 }

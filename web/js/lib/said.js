@@ -1,5 +1,5 @@
 // The server's words are English. Some of its sentences, in the page's other language.
-import { isEnglish } from "./words.js";
+import { locale } from "./words.js";
 
 const ZH = {
   "its engine was deleted": "引擎已被删除",
@@ -22,7 +22,7 @@ const RETIRED = /^the engine takes ([\d.]+) ms a (step|call) where your model wi
 /** Such a sentence in the page's language; null where the page is English or the sentence is not known. */
 export function said(text) {
   const bare = text?.replace(/^eager: /, "");
-  return isEnglish() || !bare ? null : (ZH[bare] ?? retired(bare));
+  return !locale().startsWith("zh") || !bare ? null : (ZH[bare] ?? retired(bare));
 }
 
 function retired(text) {

@@ -1,5 +1,6 @@
 // All texts of the page, in the languages that it speaks. Names of commands and settings are in locales/.
 import { app } from "./comfy.js";
+import { DE, ES, FR, JA, KO, RU } from "./languages.js";
 
 const EN = {
   // Nodes
@@ -34,7 +35,7 @@ const EN = {
   ready_tip: "Builds what the workflow has come to need since; what is there already takes no time.",
   slower: "Slower here, not used",
   slower_tip: "Builds and times the engine again.",
-  eager_tip: "Your model makes the pictures, for the reason below. A click builds again and says what stands in the way.",
+  eager_tip: "Your model makes the pictures, for the reason below. A click builds again and says what is in the way.",
   mend_compiler: "How to get a compiler",
   mend_compiler_tip: "Engines are built by a C++ compiler, which was not found.",
   compiler_title: "Engines need a C++ compiler",
@@ -417,8 +418,10 @@ export function isEnglish() {
   return tableNow() === EN;
 }
 
+const TABLES = { zh: ZH, ja: JA, ko: KO, fr: FR, de: DE, es: ES, ru: RU };
+
 function tableNow() {
-  return locale().startsWith("zh") ? ZH : EN;
+  return TABLES[locale().split("-")[0]] ?? EN;
 }
 
 /** A text by its name, with values put in; `name_1` is for one of them. A name that no table has gives `otherwise`. */

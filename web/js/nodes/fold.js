@@ -10,7 +10,10 @@ export function foldAdvanced(node) {
     const hidden = () => !LiteGraph.vueNodesMode && !node.showAdvanced && !isLinked(widget);
     Object.defineProperty(widget, "hidden", { get: hidden, set: () => {}, configurable: true });
   }
-  const toggle = node.addWidget("button", "slipstream_more", null, () => unfold(node), { canvasOnly: true, serialize: false });
+  const toggle = node.addWidget("button", "slipstream_more", null, () => unfold(node), {
+    canvasOnly: true,
+    serialize: false,
+  });
   toggle.serialize = false; // not part of the workflow
   Object.defineProperty(toggle, "label", { get: () => t(node.showAdvanced ? "less" : "more"), set: () => {} });
 }

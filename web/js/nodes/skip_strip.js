@@ -62,7 +62,9 @@ export function addSkipStrip(node) {
 
 /** What the node chooses, and what the sampler behind it does. */
 function queryOf(node) {
-  const own = Object.fromEntries(OWN.map((name) => [name, valueOf(node, name)]).filter(([, value]) => value !== undefined));
+  const own = Object.fromEntries(
+    OWN.map((name) => [name, valueOf(node, name)]).filter(([, value]) => value !== undefined),
+  );
   if (own.preset !== "custom") for (const name of OWN.slice(1)) delete own[name];
   const behind = valueOf(node, "steps") === undefined ? nodesBehind(node) : [node];
   const found = (name) => behind.map((each) => valueOf(each, name)).find((value) => value !== undefined);
@@ -118,8 +120,14 @@ function makeStrip() {
     const are = new Set(computed);
     const shown = steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
     dots.replaceChildren(...shown.map((step) => h("span", { class: are.has(step) ? "computed" : "skipped" })));
-    const said = reason ? t("computes_all", { why: reason }) : t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
-    const last = ended ? (ended.reason ? t("computed_all", { why: ended.reason }) : t("computed", { n: ended.computed, steps: ended.steps })) : "";
+    const said = reason
+      ? t("computes_all", { why: reason })
+      : t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
+    const last = ended
+      ? ended.reason
+        ? t("computed_all", { why: ended.reason })
+        : t("computed", { n: ended.computed, steps: ended.steps })
+      : "";
     element.dataset.kind = reason || ended?.reason ? "eager" : "ready";
     say(words, last || said);
     element.title = [said, last].filter(Boolean).join("\n");

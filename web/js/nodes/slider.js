@@ -30,12 +30,26 @@ function addressOf({ filename, subfolder, type }) {
 }
 
 function makeSlider() {
-  const [image, reference] = ["slipstream-ab-image", "slipstream-ab-reference"].map((kind) => h("img", { class: kind, draggable: false, alt: "" }));
+  const [image, reference] = ["slipstream-ab-image", "slipstream-ab-reference"].map((kind) =>
+    h("img", { class: kind, draggable: false, alt: "" }),
+  );
   const line = h("div", { class: "slipstream-ab-line" });
   const words = [h("span", {}, t("ab_image")), h("span", {}, t("ab_reference"))];
   const stage = h("div", { class: "slipstream-ab-stage" }, reference, image, line);
   const names = h("div", { class: "slipstream-ab-names" }, words);
-  const element = h("div", { class: "slipstream-ab", tabIndex: 0, role: "slider", "aria-label": t("ab"), "aria-valuemin": 0, "aria-valuemax": 100 }, stage, names);
+  const element = h(
+    "div",
+    {
+      class: "slipstream-ab",
+      tabIndex: 0,
+      role: "slider",
+      "aria-label": t("ab"),
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+    },
+    stage,
+    names,
+  );
   let at = 0.5;
 
   function put(share) {

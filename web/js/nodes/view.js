@@ -143,7 +143,11 @@ function cancels(run, build) {
   const isQueued = build ? build.state === "queued" : run.phase === "queued";
   const words = isQueued ? t(build?.held ? "waits_idle" : "waits") : t(build ? "building" : "test_run");
   const far = build && !isQueued ? [percentOf(build), timeLeft(build)] : [];
-  return { label: joined([words, far[0]].filter(Boolean).join(" "), far[1], t("cancel")), tip: t("cancel_tip"), action: "cancel" };
+  return {
+    label: joined([words, far[0]].filter(Boolean).join(" "), far[1], t("cancel")),
+    tip: t("cancel_tip"),
+    action: "cancel",
+  };
 }
 
 function timeLeft(build) {

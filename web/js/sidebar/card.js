@@ -14,7 +14,9 @@ export function makeCard(engine, open) {
     { type: "button", class: `slipstream-card ${stale ? "stale" : ""}`, "data-key": engine.digest, onclick: open },
     head,
     chips([roleOf(engine), ...shapeOf(engine)]),
-    engine.models?.length ? h("div", { class: "slipstream-row-text" }, t("used_by", { names: engine.models.join(", ") })) : null,
+    engine.models?.length
+      ? h("div", { class: "slipstream-row-text" }, t("used_by", { names: engine.models.join(", ") }))
+      : null,
     facts(engine),
     why,
   );

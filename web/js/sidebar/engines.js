@@ -36,7 +36,10 @@ export function makeEngines() {
     filter.element.hidden = !report.engines.length;
     if (!report.engines.length) return replace(list, empty("bolt", t("no_engines"), null, t("no_engines_how")));
     if (!wanted.length) return replace(list, empty("search", t("none_fits", { text: filter.text() })));
-    return replace(list, wanted.map((engine) => makeCard(engine, () => openDetails(engine.digest))));
+    return replace(
+      list,
+      wanted.map((engine) => makeCard(engine, () => openDetails(engine.digest))),
+    );
   }
 
   function openDetails(digest) {
@@ -68,8 +71,13 @@ function empty(symbol, text, action = null, more = "") {
 /** A filter: every word is somewhere in the engine. */
 function fits(engine, text) {
   const facts = ["label", "role", "backend", "precision", "optimize", "gpu", "state", "resolution", "batch", "digest"];
-  const all = [...facts.map((name) => engine[name] ?? ""), ...(engine.models ?? []), ...(engine.reasons ?? [])].join(" ").toLowerCase();
-  return text.toLowerCase().split(/\s+/).every((word) => all.includes(word));
+  const all = [...facts.map((name) => engine[name] ?? ""), ...(engine.models ?? []), ...(engine.reasons ?? [])]
+    .join(" ")
+    .toLowerCase();
+  return text
+    .toLowerCase()
+    .split(/\s+/)
+    .every((word) => all.includes(word));
 }
 
 function makeFilter(changed) {

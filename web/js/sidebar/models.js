@@ -9,13 +9,32 @@ import { wrongIn } from "../nodes/sizes.js";
 
 const EVERY_MS = 2000; // while something is built
 const SHOWN = 60; // rows; the filter finds the others
-const SYMBOLS = { ready: "check-circle", building: "spinner pi-spin", stale: "exclamation-triangle", failed: "times-circle", missing: "plus" };
+const SYMBOLS = {
+  ready: "check-circle",
+  building: "spinner pi-spin",
+  stale: "exclamation-triangle",
+  failed: "times-circle",
+  missing: "plus",
+};
 const KINDS = { ready: "good", stale: "warn", failed: "bad" };
 const SIZES_KEY = "Slipstream.Sizes";
 
 export function makeModels() {
-  const filter = h("input", { type: "search", class: "slipstream-input", placeholder: t("filter_models"), "aria-label": t("filter_models"), oninput: () => draw() });
-  const sizes = h("input", { class: "slipstream-input", placeholder: "768x512", "aria-label": t("more_sizes"), title: t("more_sizes"), value: localStorage.getItem(SIZES_KEY) ?? "", onchange: () => changeSizes() });
+  const filter = h("input", {
+    type: "search",
+    class: "slipstream-input",
+    placeholder: t("filter_models"),
+    "aria-label": t("filter_models"),
+    oninput: () => draw(),
+  });
+  const sizes = h("input", {
+    class: "slipstream-input",
+    placeholder: "768x512",
+    "aria-label": t("more_sizes"),
+    title: t("more_sizes"),
+    value: localStorage.getItem(SIZES_KEY) ?? "",
+    onchange: () => changeSizes(),
+  });
   const fields = h("div", { class: "slipstream-fields" }, filter, sizes);
   const note = h("p", { class: "muted" }, t("models_intro"));
   const table = h("div", { class: "slipstream-grid-place" });
@@ -27,7 +46,11 @@ export function makeModels() {
       report = await server.models(sizes.value.trim());
       draw();
     } catch (error) {
-      replace(table, h("p", { class: "slipstream-card-why" }, error.message), button({ text: t("again"), onclick: load }));
+      replace(
+        table,
+        h("p", { class: "slipstream-card-why" }, error.message),
+        button({ text: t("again"), onclick: load }),
+      );
     }
   }
 
@@ -81,22 +104,50 @@ export function makeModels() {
 }
 
 function gridOf(sizes, rows, build) {
-  const head = h("tr", {}, h("th", { scope: "col" }, t("model")), sizes.map((size) => h("th", { scope: "col" }, size.replace("x", "×"))));
-  const row = ({ model, cells }) => h("tr", {}, h("th", { scope: "row", title: model }, shortOf(model)), cells.map((cell, at) => cellOf(cell, model, sizes[at], build)));
+  const head = h(
+    "tr",
+    {},
+    h("th", { scope: "col" }, t("model")),
+    sizes.map((size) => h("th", { scope: "col" }, size.replace("x", "×"))),
+  );
+  const row = ({ model, cells }) =>
+    h(
+      "tr",
+      {},
+      h("th", { scope: "row", title: model }, shortOf(model)),
+      cells.map((cell, at) => cellOf(cell, model, sizes[at], build)),
+    );
   return h("table", { class: "slipstream-grid" }, h("thead", {}, head), h("tbody", {}, rows.map(row)));
 }
 
 function cellOf(cell, model, size, build) {
   const words = t(`cell_${cell.state}`);
   const can = ["missing", "stale", "failed"].includes(cell.state);
-  const title = [`${shortOf(model)}, ${size}: ${words}`, cell.why, can ? t("cell_click") : ""].filter(Boolean).join("\n");
+  const title = [`${shortOf(model)}, ${size}: ${words}`, cell.why, can ? t("cell_click") : ""]
+    .filter(Boolean)
+    .join("\n");
   const far = cell.state === "building" && cell.fraction ? percent(cell.fraction) : null;
   const content = far ?? icon(SYMBOLS[cell.state]);
-  const made = h("button", { type: "button", class: `slipstream-cell ${KINDS[cell.state] ?? ""}`, title, "aria-label": title, "data-key": `${model} ${size}`, disabled: !can, onclick: () => build(model, size) }, content);
+  const made = h(
+    "button",
+    {
+      type: "button",
+      class: `slipstream-cell ${KINDS[cell.state] ?? ""}`,
+      title,
+      "aria-label": title,
+      "data-key": `${model} ${size}`,
+      disabled: !can,
+      onclick: () => build(model, size),
+    },
+    content,
+  );
   return h("td", {}, made);
 }
 
 /** The name of a file without its folders and ending. */
 function shortOf(model) {
-  return model.split("/").at(-1).replace(/\.(safetensors|ckpt|pt|sft|gguf)$/, "");
+  return model
+    .split("/")
+    .at(-1)
+    .replace(/\.(safetensors|ckpt|pt|sft|gguf)$/, "");
 }

@@ -14,7 +14,12 @@ const EVERY_MS = 1500; // ComfyUI does not tell of every change of the graph
 
 export function makeSpeedUp() {
   const words = h("span", {}, t("speedup"));
-  const go = h("button", { type: "button", class: "slipstream-button primary", onclick: () => busy(go, speedUp) }, icon("bolt"), words);
+  const go = h(
+    "button",
+    { type: "button", class: "slipstream-button primary", onclick: () => busy(go, speedUp) },
+    icon("bolt"),
+    words,
+  );
   const about = h("p", { class: "muted" });
   const list = h("ul", { class: "slipstream-list", "aria-label": t("view_speedup") });
   const saved = h("p", { class: "slipstream-saved" });
@@ -88,6 +93,11 @@ function rowOf({ node, symbol, title, text, kind }) {
   const words = h("span", { class: "slipstream-card-name" }, title);
   const head = h("div", { class: "slipstream-card-head" }, h("span", {}, icon(symbol), " ", words));
   const line = h("div", { class: "slipstream-row-text" }, text);
-  const card = h("button", { type: "button", class: "slipstream-card", "data-kind": kind, onclick: () => lookAt(node) }, head, line);
+  const card = h(
+    "button",
+    { type: "button", class: "slipstream-card", "data-kind": kind, onclick: () => lookAt(node) },
+    head,
+    line,
+  );
   return h("li", {}, card);
 }

@@ -12,7 +12,11 @@ export async function place(plan) {
   try {
     const made = plan.map((each) => ({ ...each, node: add(each.graph, each.kind.node) }));
     await drawn(); // from then on their sizes are true
-    for (const graph of new Set(plan.map((each) => each.graph))) wire(graph, made.filter((each) => each.graph === graph));
+    for (const graph of new Set(plan.map((each) => each.graph)))
+      wire(
+        graph,
+        made.filter((each) => each.graph === graph),
+      );
     await drawn();
     return made.map(({ node }) => node);
   } finally {
@@ -31,7 +35,12 @@ function wire(graph, made) {
   const left = Math.min(...targets.map((node) => node.pos[0]));
   const width = Math.max(...made.map(({ node }) => node.size[0]));
   let top = Math.min(...targets.map((node) => node.pos[1]));
-  makeRoom(graph, left, width + GAP, made.map(({ node }) => node));
+  makeRoom(
+    graph,
+    left,
+    width + GAP,
+    made.map(({ node }) => node),
+  );
   for (const { node, origin, slot, targets: behind } of made) {
     node.pos = [left, top];
     top += node.size[1] + TITLE + GAP / 2;

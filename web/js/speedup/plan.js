@@ -20,13 +20,18 @@ const EAGER = [
 /** What to put where: `{kind, graph, origin, slot, targets: [{node, slot}]}` for each output that is not accelerated. */
 export function planOf(graph = root()) {
   const here = KINDS.flatMap((kind) => placesOf(graph, kind));
-  return here.concat(...nodesOf(graph).filter((node) => node.subgraph && enabled(node)).map((node) => planOf(node.subgraph)));
+  return here.concat(
+    ...nodesOf(graph)
+      .filter((node) => node.subgraph && enabled(node))
+      .map((node) => planOf(node.subgraph)),
+  );
 }
 
 /** The nodes whose work stays on the user's model, with the reason's name: `{node, reason}`. */
 export function staysEager(graph = root()) {
   const reasonOf = (node) => EAGER.find(([pattern]) => pattern.test(node.comfyClass ?? ""))?.[1];
-  const found = (node) => (reasonOf(node) ? [{ node, reason: reasonOf(node) }] : node.subgraph ? staysEager(node.subgraph) : []);
+  const found = (node) =>
+    reasonOf(node) ? [{ node, reason: reasonOf(node) }] : node.subgraph ? staysEager(node.subgraph) : [];
   return nodesOf(graph).filter(enabled).flatMap(found);
 }
 
@@ -58,7 +63,10 @@ function computes(node, kind) {
 
 /** Whether a subgraph accelerates by itself what it is given. */
 function holds(node, accelerates) {
-  return Boolean(node.subgraph) && nodesOf(node.subgraph).some((inner) => inner.comfyClass === accelerates || holds(inner, accelerates));
+  return (
+    Boolean(node.subgraph) &&
+    nodesOf(node.subgraph).some((inner) => inner.comfyClass === accelerates || holds(inner, accelerates))
+  );
 }
 
 function isAccelerated(graph, node, kind) {
