@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from slipstream.cli import build, home
+from slipstream.cli import build
 from slipstream.core.errors import ShapeOutsideProfile
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.unit.cli.support import FakeBackend, fake_model
@@ -22,7 +22,7 @@ def backend(request, monkeypatch) -> FakeBackend:
     provider = functools.partial(EngineProvider, backends=[backend])
     monkeypatch.setattr("slipstream.runtime.building.build.run_build", backend.run_build)
     monkeypatch.setattr(build, "load_model", lambda *_: fake_model())
-    monkeypatch.setattr(home, "EngineProvider", provider)
+    monkeypatch.setattr("slipstream.runtime.provider.EngineProvider", provider)
     return backend
 
 

@@ -75,7 +75,7 @@ def test_engines_of_before_are_adopted_after_asking(cli, put, store: EngineStore
     entry = put()
     path = entry.directory / MANIFEST_NAME
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "seal": None, "signature": None}))
-    assert "slipstream trust adopt" in cli("list").out
+    assert "slipstream trust adopt" in cli("show", entry.digest).out
     asked = cli("trust", "adopt")
     assert asked.status == 1 and "Did this machine build them all?" in asked.err
     assert cli("trust", "adopt", "--yes", "--json").json == {"adopted": [entry.digest]}

@@ -18,11 +18,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[5]
 runpy.run_path(str(ROOT / "__main__.py"))["register"]()
 
-from slipstream.cli import build, home, sharing  # noqa: E402
+from slipstream.cli import build, sharing  # noqa: E402
 from slipstream.cli.commands import run  # noqa: E402
 from slipstream.engine_cache.travel.lease import Lease  # noqa: E402
+from slipstream.runtime import provider as providers  # noqa: E402
 from slipstream.runtime.building import build as building  # noqa: E402
-from slipstream.runtime.provider import EngineProvider  # noqa: E402
 from slipstream.tests.unit.cli.support import FakeBackend, fake_model  # noqa: E402
 
 FOLDER = Path(os.environ["PRETENDED"])
@@ -43,6 +43,6 @@ class Counted(FakeBackend):
 backend = Counted()
 building.run_build = backend.run_build
 build.load_model = lambda *_: fake_model()
-home.EngineProvider = functools.partial(EngineProvider, backends=[backend])
+providers.EngineProvider = functools.partial(providers.EngineProvider, backends=[backend])
 sharing.Lease = functools.partial(Lease, seconds=2.0)
 sys.exit(run(sys.argv[1:]))
