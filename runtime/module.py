@@ -157,6 +157,8 @@ class Run:
     Attributes:
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
+        by_blocks: how much of the call that was just computed without an engine of the whole model was computed by
+            engines of its blocks, in words; None where nothing was.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
         is_part: its calls are parts of another run's.
@@ -184,6 +186,7 @@ class Run:
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
+        self.by_blocks: Callable[[], str | None] = lambda: None
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -233,8 +236,12 @@ class Run:
         if not isinstance(result, str):
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
         self._module.count_eager(result)
-        self.answers.append(Answer(is_vetoed=veto is not None))
-        return eager()
+        computed = eager()
+        share = self.by_blocks()
+        if share is not None:
+            self._module.status.count_blocks(result, share)
+        self.answers.append(Answer(is_vetoed=veto is not None or share is not None))
+        return computed
 
     @property
     def is_to_be_compared(self) -> bool:
