@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.spec import Optimize
 from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE, ModelFile, PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
@@ -102,6 +103,7 @@ class _Builder:
             return self._first("TorchCompileModel", model=model, backend="inductor")
         if self._variant.is_ours:
             choices = {**self._choices(ACCELERATE_MODEL), "precision": self._variant.precision}
+            choices |= {"optimize": Optimize.BLOCKS.value} if self._variant.by_blocks else {}
             model = self._first(ACCELERATE_MODEL, model=model, **choices)
         if self._variant.preset is not None:
             model = self._first(STEP_SKIP, model=model, **{**self._defaults[STEP_SKIP], "preset": self._variant.preset})

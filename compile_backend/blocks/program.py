@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from ...core.dtypes import dtype_name, dtype_named
 from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Architecture, BuildJob, Tensors
 from ..layouts import MANY_CHANNELS
+from ..rewrites.graph import written_memory
+from .norms import NormsByRows
 from .sizes import Sizes
 
 SIGNATURE = "signature.json"
@@ -95,7 +98,7 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
     block = architecture.placeholder(job.spec.precision, job.device)
     weights = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     inputs = [as_laid_out(tensor) for tensor in _example(job, architecture).values()]
-    traced = _Traced(block, [*weights], architecture.form, is_spatial=job.device.type == "cuda")
+    traced = _Traced(block, [*weights], architecture.form, is_on_gpu=job.device.type == "cuda")
     program = _export(job, traced, inputs, [*weights.values()], architecture)
     if written := _written(program, len(inputs)):
         # What the block writes into is the caller's: it is left as it is, and the result is a fresh tensor.
@@ -111,11 +114,19 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
         channels_last=tuple(map(lies_channels_last, inputs)),
         sizes=Sizes.of(program, given),
         weights=tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()),
-        outputs=traced.outputs,
-        is_list=traced.is_list,
+        outputs=traced.returned.count,
+        is_list=traced.returned.is_list,
         nodes=len(program.graph.nodes),
     )
     return program, signature
+
+
+@dataclass
+class _Returned:
+    """How a block returned its outputs, see `BlockSignature`; torch sets a module's own attributes back after a trace."""
+
+    count: int | None = None
+    is_list: bool = False
 
 
 class _Traced(torch.nn.Module):
@@ -123,29 +134,29 @@ class _Traced(torch.nn.Module):
 
     Attributes:
         copied: which inputs are copied first, since the block writes into them.
-        outputs, is_list: see `BlockSignature`; known once it was called.
+        returned: what it returned when it was called last.
     """
 
-    def __init__(self, block: torch.nn.Module, names: Sequence[str], form: Form, is_spatial: bool) -> None:
+    def __init__(self, block: torch.nn.Module, names: Sequence[str], form: Form, is_on_gpu: bool) -> None:
         super().__init__()
         self.__dict__["block"] = block  # not as a part: its weights are arguments
-        self._names, self._form, self._is_spatial = names, form, is_spatial
+        self._names, self._form, self._is_on_gpu = names, form, is_on_gpu
         self.copied: frozenset[int] = frozenset()
-        self.outputs: int | None = None
-        self.is_list = False
+        self.returned = _Returned()
 
     def forward(self, inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = [tensor.clone() if place in self.copied else tensor for place, tensor in enumerate(inputs)]
-        if self._is_spatial:
+        if self._is_on_gpu:
             weights = [_as_convolutions_want(tensor) for tensor in weights]
         named = dict(zip(self._names, weights, strict=True))
         arguments = put_together(self._form, given)
-        result = torch.func.functional_call(self.__dict__["block"], named, (), arguments)
+        with NormsByRows() if self._is_on_gpu else nullcontext():
+            result = torch.func.functional_call(self.__dict__["block"], named, (), arguments)
         if isinstance(result, torch.Tensor):
             return (result,)
         if not isinstance(result, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in result):
             raise UnsupportedModel(f"the block returns a {type(result).__name__}")
-        self.outputs, self.is_list = len(result), isinstance(result, list)
+        self.returned.count, self.returned.is_list = len(result), isinstance(result, list)
         return tuple(result)
 
 
@@ -193,9 +204,10 @@ def _written(program: torch.export.ExportedProgram, inputs: int) -> frozenset[in
     Raises:
         UnsupportedModel: it writes into its weights.
     """
-    graph = program.graph_signature
-    names = {*graph.user_inputs_to_mutate.values(), *graph.buffers_to_mutate.values()}
-    found = frozenset(place for place, name in enumerate(graph.user_inputs) if name in names)
+    memory = written_memory(program.graph)
+    names = {node.name for node in memory} | {*program.graph_signature.user_inputs_to_mutate.values()}
+    given = program.graph_signature.user_inputs
+    found = frozenset(place for place, name in enumerate(given) if name in names)
     if any(place >= inputs for place in found):
         raise UnsupportedModel("the block writes into its weights")
     return found

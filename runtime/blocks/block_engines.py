@@ -17,7 +17,7 @@ import torch
 from ...compile_backend.blocks.backend import BlockBackend
 from ...compile_backend.blocks.engine import BlockEngine, Inputs
 from ...compile_backend.blocks.program import BlockArchitecture
-from ...core.errors import SlipstreamError, UnsupportedModel
+from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
 from ...core.progress import Progress, ProgressCallback
 from ...core.protocols import Artifact
 from ...core.spec import Optimize, Precision
@@ -41,6 +41,10 @@ _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
 
 _POLL_SECONDS = 0.1
+
+
+_NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
+"""Errors of builds that say nothing about what was built."""
 
 
 @dataclass
@@ -97,7 +101,7 @@ class BlockEngines:
     backend: BlockBackend = field(default_factory=BlockBackend)
 
     def __post_init__(self) -> None:
-        self.queue = BuildQueue(self.build, at_once=builds_at_once)
+        self.queue = BuildQueue(self.build, at_once=lambda: builds_at_once())
         self.queue.listen(self._on_ticket)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
@@ -197,13 +201,10 @@ class BlockEngines:
             if ticket.state is TicketState.DONE:
                 return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
-            if ticket.state is TicketState.CANCELLED or not isinstance(ticket.error, SlipstreamError):
-                return wish.offer.refuse(reason)
-            # What cannot be built for all sizes may be built for one.
             rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
-            if not rest or not isinstance(ticket.error, UnsupportedModel):
+            if not rest or ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT):
                 return wish.offer.refuse(reason)
-            self._bring(replace(wish, plans=rest))
+            self._bring(replace(wish, plans=rest))  # what cannot be built for all sizes may be built for one
         except Exception as error:  # as above
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             wish.offer.refuse(str(error) or type(error).__name__)

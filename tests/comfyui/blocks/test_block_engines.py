@@ -41,6 +41,5 @@ def test_sd15(provider: EngineProvider) -> None:
     model = tiny.model()
     fast, module = accelerated(provider, model)
     found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
-    print(module.status.to_json())
     assert distance(found, wanted) < 1e-5
     assert module.status.block_calls == STEPS - 2
