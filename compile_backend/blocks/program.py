@@ -123,7 +123,7 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
 
 @dataclass
 class _Returned:
-    """How a block returned its outputs, see `BlockSignature`; torch sets a module's own attributes back after a trace."""
+    """How a block returned its outputs, see `BlockSignature`. Apart, since torch sets attributes back after a trace."""
 
     count: int | None = None
     is_list: bool = False
