@@ -11,6 +11,7 @@ import torch
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -230,3 +231,21 @@ def test_the_block_is_as_it_was_where_the_model_fails(provider: EngineProvider) 
     with pytest.raises(Failed):
         tiny.sample(fast, steps=2)
     assert not forwards(model)
+
+
+def test_a_controlnet_by_blocks(provider: EngineProvider) -> None:
+    model, control = tiny.model(), tiny.controlnet()
+    fast, module = accelerated(provider, model)
+    of_control = AcceleratedModule(provider, BY_BLOCKS)
+
+    def sampled(patcher: Any, network: Any) -> torch.Tensor:
+        hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+        prompts = [tiny.conditioning(seed=seed, control=network.copy().set_cond_hint(hint, 1.0)) for seed in (1, 2)]
+        for prompt in prompts:
+            prompt[0][1]["control_apply_to_uncond"] = False
+        return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
+
+    found, wanted = sampled(fast, accelerate_controlnet(control, of_control)), sampled(model, control)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert module.status.block_calls >= STEPS - 2
+    assert of_control.status.block_calls >= STEPS - 2, of_control.status.to_json()
