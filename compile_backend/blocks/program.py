@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ...core.call_form import Form, put_together
 from ...core.dtypes import dtype_name, dtype_named
 from ...core.errors import UnsupportedModel, first_line
 from ...core.protocols import Architecture, BuildJob, Tensors
 from ..layouts import MANY_CHANNELS
 from ..rewrites.graph import written_memory
+from .call_form import Form, put_together
 from .norms import NormsByRows
 from .sizes import Sizes
 
@@ -35,9 +35,14 @@ class BlockArchitecture(Architecture, Protocol):
         open_axes: those axes of each tensor whose size the program leaves open.
     """
 
-    form: Form
-    example: Mapping[str, tuple[int, ...]]
-    open_axes: Mapping[str, tuple[int, ...]]
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def example(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def open_axes(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ....core.call_form import Form, say_form
+from ....compile_backend.blocks.call_form import Form, say_form
 from ....core.dtypes import dtype_of
 from ....core.errors import UnsupportedModel
 from ....core.placeholder import placeholder_of

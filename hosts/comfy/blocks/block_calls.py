@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....core.call_form import taken_apart, tensor_names
+from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....core.dtypes import precision_of
 from ....core.errors import UnsupportedModel
 from ....core.spec import Precision

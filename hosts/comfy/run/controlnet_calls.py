@@ -173,10 +173,8 @@ class ControlCalls:
         self._given: dict[int, Tensors] = {}
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
         self._blocks: BlockCalls | None = None
-        if self.run is not None and self.run.settings.runs_by_blocks(self._begun[1].device.type):
-            owner, device, engines = self._begun[1].architecture, self._begun[1].device, module.provider.blocks
-            self._blocks = BlockCalls(self._network, owner, device, engines, self.run.settings, waiting_hooks())
-            self.run.by_blocks = self._blocks.say_share
+        if not isinstance(self._begun, str):
+            self._blocks = _blocks_of(*self._begun, module)
 
     @property
     def run(self) -> Run | None:
@@ -275,6 +273,16 @@ class ControlCalls:
         """Give the engines back."""
         self._embedded = []
         self._ending.close()
+
+
+def _blocks_of(run: Run, source: ComfyControlNetSource, module: AcceleratedModule) -> BlockCalls | None:
+    """The blocks of a network where they are to run on engines of their own."""
+    if not run.settings.runs_by_blocks(source.device.type):
+        return None
+    engines = module.provider.blocks
+    found = BlockCalls(source.network, source.architecture, source.device, engines, run.settings, waiting_hooks())
+    run.by_blocks = found.say_share
+    return found
 
 
 def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:

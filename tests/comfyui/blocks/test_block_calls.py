@@ -15,8 +15,8 @@ from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support.models import tiny
-from slipstream.tests.comfyui.support.quick_blocks import quick_block_provider
 
 BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
 STEPS = 5
