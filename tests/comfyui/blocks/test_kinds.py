@@ -37,7 +37,7 @@ def test_blocks_of_one_kind_share_an_engine() -> None:
     model = tiny.model()
     blocks = [name for name, _ in model.model.diffusion_model.named_modules() if name.endswith("transformer_blocks.0")]
     found = [keys(model, name)[0] for name in blocks]
-    assert 1 < len(set(found)) < len(blocks) and found.count(keys(model)[0]) > 1
+    assert 1 < len(set(found)) < len(blocks)
     assert keys(model) == keys(tiny.model(seed=2))
 
 
