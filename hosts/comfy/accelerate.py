@@ -97,7 +97,7 @@ def _blocks_of(
     module: AcceleratedModule, settings: Settings, source: ComfyUNetSource, model_options: Mapping[str, Any]
 ) -> BlockCalls | None:
     """The blocks of a model where they are to run on engines of their own."""
-    if not settings.runs_by_blocks(source.device.type) or why_nothing_of_it(model_options) is not None:
+    if not settings.runs_by_blocks or why_nothing_of_it(model_options) is not None:
         return None
     owner = ComfyDiffusionModel.of(source.patcher.model)
     return BlockCalls(source.unet, owner, source.device, module.provider.blocks, settings, waiting_hooks())

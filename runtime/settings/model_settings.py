@@ -74,7 +74,7 @@ class Levers:
         parallel: `AUTO` measures both ways once and remembers.
         one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
         first_step: so is the first one, where an earlier picture was the same work.
-        by_blocks: `AUTO` is on a GPU alone, and with `Optimize.BLOCKS`.
+        by_blocks: `AUTO` is with `Optimize.BLOCKS` alone.
     """
 
     hint_once: bool = True
@@ -248,13 +248,14 @@ class Settings:
         """What is spent on building one engine."""
         return Optimize.BALANCED if self.optimize is Optimize.BLOCKS else self.optimize
 
-    def runs_by_blocks(self, device_type: str) -> bool:
-        """Whether blocks of a model on such a device are to run on engines of their own."""
+    @property
+    def runs_by_blocks(self) -> bool:
+        """Whether blocks of a model are to run on engines of their own where no engine of the whole answers."""
         if self.backend in (BackendChoice.OFF, BackendChoice.TENSORRT) or self.quantised is not None:
             return False
         wanted = self.levers.by_blocks
         if wanted is ByBlocks.AUTO:
-            return self.optimize is Optimize.BLOCKS or device_type == "cuda"
+            return self.optimize is Optimize.BLOCKS
         return wanted is ByBlocks.ON
 
     def quantised_for(self, role: Role) -> Quantised | None:

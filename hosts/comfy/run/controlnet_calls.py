@@ -277,7 +277,7 @@ class ControlCalls:
 
 def _blocks_of(run: Run, source: ComfyControlNetSource, module: AcceleratedModule) -> BlockCalls | None:
     """The blocks of a network where they are to run on engines of their own."""
-    if not run.settings.runs_by_blocks(source.device.type):
+    if not run.settings.runs_by_blocks:
         return None
     engines = module.provider.blocks
     found = BlockCalls(source.network, source.architecture, source.device, engines, run.settings, waiting_hooks())
