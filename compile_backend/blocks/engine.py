@@ -56,4 +56,6 @@ class BlockEngine:
             results = self._run(given)
         if self._signature.outputs is None:
             return results[0]
-        return list(results) if self._signature.is_list else tuple(results)
+        left = iter(results)
+        returned = [next(left) if is_tensor else None for is_tensor in self._signature.outputs]
+        return returned if self._signature.is_list else tuple(returned)

@@ -54,7 +54,8 @@ class BlockSignature:
         channels_last: which inputs lie so.
         sizes: of the inputs.
         weights: name, shape and dtype of each, in the order in which they follow the inputs.
-        outputs: how many the block returns as a tuple or a list; None for one tensor by itself.
+        outputs: of each entry of the tuple or list that the block returns, whether it is a tensor, not None; None where
+            the block returns one tensor by itself.
         is_list: whether it is a list.
         nodes: size of the graph.
     """
@@ -63,7 +64,7 @@ class BlockSignature:
     channels_last: tuple[bool, ...]
     sizes: Sizes
     weights: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    outputs: int | None
+    outputs: tuple[bool, ...] | None
     is_list: bool
     nodes: int
 
@@ -88,7 +89,7 @@ class BlockSignature:
             tuple(data["channels_last"]),
             Sizes.from_json(data["sizes"]),
             tuple(weights),
-            data["outputs"],
+            None if data["outputs"] is None else tuple(data["outputs"]),
             data["is_list"],
             data["nodes"],
         )
@@ -119,7 +120,7 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
         channels_last=tuple(map(lies_channels_last, inputs)),
         sizes=Sizes.of(program, given),
         weights=tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()),
-        outputs=traced.returned.count,
+        outputs=traced.returned.outputs,
         is_list=traced.returned.is_list,
         nodes=len(program.graph.nodes),
     )
@@ -130,7 +131,7 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
 class _Returned:
     """How a block returned its outputs, see `BlockSignature`. Apart, since torch sets attributes back after a trace."""
 
-    count: int | None = None
+    outputs: tuple[bool, ...] | None = None
     is_list: bool = False
 
 
@@ -159,10 +160,14 @@ class _Traced(torch.nn.Module):
             result = torch.func.functional_call(self.__dict__["block"], named, (), arguments)
         if isinstance(result, torch.Tensor):
             return (result,)
-        if not isinstance(result, (tuple, list)) or not all(isinstance(each, torch.Tensor) for each in result):
+        if not isinstance(result, (tuple, list)) or any(not isinstance(each, _RETURNED) for each in result):
             raise UnsupportedModel(f"the block returns a {type(result).__name__}")
-        self.returned.count, self.returned.is_list = len(result), isinstance(result, list)
-        return tuple(result)
+        self.returned.outputs = tuple(each is not None for each in result)
+        self.returned.is_list = isinstance(result, list)
+        return tuple(each for each in result if each is not None)
+
+
+_RETURNED = torch.Tensor, type(None)
 
 
 def _as_convolutions_want(weight: torch.Tensor) -> torch.Tensor:

@@ -275,7 +275,8 @@ def _precision_of(tensors: Sequence[torch.Tensor]) -> Precision:
 
 def _compared(offer: BlockOffer, found: Any, wanted: Any) -> _Trial:
     """Hold an engine's result against the block's, without waiting for either."""
-    results = [(found, wanted)] if isinstance(wanted, torch.Tensor) else [*zip(found, wanted, strict=True)]
+    pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else [*zip(found, wanted, strict=True)]
+    results = [(one, other) for one, other in pairs if other is not None]
     difference = size = torch.zeros((), dtype=torch.float32, device=results[0][1].device)
     for one, other in results:
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -24,6 +24,7 @@ class BlockClass:
         module, name: where the class is.
         open_axes: axes of its inputs that have another size in other pictures, prompts or batches, by the argument
             that they are in; what depends on them, such as tables of positions, included.
+        names: of its arguments that are given by place, for a class whose signature does not tell.
         attention: the module whose name `optimized_attention` stands for the attention of a class that does not hand
             `transformer_options` on; None for the others.
     """
@@ -31,6 +32,7 @@ class BlockClass:
     module: str
     name: str
     open_axes: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...] = ()
     attention: str | None = None
 
     def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -43,6 +45,7 @@ class BlockClass:
             TypeError: it takes no such arguments.
         """
         names, defaults = _parameters_of(method)
+        names = self.names or names
         if len(args) > len(names):
             raise TypeError("more arguments than the block takes")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -54,7 +57,7 @@ class BlockClass:
     @property
     def takes_options(self) -> bool:
         """Whether its calls are given `transformer_options`, by which other nodes reach into it."""
-        return _OPTIONS in _parameters_of(self.load().forward)[0]
+        return bool(self.names) or _OPTIONS in _parameters_of(self.load().forward)[0]
 
     def load(self) -> type[torch.nn.Module]:
         """The class itself."""
@@ -93,6 +96,13 @@ BLOCK_CLASSES = (
     # Flux.1, Flux.2
     BlockClass(_FLUX, "DoubleStreamBlock", {"img": (0, 1), "txt": (0, 1), "vec": (0,), "pe": (0, 2)}),
     BlockClass(_FLUX, "SingleStreamBlock", {"x": (0, 1), "vec": (0,), "pe": (0, 2)}),
+    # SD3, SD3.5
+    BlockClass(
+        "comfy.ldm.modules.diffusionmodules.mmdit",
+        "JointBlock",
+        {"context": (0, 1), "x": (0, 1), "c": (0,)},
+        names=("context", "x"),
+    ),
     # Wan 2.1, Wan 2.2
     BlockClass(
         "comfy.ldm.wan.model",

@@ -54,7 +54,7 @@ def test_a_unet_by_blocks_makes_the_same_picture(family: str, provider: EnginePr
     assert not forwards(model)
 
 
-@pytest.mark.parametrize("family", ["flux", "wan", "qwen", "pixart"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan", "qwen", "pixart", "lumina"])
 def test_a_transformer_by_blocks_makes_the_same_picture(family: str, provider: EngineProvider) -> None:
     model = tiny.transformer(family)
     fast, module = accelerated(provider, model)
