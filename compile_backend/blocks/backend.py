@@ -32,11 +32,18 @@ class BlockBackend(AOTInductorBackend):
         return None
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        import torch._inductor.config
+
         progress(Progress("export", None, "tracing the block"))
         program, signature = export_block(job, cast(BlockArchitecture, job.architecture))
         signature.save(job.directory)
         progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
-        with shared_cpp_runtime(job.directory), headers_with_the_cache(), chosen_kernels(job.spec, job.device):
+        with (
+            shared_cpp_runtime(job.directory),
+            headers_with_the_cache(),
+            chosen_kernels(job.spec, job.device),
+            torch._inductor.config.patch(compile_threads=1),  # as many builds as there are cores run beside this one
+        ):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
                 program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
             )

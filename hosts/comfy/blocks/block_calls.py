@@ -95,11 +95,14 @@ class BlockCalls:
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
         self._engines, self._settings, self._hooks = engines, settings, hooks
+        self._places = {device, torch.device(device.type)} if device.type == "cpu" else {device}
+        """Where tensors lie that are on the device: the CPU goes by two names."""
         self._wished: dict[int, BlockOffer] = {}
         self._trials: dict[int, _Trial] = {}
         self._tried: Counter[int] = Counter()
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
+        self._said: set[str] = set()
         self.share = BlockShare()
 
     def __call__(self, compute: Callable[[], _Result]) -> _Result:
@@ -115,6 +118,7 @@ class BlockCalls:
         with led.leading(self._network, self._lead) as changed:
             result = compute()
         self.share.eager.update(changed.values())
+        self._say_reasons()
         self._settle()
         if self._settings.policy is BuildPolicy.FIRST_USE:
             self._wait()
@@ -123,6 +127,12 @@ class BlockCalls:
     def say_share(self) -> str | None:
         """How much of the last call engines computed, in words; None where nothing."""
         return str(self.share) if self.share.engine else None
+
+    def _say_reasons(self) -> None:
+        """Log each reason for which a block computes itself, once a run."""
+        for reason in self.share.eager.keys() - self._said:
+            self._said.add(reason)
+            log.info("Slipstream: blocks run as they are where %s", reason)
 
     def _why_not(self) -> str | None:
         if torch.compiler.is_compiling():
@@ -153,7 +163,7 @@ class BlockCalls:
             return self._plain(block, args, kwargs, offer.reason)
         if not offer.is_trusted and id(offer) in self._trials:
             return self._rest(block, args, kwargs)
-        if any(tensor.device != self._device or tensor.requires_grad for tensor in tensors):
+        if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
         found = self._computed(block, offer, tensors)
         if isinstance(found, str):

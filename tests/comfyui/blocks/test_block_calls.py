@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import comfy.model_management
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 
 BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
@@ -249,3 +251,26 @@ def test_a_controlnet_by_blocks(provider: EngineProvider) -> None:
     assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
     assert module.status.block_calls >= STEPS - 2
     assert of_control.status.block_calls >= STEPS - 2, of_control.status.to_json()
+
+
+def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic VRAM: pages are taken away in the midst of a picture, and other layers get the same memory."""
+    kind = staging.switch_on(monkeypatch)
+    model = tiny.model()
+    comfy.model_management.archive_model_dtypes(model.model)
+    patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        fast, module = accelerated(provider, patcher)
+        found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(patcher, steps=STEPS)
+        assert distance(found, wanted) < 1e-5
+        assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+
+        pages = patcher.model.dynamic_vbars[patcher.load_device]
+
+        def under_pressure(h: torch.Tensor, options: Any) -> torch.Tensor:
+            pages.take_away()
+            return h
+
+        fast.set_model_input_block_patch(under_pressure)
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert not any(pages.pins.values())
