@@ -43,6 +43,8 @@ _WITHOUT_MEASURE = 4
 _POLL_SECONDS = 0.1
 
 
+_BY_HAND = "its engine is not built yet, and engines are built by hand alone"
+
 _NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
 """Errors of builds that say nothing about what was built."""
 
@@ -58,6 +60,8 @@ class BlockOffer:
         reason: why there is none, for people.
         is_coming: whether it is being looked up, built or loaded.
         is_trusted: whether it gave what the block itself gave, in this process.
+        is_final: whether there will be none in this process; if not, a later run may ask again.
+        digest: of the engine; empty where there is none.
     """
 
     architecture: BlockArchitecture
@@ -67,11 +71,12 @@ class BlockOffer:
     reason: str = "its engine is being looked up"
     is_coming: bool = True
     is_trusted: bool = False
+    is_final: bool = True
     digest: str = ""
 
-    def refuse(self, reason: str) -> None:
-        """Use no engine in this process."""
-        self.engine, self.reason, self.is_coming = None, reason, False
+    def refuse(self, reason: str, is_final: bool = True) -> None:
+        """Use no engine, in this process or until a later run asks again."""
+        self.engine, self.reason, self.is_final, self.is_coming = None, reason, is_final, False
 
 
 @dataclass
@@ -172,7 +177,9 @@ class BlockEngines:
                 reason = self._refused.get(digest, "")
                 continue
             if not wish.may_build:
-                return wish.offer.refuse("its engine is not built yet, and builds are asked for by hand")
+                return wish.offer.refuse(
+                    "its engine is not built yet, and builds are asked for by hand", is_final=False
+                )
             if reason := self.backend.why_cannot_build(plan.device) or "":
                 continue
             ticket = self.queue.submit(plan, urgent=True)
@@ -202,8 +209,9 @@ class BlockEngines:
                 return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
             rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
-            if not rest or ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT):
-                return wish.offer.refuse(reason)
+            is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
+            if not rest or is_no_fault:
+                return wish.offer.refuse(reason, is_final=not is_no_fault)
             self._bring(replace(wish, plans=rest))  # what cannot be built for all sizes may be built for one
         except Exception as error:  # as above
             log.debug("Slipstream: a block runs without an engine", exc_info=True)

@@ -97,6 +97,8 @@ class BlockCalls:
         self._engines, self._settings, self._hooks = engines, settings, hooks
         self._places = {device, torch.device(device.type)} if device.type == "cpu" else {device}
         """Where tensors lie that are on the device: the CPU goes by two names."""
+        self._asked: dict[int, BlockOffer] = {}
+        """Offers that this run asked for."""
         self._wished: dict[int, BlockOffer] = {}
         self._trials: dict[int, _Trial] = {}
         self._tried: Counter[int] = Counter()
@@ -137,6 +139,8 @@ class BlockCalls:
     def _why_not(self) -> str | None:
         if torch.compiler.is_compiling():
             return "another node compiles the model"
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"  # in which no result can be read, and no weights may move
         return why_not_in_this_mode(self._device) or self._engines.why_unavailable(self._device)
 
     def _lead(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +155,9 @@ class BlockCalls:
         if options and (reason := why_patched(options, block.reads)):
             return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        offer = block.offers.get((form, inputs, self._device)) or self._ask(block, form, tensors, inputs)
+        offer = block.offers.get((form, inputs, self._device, self._settings.effort))
+        if offer is None or not (offer.is_final or offer.is_coming or id(offer) in self._asked):
+            offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
         if engine is None:
             if offer.is_coming:
@@ -202,9 +208,10 @@ class BlockCalls:
             offer.refuse(str(error))
         else:
             may_build = self._settings.policy is not BuildPolicy.MANUAL
-            optimize = self._settings.optimize
+            optimize = self._settings.effort
             offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, may_build)
-        block.offers[form, inputs, self._device] = offer
+        block.offers[form, inputs, self._device, self._settings.effort] = offer
+        self._asked[id(offer)] = offer
         return offer
 
     def _computed(self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor]) -> Any:

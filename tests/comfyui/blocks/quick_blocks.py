@@ -18,6 +18,7 @@ from slipstream.compile_backend.blocks.engine import BlockEngine
 from slipstream.compile_backend.blocks.program import SIGNATURE, BlockSignature, export_block
 from slipstream.compile_backend.rewrites.traced_module import module_of
 from slipstream.core.protocols import Artifact
+from slipstream.core.spec import Role
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.building import build
@@ -72,7 +73,13 @@ def build_here(job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: 
 def quick_block_provider(store: EngineStore) -> Iterator[EngineProvider]:
     """A provider whose engines of blocks take no compiler; builds run one at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "run_build", build_here)
+        others = build.run_build
+
+        def run_build(job: Any, *args: Any, **options: Any) -> Built:
+            make = build_here if job.spec.role is Role.BLOCK else others
+            return make(job, *args, **options)
+
+        patch.setattr(build, "run_build", run_build)
         patch.setattr(block_engines, "builds_at_once", lambda: 1)
         provider = EngineProvider(store)
         provider.blocks.backend = QuickBlockBackend()
