@@ -40,7 +40,7 @@ class ServerVariant:
         flags: of the server, besides those of its flag set.
         precision: input of Slipstream's nodes.
         preset: of Slipstream's node Step Skip; None where every step is computed.
-        by_blocks: whether the model runs by engines of its blocks alone.
+        by_blocks: whether model and ControlNet run by engines of their blocks alone.
     """
 
     name: str

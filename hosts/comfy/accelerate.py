@@ -100,7 +100,7 @@ def _blocks_of(
     if not settings.runs_by_blocks or why_nothing_of_it(model_options) is not None:
         return None
     owner = ComfyDiffusionModel.of(source.patcher.model)
-    return BlockCalls(source.unet, owner, source.device, module.provider.blocks, settings, waiting_hooks())
+    return BlockCalls(source.unet, owner, source.device, module.provider, settings, waiting_hooks())
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

@@ -21,9 +21,11 @@ from ....core.dtypes import precision_of
 from ....core.errors import UnsupportedModel
 from ....core.spec import Precision
 from ....core.streams import wait_for
-from ....runtime.blocks.block_engines import BlockEngines, BlockOffer
+from ....runtime.blocks.block_engines import BlockOffer
+from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
-from ....runtime.provider import HostHooks
+from ....runtime.module import ByBlocks
+from ....runtime.provider import EngineProvider, HostHooks
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...model_patches import why_not_in_this_mode
 from .block_architecture import ComfyBlock, Owner
@@ -89,12 +91,13 @@ class BlockCalls:
         network: torch.nn.Module,
         owner: Owner,
         device: torch.device,
-        engines: BlockEngines,
+        provider: EngineProvider,
         settings: Settings,
         hooks: HostHooks,
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
-        self._engines, self._settings, self._hooks = engines, settings, hooks
+        self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
+        self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
         self._places = {device, torch.device(device.type)} if device.type == "cpu" else {device}
         """Where tensors lie that are on the device: the CPU goes by two names."""
         self._asked: dict[int, BlockOffer] = {}
@@ -126,9 +129,11 @@ class BlockCalls:
             self._wait()
         return result
 
-    def say_share(self) -> str | None:
-        """How much of the last call engines computed, in words; None where nothing."""
-        return str(self.share) if self.share.engine else None
+    def answer(self) -> ByBlocks | None:
+        """What engines had to do with the last call; None where nothing."""
+        if not self.share.engine:
+            return None
+        return ByBlocks(str(self.share), None if self.share.waiting else self._id)
 
     def _say_reasons(self) -> None:
         """Log each reason for which a block computes itself, once a run."""
@@ -141,6 +146,8 @@ class BlockCalls:
             return "another node compiles the model"
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"  # in which no result can be read, and no weights may move
+        if self._times is not None and (reason := self._times.why_not_blocks(self._id)):
+            return reason
         return why_not_in_this_mode(self._device) or self._engines.why_unavailable(self._device)
 
     def _lead(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -279,9 +279,9 @@ def _blocks_of(run: Run, source: ComfyControlNetSource, module: AcceleratedModul
     """The blocks of a network where they are to run on engines of their own."""
     if not run.settings.runs_by_blocks:
         return None
-    engines = module.provider.blocks
-    found = BlockCalls(source.network, source.architecture, source.device, engines, run.settings, waiting_hooks())
-    run.by_blocks = found.say_share
+    provider = module.provider
+    found = BlockCalls(source.network, source.architecture, source.device, provider, run.settings, waiting_hooks())
+    run.by_blocks = found.answer
     return found
 
 

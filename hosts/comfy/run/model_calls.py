@@ -75,7 +75,7 @@ class ModelCalls:
         self._hold = Hold()
         self._blocks = blocks
         if blocks is not None:
-            whole.by_blocks = blocks.say_share
+            whole.by_blocks = blocks.answer
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `stand_in.Compute`."""
