@@ -296,7 +296,7 @@ def _add_model(parser: ArgumentParser, required: bool = True) -> None:
         "--optimize",
         type=_with_spaces,
         default=Optimize.BALANCED.value,
-        choices=[each.value for each in Optimize],
+        choices=[each.value for each in Optimize if each is not Optimize.BLOCKS],
         help="build time to spend; max: several times as long, for a few per cent; default: %(default)s",
     )
     backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]

@@ -62,7 +62,7 @@ class AOTInductorBackend(CompilingBackend):
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         signature = ProgramSignature.read(artifact.directory)
-        package = _load_package(artifact.directory / PACKAGE, device)
+        package = load_package(artifact.directory / PACKAGE, device)
         slots = _Slots(package)
 
         def run(inputs: Tensors) -> tuple[torch.Tensor, ...]:
@@ -105,7 +105,12 @@ def _lent(memory: torch.UntypedStorage) -> Any:
     return torch._C._construct_storage_from_data_pointer(memory.data_ptr(), memory.device, memory.nbytes())
 
 
-def _load_package(path: Path, device: torch.device) -> Any:
+def load_package(path: Path, device: torch.device) -> Any:
+    """Load a package, as torch's own loader of one model.
+
+    Raises:
+        IncompatibleEngine: it does not fit this machine.
+    """
     index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
         # What `torch._inductor.aoti_load_package` ends with; but that first imports the compiler, seconds at each
@@ -121,7 +126,7 @@ def _check_names(directory: Path, device: torch.device) -> None:
     """A weight that the compiler wrote into the code could never be changed: refuse such a package."""
     signature = ProgramSignature.read(directory)
     wanted = {*signature.weights, *signature.constants}
-    found = set(_load_package(directory / PACKAGE, device).get_constant_fqns())
+    found = set(load_package(directory / PACKAGE, device).get_constant_fqns())
     if missing := sorted(wanted - found):
         raise BuildFailed(
             f"The compiler left {len(missing)} of {len(wanted)} weights out of the package, such as {missing[0]}; "

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..core.dtypes import dtype_name, dtype_named
 from .rewrites.derived_weights import DerivedWeight
 
-_MANY_CHANNELS = 32
+MANY_CHANNELS = 32
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -57,7 +57,7 @@ def use_channels_last(module: torch.nn.Module) -> None:
 def as_features(tensor: torch.Tensor) -> torch.Tensor:
     """An input in channels last where it has so many channels that it comes from a convolution, as ControlNet residuals
     do; pictures and latents stay as they are."""
-    if tensor.ndim == 4 and tensor.shape[1] >= _MANY_CHANNELS:
+    if tensor.ndim == 4 and tensor.shape[1] >= MANY_CHANNELS:
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor
 

@@ -24,6 +24,7 @@ class Role(str, Enum):
     CONTROLNET = "controlnet"
     VAE_ENCODE = "vae_encode"
     VAE_DECODE = "vae_decode"
+    BLOCK = "block"
 
 
 class Precision(str, Enum):
@@ -42,8 +43,9 @@ class Quantised(str, Enum):
 
 
 class Optimize(str, Enum):
-    """How much build time to spend on speed."""
+    """How much build time to spend on speed; with `BLOCKS` engines of blocks alone are built, none of whole models."""
 
+    BLOCKS = "blocks"
     FAST_BUILD = "fast build"
     BALANCED = "balanced"
     MAX = "max"

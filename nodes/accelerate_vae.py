@@ -24,7 +24,7 @@ class AccelerateVAE(io.ComfyNode):
             **found_by(ENGINES),
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
-                *choices(with_manual=False),
+                *choices(with_manual=False, with_blocks=False),
             ],
             outputs=[io.Vae.Output(tooltip="For the nodes that decode or encode, and for Engine Info.")],
             hidden=HIDDEN,

@@ -44,7 +44,7 @@ class BuildEngine(io.ComfyNode):
                 ),
                 backend_input(with_off=False),
                 precision_input(),
-                optimize_input(),
+                optimize_input(with_blocks=False),
                 *engine_inputs(),
             ],
             outputs=[

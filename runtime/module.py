@@ -122,6 +122,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class ByBlocks:
+    """How a call without an engine of the whole model was computed by engines of its blocks.
+
+    Attributes:
+        share: how much of it, in words.
+        engine: see `id_of_blocks`; None where the call took part in anything that is no ordinary call, such as a
+            comparison.
+    """
+
+    share: str
+    engine: EngineId | None
+
+
+@dataclass(frozen=True)
 class Served:
     """One call that an engine answered in a run."""
 
@@ -157,6 +171,8 @@ class Run:
     Attributes:
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
+        by_blocks: how the call was computed that was just computed without an engine of the whole model; None where no
+            engine had a part in it.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
         is_part: its calls are parts of another run's.
@@ -184,6 +200,7 @@ class Run:
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
+        self.by_blocks: Callable[[], ByBlocks | None] = lambda: None
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -233,8 +250,15 @@ class Run:
         if not isinstance(result, str):
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
         self._module.count_eager(result)
-        self.answers.append(Answer(is_vetoed=veto is not None))
-        return eager()
+        computed = eager()
+        by_blocks = self.by_blocks()
+        if by_blocks is None:
+            self.answers.append(Answer(is_vetoed=veto is not None))
+            return computed
+        self._module.status.count_blocks(result, by_blocks.share)
+        engine = by_blocks.engine if veto is None else None
+        self.answers.append(Answer(engine, is_vetoed=engine is None))
+        return computed
 
     @property
     def is_to_be_compared(self) -> bool:

@@ -26,8 +26,9 @@ from ..core.errors import (
 )
 from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource, Tensors
-from ..core.spec import Precision
+from ..core.spec import Optimize, Precision, Role
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
+from .blocks.block_engines import BlockEngines
 from .building.build import build_engine
 from .building.build_queue import BuildQueue, Ticket
 from .building.supply import NEVER_BUILDS, Supply
@@ -197,9 +198,18 @@ class EngineProvider:
             self._build,
             self._is_idle,
         )
+        self.blocks = BlockEngines(store, self.canary, self._build)
         self.step_times = step_times
         if step_times is not None:
-            step_times.is_busy = self.queue.is_building
+            step_times.is_busy = self._is_building
+
+    def _is_building(self) -> bool:
+        return self.queue.is_building() or self.blocks.is_building
+
+    def end_builds(self, reason: str, seconds: float) -> None:
+        """Cancel all builds, and wait for each no longer than that until nothing of it is left."""
+        for queue in (self.blocks.queue, self.queue):
+            queue.end_all(reason, seconds)
 
     def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
         entry = self.supply.pull(plan.key.digest, self.store, progress, cancel)
@@ -211,6 +221,8 @@ class EngineProvider:
         return entry
 
     def _is_idle(self) -> bool:
+        if self.blocks.is_building:  # which are ready in a fraction of the time
+            return False
         if self.preferences().background is Background.ALWAYS:
             return True
         return self._active_runs == 0 and self._host_is_idle()
@@ -254,7 +266,9 @@ class EngineProvider:
             whatever `hooks.check_interrupted` raises; the build that was waited for is cancelled then.
         """
         try:
-            if reason := settings.why_not_wanted(call.shapes) or self._overflows.why_not(source, settings):
+            role = source.architecture.role
+            reason = _why_blocks_alone(settings, role) or settings.why_not_wanted(call.shapes)
+            if reason := reason or self._overflows.why_not(source, settings):
                 return Offer(reason=reason)
             return self._or_in_bf16(source, settings, lambda: self._offer(source, call, settings, hooks))
         except hooks.interruptions:
@@ -322,6 +336,11 @@ class EngineProvider:
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
+        if _why_blocks_alone(settings, source.architecture.role):
+            raise UnsupportedModel(
+                'Engines of blocks are built when a workflow first runs: set build to "first use" in the Accelerate '
+                "Model node and run one step, or choose another optimize to build an engine of the whole model"
+            )
         known = [prepared or self.prepare(source, call, settings)]
 
         def attempt() -> Made:
@@ -656,6 +675,13 @@ class EngineProvider:
         self.pool.free(plan.device, math.inf)  # the plain model needs the room more than engines that wait
         give_back_unused(plan.device)
         return self._shortages.note(plan.key.digest, plan.device, needed)
+
+
+def _why_blocks_alone(settings: Settings, role: Role) -> str | None:
+    """Why no engine of the whole model is wanted; VAEs have none of blocks."""
+    if settings.optimize is Optimize.BLOCKS and role in (Role.UNET, Role.CONTROLNET):
+        return "the node asks for engines of blocks alone"
+    return None
 
 
 def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:

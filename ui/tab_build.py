@@ -74,7 +74,7 @@ class BuildTab:
     def _advanced(self) -> list[Any]:
         gr = gradio()
         with gr.Accordion("Advanced", open=False):
-            efforts = [each.value for each in Optimize]
+            efforts = [each.value for each in Optimize if each is not Optimize.BLOCKS]
             optimize = gr.Radio(efforts, value=Optimize.BALANCED.value, label="Optimisation: build time to spend")
             shapes = [each.value for each in ShapeChoice]
             engines = gr.Radio(shapes, value=ShapeChoice.EACH.value, label="Engines")

@@ -55,6 +55,7 @@ class Calls:
     """Calls of models, ControlNets and VAEs that Slipstream accelerates.
 
     Attributes:
+        engine: engines of whole models made them, or engines of their blocks.
         reasons: why the eager model ran, with how often each was given.
     """
 
@@ -201,7 +202,8 @@ def calls_of(record: Mapping[str, Any]) -> Calls:
     reasons: Counter[str] = Counter()
     for run in counted:
         reasons.update(run.get("reasons", {}))
-    return Calls(sum(run["engine_calls"] for run in counted), sum(run["eager_calls"] for run in counted), reasons)
+    on_engines = (run["engine_calls"] + run.get("block_calls", 0) for run in counted)
+    return Calls(sum(on_engines), sum(run["eager_calls"] for run in counted), reasons)
 
 
 def _why_failed(data: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.spec import Optimize
 from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE, ModelFile, PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
@@ -101,7 +102,7 @@ class _Builder:
         if self._variant.kind == TORCH_COMPILE:
             return self._first("TorchCompileModel", model=model, backend="inductor")
         if self._variant.is_ours:
-            choices = {**self._choices(ACCELERATE_MODEL), "precision": self._variant.precision}
+            choices = {**self._choices(ACCELERATE_MODEL), **self._variant_choices}
             model = self._first(ACCELERATE_MODEL, model=model, **choices)
         if self._variant.preset is not None:
             model = self._first(STEP_SKIP, model=model, **{**self._defaults[STEP_SKIP], "preset": self._variant.preset})
@@ -130,7 +131,7 @@ class _Builder:
             return positive, negative
         control = self._first("ControlNetLoader", control_net_name=self._file(CONTROLNET))
         if self._variant.is_ours:
-            choices = {**self._choices(ACCELERATE_CONTROLNET), "precision": self._variant.precision}
+            choices = {**self._choices(ACCELERATE_CONTROLNET), **self._variant_choices}
             control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
         applied = self._graph.add(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control,
@@ -151,6 +152,12 @@ class _Builder:
     def _choices(self, node: str) -> dict[str, Any]:
         """The node's defaults, but that the first picture waits for its engine."""
         return {**self._defaults[node], "build": "first use"}
+
+    @property
+    def _variant_choices(self) -> dict[str, Any]:
+        """What the variant sets on the nodes of model and ControlNet."""
+        by_blocks = {"optimize": Optimize.BLOCKS.value} if self._variant.by_blocks else {}
+        return {"precision": self._variant.precision, **by_blocks}
 
     def _first(self, class_type: str, **inputs: Any) -> Link:
         """Add a node and return its first output."""

@@ -11,7 +11,7 @@ from .cases import PictureCase
 
 PLAIN, TORCH_COMPILE, OURS = "plain", "torch-compile", "slipstream"
 BLOCKS = "blocks"
-"""A lever of Slipstream's that is to come: engines of the model's blocks instead of the whole model."""
+"""A lever of Slipstream's: engines of the model's blocks alone, none of the whole model."""
 
 Flags = tuple[str, ...]
 """Flags of ComfyUI's `main.py`."""
@@ -40,6 +40,7 @@ class ServerVariant:
         flags: of the server, besides those of its flag set.
         precision: input of Slipstream's nodes.
         preset: of Slipstream's node Step Skip; None where every step is computed.
+        by_blocks: whether model and ControlNet run by engines of their blocks alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ServerVariant:
     flags: Flags = ()
     precision: str = AUTO
     preset: str | None = None
+    by_blocks: bool = False
 
     @classmethod
     def of(cls, name: str) -> ServerVariant:
@@ -61,14 +63,12 @@ class ServerVariant:
         if kind not in _WORDS or (levers and kind != OURS):
             known = ", ".join([*_WORDS, *RIVALS])
             raise ValueError(f"{name!r} is no variant; there are {known}, and levers such as {OURS}+fp8")
-        if BLOCKS in levers:
-            raise ValueError(f"{name!r}: engines of blocks are not there yet")
-        if strange := [lever for lever in levers if lever not in (*NUMBERS, *PRESETS)]:
-            raise ValueError(f"{name!r}: {strange[0]!r} is not one of {', '.join([*NUMBERS, *PRESETS])}")
+        if strange := [lever for lever in levers if lever not in (*NUMBERS, *PRESETS, BLOCKS)]:
+            raise ValueError(f"{name!r}: {strange[0]!r} is not one of {', '.join([*NUMBERS, *PRESETS, BLOCKS])}")
         precisions, presets = ([lever for lever in levers if lever in known] for known in (NUMBERS, PRESETS))
         if len(precisions) > 1 or len(presets) > 1:
             raise ValueError(f"{name!r}: choose one precision and one preset at most")
-        return cls(name, kind, (), next(iter(precisions), AUTO), next(iter(presets), None))
+        return cls(name, kind, (), next(iter(precisions), AUTO), next(iter(presets), None), BLOCKS in levers)
 
     @property
     def is_ours(self) -> bool:
@@ -93,6 +93,7 @@ def described(name: str) -> str:
     parts = [_WORDS[variant.kind]]
     parts += [f"in a server with {flags_text(variant.flags)}"] if variant.flags else []
     parts += [f"with precision {variant.precision}"] if variant.precision != AUTO else []
+    parts += ["with engines of the model's blocks alone"] if variant.by_blocks else []
     parts += [f"with the preset {variant.preset} of Step Skip"] if variant.preset else []
     return ", ".join(parts)
 

@@ -66,3 +66,14 @@ def package_options(device: torch.device, optimize: Optimize) -> Options:
     fusion = fusion_options(device, optimize)
     packaged = {PACKAGED: True} if REWRITES in fusion else {}
     return {**_WITHOUT_WEIGHTS, **wrapper, **fusion, **packaged}
+
+
+def block_options(device: torch.device, optimize: Optimize) -> Options:
+    """Options of a block's package. Its weights are arguments, and its graph is compiled as it is."""
+    quick = device.type == "cuda" or optimize is Optimize.FAST_BUILD
+    wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
+    ours = {name: value for name, value in fusion_options(device, optimize).items() if name not in _OF_REWRITES}
+    return {**wrapper, **ours}
+
+
+_OF_REWRITES = REWRITES, JOINED_PERCENT

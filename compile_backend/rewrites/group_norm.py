@@ -42,7 +42,7 @@ def group_norm(
     if bias is not None:
         shift = shift + bias.float()
     if x.numel() >= _MANY:
-        scale, shift = _computed_once(scale), _computed_once(shift)
+        scale, shift = computed_once(scale), computed_once(shift)
     return (x.float() * scale[:, :, None, None] + shift[:, :, None, None]).to(x.dtype)
 
 
@@ -71,7 +71,7 @@ def _chunks(area: int) -> int:
     return chunks
 
 
-def _computed_once(channels: torch.Tensor) -> torch.Tensor:
+def computed_once(channels: torch.Tensor) -> torch.Tensor:
     """The same [N, C]; the compiler writes what is given other strides to memory, instead of computing it anew for each
     pixel."""
     n, c = channels.shape

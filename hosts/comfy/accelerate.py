@@ -7,15 +7,18 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings.model_settings import SWITCHED_OFF
-from .models.fallback_reasons import why_not_this_run
+from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
+from .blocks.block_calls import BlockCalls
+from .models.diffusion_model import ComfyDiffusionModel
+from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
+from .process.build_waiting import waiting_hooks
 from .process.dynamic_vram import loading_once
 from .run.call_wrappers import lead_calls
 from .run.model_calls import ModelCalls, halves_of
@@ -72,7 +75,8 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         run, source = found
         halves = halves_of(module, run.settings, source, guider.model_patcher, ending)
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
-        calls = ModelCalls(run, source, veto, halves)
+        blocks = _blocks_of(module, run.settings, source, guider.model_options)
+        calls = ModelCalls(run, source, veto, halves, blocks)
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)
@@ -87,6 +91,16 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
             log.warning("Slipstream: sampling restarts with the plain model, because %s", run.wrong)
             again, more = beginning.restore()
             return executor(*again, **more)
+
+
+def _blocks_of(
+    module: AcceleratedModule, settings: Settings, source: ComfyUNetSource, model_options: Mapping[str, Any]
+) -> BlockCalls | None:
+    """The blocks of a model where they are to run on engines of their own."""
+    if not settings.runs_by_blocks or why_nothing_of_it(model_options) is not None:
+        return None
+    owner = ComfyDiffusionModel.of(source.patcher.model)
+    return BlockCalls(source.unet, owner, source.device, module.provider, settings, waiting_hooks())
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

@@ -136,7 +136,8 @@ class LiveModel:
         Cheap where nothing happened since it was asked last: ask at every call.
 
         Args:
-            part: the name of a layer: asked is about that one and those in it alone.
+            part: the name of a layer: asked is about that one and those in it alone, and not about hooks on that one,
+                which run around whatever computes in its place.
             hold: of a run, in which weights are to stay as they are.
         """
         live = self._live()
@@ -151,7 +152,7 @@ class LiveModel:
         layers = _layers_in(live, part)
         wanted = {name: each for name, each in self._wanted.items() if _is_in(name, part)}
         watched = {name: [*self._watched(name, layer, wanted)] for name, layer in layers.items()}
-        return _Part(layers, watched, next(self._changes(layers, wanted), None), self._code_of(live, layers))
+        return _Part(layers, watched, next(self._changes(layers, wanted, part), None), self._code_of(live, layers))
 
     def _watched(
         self, name: str, layer: torch.nn.Module, wanted: Mapping[str, tuple[type, dict[str, Any]]]
@@ -169,7 +170,7 @@ class LiveModel:
         """Of each layer of a fresh model: its class, and what it holds beside tensors and layers."""
         layers = {name: layer for name, layer in layers_of(self._fresh()).items() if not _is_ours(layer)}
         kinds: set[Any] = set(map(type, layers.values()))
-        read = frozenset().union(*map(_names_read, kinds))  # parents look at settings of their parts, too
+        read = frozenset().union(*map(names_read, kinds))  # parents look at settings of their parts, too
         return {name: (type(layer), _own(layer, read)) for name, layer in layers.items()}
 
     @functools.cached_property
@@ -180,7 +181,10 @@ class LiveModel:
         return frozenset().union(*map(_set_on_others, loaders))
 
     def _changes(
-        self, layers: Mapping[str, torch.nn.Module], wanted_layers: Mapping[str, tuple[type, dict[str, Any]]]
+        self,
+        layers: Mapping[str, torch.nn.Module],
+        wanted_layers: Mapping[str, tuple[type, dict[str, Any]]],
+        part: str = "",
     ) -> Iterator[str]:
         """What is not as a fresh model has it."""
         if any(getattr(torch.nn.modules.module, name, None) for name in _GLOBAL_HOOKS):
@@ -189,15 +193,17 @@ class LiveModel:
             layer = layers.get(name)
             if layer is None or not _is_alike(type(layer), kind):
                 yield _say_other(name or "the model", layer)
-            elif reason := self._why_not_this_layer(name, layer, wanted):
+            elif reason := self._why_not_this_layer(name, layer, wanted, has_own_hooks=name == part != ""):
                 yield reason
         for name in layers:
             if name not in wanted_layers and self._is_read(name, layers):
                 yield f"another extension put {name} into the model"
 
-    def _why_not_this_layer(self, name: str, layer: torch.nn.Module, wanted: Mapping[str, Any]) -> str | None:
+    def _why_not_this_layer(
+        self, name: str, layer: torch.nn.Module, wanted: Mapping[str, Any], has_own_hooks: bool
+    ) -> str | None:
         own, what = vars(layer), name or "the model"
-        if any(own.get(hooks) for hooks in _HOOKS):
+        if not has_own_hooks and any(own.get(hooks) for hooks in _HOOKS):
             return f"another extension hooks into {what}"
         if own.get(_COMPILED) is not None:
             return f"another extension changed how {what} computes (compiled)"
@@ -214,7 +220,7 @@ class LiveModel:
                 continue
             is_method = callable(getattr(kind, key, None))
             is_hidden = any(key in own[parts] for parts in _PARTS)  # which it is read in the place of
-            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in _names_read(kind)
+            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in names_read(kind)
             if is_method or is_hidden or is_read:
                 return f"another extension changed how {what} computes ({key})"
         return None
@@ -229,7 +235,7 @@ class LiveModel:
         if parent not in layers or parent not in self._wanted or (parent == "" and self._is_part):
             return False
         kind: Any = type(layers[parent])
-        return issubclass(kind, _CONTAINERS) or own in _names_read(kind)
+        return issubclass(kind, _CONTAINERS) or own in names_read(kind)
 
 
 _ALWAYS = (*_PARTS, *_HOOKS)
@@ -293,6 +299,13 @@ class _Part:
             values += _contents(own[name])
         kinds = [*map(type, self.layers)]
         return (kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)], names, hooks), values
+
+
+def settings_of(layers: Mapping[str, torch.nn.Module]) -> list[dict[str, Any]]:
+    """Of each layer what it holds, beside tensors and layers, that code of any of these layers reads."""
+    kinds: set[Any] = set(map(type, layers.values()))
+    read = frozenset().union(*map(names_read, kinds))
+    return [_own(layer, read) for layer in layers.values()]
 
 
 def _own(layer: torch.nn.Module, read: Set[str]) -> dict[str, Any]:
@@ -383,7 +396,7 @@ def _set_on_others(module: str) -> frozenset[str]:
     return frozenset(each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id != "self")
 
 
-def _names_read(kind: Any) -> frozenset[str]:
+def names_read(kind: Any) -> frozenset[str]:
     """All names of attributes that a class of layers knows once a layer is made, its module's functions included."""
     if (known := _read.get(kind)) is None:
         known = _read[kind] = _read_names(kind)

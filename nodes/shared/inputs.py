@@ -41,15 +41,23 @@ def precision_input() -> io.Combo.Input:
     )
 
 
-def optimize_input() -> io.Combo.Input:
+def optimize_input(with_blocks: bool = True) -> io.Combo.Input:
+    """
+    Args:
+        with_blocks: whether engines of blocks alone are offered.
+    """
+    blocks = (
+        " blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
+        "sizes and prompts, and where another node patches some blocks, only those run as they are. New."
+    )
     return io.Combo.Input(
         "optimize",
-        options=[level.value for level in Optimize],
+        options=[level.value for level in Optimize if with_blocks or level is not Optimize.BLOCKS],
         default=Optimize.BALANCED.value,
         tooltip="How much build time to spend. fast build: the shortest build, with slower kernels. balanced: the "
         "default. max: on a GPU, tries more variants of each fused kernel, which takes several times as long and gains "
         "a few per cent, and joins layers that share an input even where that costs copies of their weights in GPU "
-        "memory.",
+        "memory." + (blocks if with_blocks else ""),
     )
 
 
@@ -72,10 +80,10 @@ def resolutions_input() -> io.String.Input:
     )
 
 
-def choices(with_manual: bool = True) -> list[io.Input]:
+def choices(with_manual: bool = True, with_blocks: bool = True) -> list[io.Input]:
     """What every Accelerate node asks for."""
-    seldom = advanced(resolutions_input())
-    return [backend_input(), precision_input(), optimize_input(), build_input(with_manual), seldom]
+    effort, seldom = optimize_input(with_blocks), advanced(resolutions_input())
+    return [backend_input(), precision_input(), effort, build_input(with_manual), seldom]
 
 
 def engine_inputs() -> list[io.Input]:

@@ -1,4 +1,4 @@
-"""Builds, one at a time, on a thread of their own."""
+"""Builds on threads of their own: one at a time, or as many at once as a queue is told."""
 
 from __future__ import annotations
 
@@ -106,20 +106,27 @@ Listener = Callable[[Ticket], None]
 
 
 class BuildQueue:
-    """Runs builds one after another; the same engine asked for twice is built once.
+    """Runs builds one after another, or several at once; the same engine asked for twice is built once.
 
     Args:
         build: makes one engine.
         is_idle: whether the host has nothing else to do; builds that nobody waits for begin, and go on, only then.
+        at_once: how many builds may run at the same time; asked whenever one is to begin.
     """
 
-    def __init__(self, build: BuildFunction, is_idle: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        build: BuildFunction,
+        is_idle: Callable[[], bool] = lambda: True,
+        at_once: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._build = build
         self._is_idle = is_idle
+        self._at_once = at_once
         self._tickets: dict[str, Ticket] = {}
         self._failures: dict[str, list[SlipstreamError]] = {}
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._listeners: list[Listener] = []
 
     def listen(self, callback: Listener) -> None:
@@ -140,7 +147,7 @@ class BuildQueue:
             if ticket is None or ticket.token.cancelled:  # a cancelled one may take a moment to end
                 ticket = self._tickets[digest] = Ticket(plan, urgent, self._drop)
             ticket.urgent |= urgent
-            self._ensure_thread()
+            self._ensure_threads()
             self._changed.notify_all()
         self._tell(ticket)
         return ticket
@@ -224,10 +231,13 @@ class BuildQueue:
         ticket.end(TicketState.FAILED)
         return ticket
 
-    def _ensure_thread(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, daemon=True, name="slipstream-build")
-            self._thread.start()
+    def _ensure_threads(self) -> None:
+        """One for each build that may run now; those that a larger number once needed are left waiting."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(min(self._at_once(), len(self._tickets)) - len(self._threads)):
+            thread = threading.Thread(target=self._work, daemon=True, name="slipstream-build")
+            self._threads.append(thread)
+            thread.start()
 
     def _work(self) -> None:
         while True:
@@ -242,9 +252,11 @@ class BuildQueue:
             self._tell(ticket)
 
     def _next(self) -> Ticket | None:
-        tickets = list(self._tickets.values())
-        urgent = next((ticket for ticket in tickets if ticket.urgent), None)
-        return urgent or (tickets[0] if tickets and self._idle() else None)
+        waiting = [ticket for ticket in self._tickets.values() if ticket.state is TicketState.QUEUED]
+        if not waiting or len(self._tickets) - len(waiting) >= self._at_once():
+            return None
+        urgent = next((ticket for ticket in waiting if ticket.urgent), None)
+        return urgent or (waiting[0] if self._idle() else None)
 
     def _idle(self) -> bool:
         try:

@@ -46,6 +46,19 @@ def id_of(entry: Entry) -> EngineId:
     return entry.digest, entry.manifest.created
 
 
+_BLOCKS = "blocks"
+
+
+def id_of_blocks(architecture: str) -> EngineId:
+    """Of all engines of a model's blocks together, which are no entry of the store: figures last as long as the
+    process.
+
+    Args:
+        architecture: the digest of the model's.
+    """
+    return _BLOCKS, architecture
+
+
 @dataclass(frozen=True)
 class TimedStep:
     """What computed a step of sampling, or a call of a VAE or ControlNet.
@@ -112,6 +125,7 @@ class StepTimes:
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
         """Of the model, by the work, from before an engine was suspected: for figures alone."""
         self._unwritten: dict[EngineId, Speed] = {}
+        self._of_blocks: dict[EngineId, Speed] = {}
         self._lock = threading.RLock()
 
     # Measuring
@@ -199,11 +213,14 @@ class StepTimes:
             return
         entries = self._entries_of(step)
         engine_ms, eager_ms = round(median(ours), 3), round(median(plain), 3)
-        if any(map(self.why_not, entries)) or min(engine_ms, eager_ms) <= 0:  # less than the clock can tell
+        are_retired = any(map(self.why_not, entries)) or any(map(self.why_not_blocks, step.engines))
+        if are_retired or min(engine_ms, eager_ms) <= 0:  # less than the clock can tell
             return
         slower = self._retires and are_new and is_slower(ours, plain)
         is_sure = slower and step in self._suspects
-        self._note(entries, Speed(engine_ms, eager_ms, retired=self._versions if is_sure else {}))
+        speed = Speed(engine_ms, eager_ms, retired=self._versions if is_sure else {})
+        self._note(entries, speed)
+        self._note_blocks(step, speed)
         if slower and not is_sure:
             self._suspect(step)
         elif are_new:
@@ -225,8 +242,17 @@ class StepTimes:
             if speed.retired:
                 log.warning("Slipstream: %s: %s", entry.manifest.label, say_retired(speed, entry.manifest.timed_by))
 
+    def _note_blocks(self, step: TimedStep, speed: Speed) -> None:
+        for engine in step.engines:
+            if engine[0] == _BLOCKS:
+                self._of_blocks[engine] = speed
+                if reason := self.why_not_blocks(engine):
+                    log.warning("Slipstream: %s", reason)
+                self._tell()
+
     def _entries_of(self, step: TimedStep) -> list[Entry]:
-        found = [(engine, self._store.lookup(engine[0])) for engine in step.engines]
+        stored = (engine for engine in step.engines if engine[0] != _BLOCKS)
+        found = [(engine, self._store.lookup(engine[0])) for engine in stored]
         return [entry for engine, entry in found if entry is not None and id_of(entry) == engine]
 
     # What is known
@@ -241,6 +267,20 @@ class StepTimes:
         if speed is None or not self._retires or not _holds(speed.retired, self._versions):
             return None
         return say_retired(speed, entry.manifest.timed_by)
+
+    def speed_of_blocks(self, engine: EngineId) -> Speed | None:
+        """The figures of a model's blocks, as `id_of_blocks` names them; None where there are none yet."""
+        return self._of_blocks.get(engine)
+
+    def why_not_blocks(self, engine: EngineId) -> str | None:
+        """Why a model's blocks are not run on engines any more, in words; None where they are."""
+        speed = self._of_blocks.get(engine)
+        if speed is None or not speed.retired or not self._retires:
+            return None
+        return (
+            f"engines of blocks take {say_precisely(speed.engine_ms)} ms a step where your model without Slipstream "
+            f"takes {say_precisely(speed.eager_ms)} ms, so they are not used until the next start"
+        )
 
     def forgive(self, entry: Entry) -> Entry:
         """Somebody asks for this engine by hand: a retired one is used and measured again."""

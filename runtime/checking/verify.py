@@ -22,7 +22,7 @@ LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 LIMIT_OF_QUANTISED = 5e-2
 """The same for an engine whose large linear layers multiply in 8 bits."""
 
-_LIVE = {Precision.FP32: 1e-4, Precision.FP16: 5e-3, Precision.BF16: 2e-2}
+ROUNDING = {Precision.FP32: 1e-4, Precision.FP16: 5e-3, Precision.BF16: 2e-2}
 """Relative error of the loaded model against the fp32 reference that rounding explains."""
 
 _FINER = "set precision to auto"
@@ -70,7 +70,7 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
             f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
             f"and is not used; {_what_to_do(spec)}"
         )
-    if math.isfinite(worst_live) and worst_live > (allowed := max(_LIVE[source.precision], 3 * worst)):
+    if math.isfinite(worst_live) and worst_live > (allowed := max(ROUNDING[source.precision], 3 * worst)):
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} is not used: the loaded model computes something else than the code "
             f"that the engine is made of ({worst_live:.1e} apart, allowed: {allowed:.0e}); another extension changed it"
@@ -143,7 +143,7 @@ def check(
             f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
             f"now (allowed: {limit:.0e}) and is not used: {causes}"
         )
-    return error <= max(_LIVE[source.precision], 2 * _both_errors(known))
+    return error <= max(ROUNDING[source.precision], 2 * _both_errors(known))
 
 
 def _limit_of_known(spec: EngineSpec, source: ModelSource, known: Verification) -> float:

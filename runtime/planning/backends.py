@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...compile_backend import AOTInductorBackend, TorchCompileBackend
+from ...compile_backend.blocks.backend import BlockBackend
 from ...core.errors import BackendUnavailable
 from ...core.protocols import Backend
 from ...trt_backend import TensorRTBackend
@@ -31,7 +32,7 @@ def backend_named(name: str) -> Backend:
     Raises:
         BackendUnavailable: this version has no such backend.
     """
-    for backend in default_backends():
+    for backend in (*default_backends(), BlockBackend()):
         if backend.name == name:
             return backend
     raise BackendUnavailable(f"This version of Slipstream has no backend {name!r}; build the engine again")

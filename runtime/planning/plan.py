@@ -139,7 +139,7 @@ def _spec(
     settings: Settings,
     backend: Backend,
 ) -> EngineSpec:
-    options = backend.options(device, precision, settings.optimize)
+    options = backend.options(device, precision, settings.effort)
     profile, *more = profiles
     spec = EngineSpec(
         role=architecture.role,
@@ -148,7 +148,7 @@ def _spec(
         dtypes=dtypes,
         output_dtype=dtype_name(dtype_of(precision)),
         precision=precision,
-        optimize=settings.optimize,
+        optimize=settings.effort,
         backend=BackendConfig(backend.name, options),
         more_profiles=tuple(more),
         quantised=settings.quantised_for(architecture.role),

@@ -12,7 +12,7 @@ import torch
 
 from ...core.errors import SlipstreamError
 from ...core.protocols import Backend
-from ...core.spec import Optimize, Precision
+from ...core.spec import Optimize, Precision, Role
 from ...engine_cache import EngineStore, Entry, Manifest, canonical, describe_differences
 from ...engine_cache.key import KEY_SCHEMA
 from ..checking.step_times import why_retired
@@ -57,9 +57,15 @@ def summary(entry: Entry) -> dict[str, Any]:
         "gpu": _environment_of(manifest).get("gpu"),
         "trusted": entry.why_untrusted() is None,
         "base": entry.is_in_base,
-        "resolution": say_sizes(manifest.profiles),
-        "batch": say_batch(manifest.profiles),
+        **_shapes(manifest),
     }
+
+
+def _shapes(manifest: Manifest) -> dict[str, str]:
+    """The pictures and batches that an engine takes, for people; that of a block sees neither."""
+    if manifest.role == Role.BLOCK.value:
+        return {"resolution": "one size" if manifest.profile.is_static else "any size", "batch": ""}
+    return {"resolution": say_sizes(manifest.profiles), "batch": say_batch(manifest.profiles)}
 
 
 def _speed(manifest: Manifest) -> dict[str, Any]:

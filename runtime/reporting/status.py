@@ -39,6 +39,7 @@ class Standing:
         wanted: digest of the engine that the plain model stood in for; None where none would have served.
         note: said before anything ran.
         failed: a person asked for engines, and got none for `reason`.
+        blocks: how much of the last call engines of blocks computed, in words; empty where none did.
     """
 
     engine: EngineUse | None = None
@@ -46,6 +47,7 @@ class Standing:
     wanted: str | None = None
     note: str = ""
     failed: bool = False
+    blocks: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class Status:
         self._lock = threading.Lock()
         self._engines: dict[str, EngineUse] = {}
         self._reasons: Counter[str] = Counter()
+        self._block_calls = 0
         self._last = "nothing has run yet"
         self._run_engine: str | None = None
         self._run_calls = 0
@@ -95,6 +98,12 @@ class Status:
     def eager_calls(self) -> int:
         with self._lock:
             return self._reasons.total()
+
+    @property
+    def block_calls(self) -> int:
+        """Calls of the model that engines of its blocks computed, all or some of them; they are no eager calls."""
+        with self._lock:
+            return self._block_calls
 
     @property
     def last_engine(self) -> EngineUse | None:
@@ -181,6 +190,22 @@ class Status:
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1
 
+    def count_blocks(self, reason: str, share: str) -> None:
+        """Note that the call which was just counted as eager was computed by engines of blocks.
+
+        Args:
+            reason: for which no engine of the whole model did.
+            share: how much of it, in words.
+        """
+        with self._lock:
+            for counted in (self._reasons, self._run_reasons):
+                counted[reason] -= 1
+                if not counted[reason]:
+                    del counted[reason]
+            self._block_calls += 1
+            self._last = f"blocks: {share} ({reason})"
+            self._standing = Standing(reason=reason, wanted=self._missing.get(reason), blocks=share)
+
     def count_on_purpose(self) -> None:
         """Count a call that the plain model made only so that its time is known: an engine was there for it."""
         with self._lock:
@@ -197,6 +222,7 @@ class Status:
             "now": now["now"],
             "engine_calls": now["engine_calls"] - earlier["engine_calls"],
             "eager_calls": now["eager_calls"] - earlier["eager_calls"],
+            "block_calls": now["block_calls"] - earlier["block_calls"],
             "engines": [use for use in now["engines"] if use["calls"]],
             "reasons": dict(reasons),
         }
@@ -208,6 +234,7 @@ class Status:
                 "now": self._last,
                 "engine_calls": sum(use.calls for use in self._engines.values()),
                 "eager_calls": self._reasons.total(),
+                "block_calls": self._block_calls,
                 "engines": [vars(use).copy() for use in self._engines.values()],
                 "reasons": dict(self._reasons),
             }

@@ -82,7 +82,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, para
     weights = None if parameters is None else parameters * dtype_of(precision).itemsize
     comparable = [entry for entry in provider.store.list() if _is_comparable(entry, spec)]
     baked = spec.backend.contains_weights
-    each = typical(provider.history, settings.optimize.value)
+    each = typical(provider.history, settings.effort.value)
     return Needs(
         backend=backend.name,
         engines=engines,
@@ -139,10 +139,10 @@ def _spec(
             dtypes=dict.fromkeys(profiles[0].inputs, dtype),
             output_dtype=dtype,
             precision=precision,
-            optimize=settings.optimize,
+            optimize=settings.effort,
             backend=BackendConfig(
                 backend.name,
-                backend.options(device, precision, settings.optimize),
+                backend.options(device, precision, settings.effort),
                 contains_weights=settings.bake and backend.can_bake,
             ),
             more_profiles=tuple(profiles[1:]),

@@ -57,6 +57,14 @@ class Parallel(str, Enum):
     OFF = "off"
 
 
+class ByBlocks(str, Enum):
+    """Whether blocks of a model run on engines of their own where no engine of the whole model answers."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 @dataclass(frozen=True)
 class Levers:
     """Work that is not repeated in every step, or not waited for. The defaults are what measurements speak for.
@@ -66,12 +74,14 @@ class Levers:
         parallel: `AUTO` measures both ways once and remembers.
         one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
         first_step: so is the first one, where an earlier picture was the same work.
+        by_blocks: `AUTO` is with `Optimize.BLOCKS` alone.
     """
 
     hint_once: bool = True
     parallel: Parallel = Parallel.AUTO
     one_graph: bool = True
     first_step: bool = True
+    by_blocks: ByBlocks = ByBlocks.AUTO
 
 
 PIXELS = 8
@@ -232,6 +242,21 @@ class Settings:
     def quantised(self) -> Quantised | None:
         """What large linear layers are to multiply in; None where they compute as everything else does."""
         return self.precision if isinstance(self.precision, Quantised) else None
+
+    @property
+    def effort(self) -> Optimize:
+        """What is spent on building one engine."""
+        return Optimize.BALANCED if self.optimize is Optimize.BLOCKS else self.optimize
+
+    @property
+    def runs_by_blocks(self) -> bool:
+        """Whether blocks of a model are to run on engines of their own where no engine of the whole answers."""
+        if self.backend in (BackendChoice.OFF, BackendChoice.TENSORRT) or self.quantised is not None:
+            return False
+        wanted = self.levers.by_blocks
+        if wanted is ByBlocks.AUTO:
+            return self.optimize is Optimize.BLOCKS
+        return wanted is ByBlocks.ON
 
     def quantised_for(self, role: Role) -> Quantised | None:
         """The same for one part of a model: a VAE has no large linear layers, and computes in its own precision."""

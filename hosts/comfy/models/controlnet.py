@@ -182,6 +182,11 @@ class ComfyControlNet(NetworkArchitecture):
         network._parameters.pop("task_embedding", None)
         return network
 
+    def whole_for_tracing(self) -> torch.nn.Module:
+        """A new meta module of the whole network, whose layers compute plainly in one dtype."""
+        network: torch.nn.Module = self._whole(plain_layers())
+        return network
+
     def _whole(self, operations: Any = None) -> Any:
         import comfy.ops
         from comfy.cldm.cldm import ControlNet

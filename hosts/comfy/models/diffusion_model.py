@@ -176,6 +176,10 @@ class ComfyDiffusionModel(NetworkArchitecture):
     def new_meta_module(self) -> torch.nn.Module:
         return self._whole()
 
+    def whole_for_tracing(self) -> torch.nn.Module:
+        """A new meta module of the whole network, whose layers compute plainly in one dtype."""
+        return self._whole(plain_layers())
+
     def _whole(self, operations: Any = None) -> torch.nn.Module:
         import comfy.ops
 

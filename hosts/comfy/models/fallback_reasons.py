@@ -12,17 +12,24 @@ _COMPILE_KEY = "torch.compile"
 
 def why_not_this_run(patcher: Any, model_options: Mapping[str, Any]) -> str | None:
     """Reasons that hold for a whole sampling run and are known at its beginning."""
-    import comfy.model_management as management
-    import comfy.patcher_extension as extension
-
-    if getattr(management, "in_training", False):
-        return "the model is being trained"
+    if reason := why_nothing_of_it(model_options):
+        return reason
     if any(getattr(patcher, "injections", {}).values()):
         return "another node injects layers of its own into the model"
     if getattr(patcher, "hook_patches", None):
         return "weight hooks change the model between steps"
     if name := next((name for name in patcher.object_patches if name.startswith("diffusion_model")), None):
         return f"another node replaces {name} of the model"
+    return None
+
+
+def why_nothing_of_it(model_options: Mapping[str, Any]) -> str | None:
+    """Those for which no part of the model may run on engines either."""
+    import comfy.model_management as management
+    import comfy.patcher_extension as extension
+
+    if getattr(management, "in_training", False):
+        return "the model is being trained"
     options = model_options.get("transformer_options", {})
     if extension.get_wrappers_with_key(extension.WrappersMP.APPLY_MODEL, _COMPILE_KEY, options):
         return "TorchCompileModel compiles the same model; remove one of the two nodes"

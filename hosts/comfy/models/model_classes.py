@@ -176,6 +176,15 @@ MODEL_CLASSES = (
         timesteps=fractions_below(1),
         shapes=_qwen_image,
     ),
+    # Lumina 2, Z-Image. Calls tell the number of tokens beside them: blocks alone run on engines
+    ModelClass(
+        "comfy.ldm.lumina.model",
+        "NextDiT",
+        computes="_forward",
+        has_wrappers=True,
+        timesteps=fractions_below(1),
+        shapes=None,
+    ),
     # PixArt-alpha, PixArt-sigma. The original's mask over padded text is never used: ComfyUI cuts the padding off
     # beforehand, and gives each text at its own length.
     ModelClass(

@@ -99,7 +99,7 @@ def state_of(module: AcceleratedModule) -> NodeState:
 
 def _to_json(place: NodeAddress, module: AcceleratedModule) -> dict[str, Any]:
     status = module.status
-    calls = {"engine_calls": status.engine_calls, "eager_calls": status.eager_calls}
+    calls = {"engine_calls": status.engine_calls + status.block_calls, "eager_calls": status.eager_calls}
     seconds = module.build_seconds
     build = {"build_s": None if seconds is None else round(seconds, 1)}
     return {**place.to_json(), **vars(state_of(module)), **calls, **build}
@@ -115,6 +115,8 @@ def _state_of(module: AcceleratedModule) -> NodeState:
         ticket = (running or tickets)[0]
         return _of_ticket(ticket, queue.is_held(ticket))
     standing = status.standing
+    if standing.blocks:
+        return NodeState("ready", "blocks", f"{standing.blocks}; {standing.reason}")
     if standing.failed:
         return NodeState("failed", f"failed: {standing.reason}", digest=next(iter(status.wanted), None))
     if (found := _of_mixed_run(module, status.last_run)) is not None:

@@ -26,6 +26,8 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
         f"now: {status['now']}",
         f"engine calls: {status['engine_calls']}, eager calls: {status['eager_calls']}",
     ]
+    if status["block_calls"]:
+        lines.append(f"calls by engines of blocks: {status['block_calls']}")
     for use in status["engines"]:
         since = time.strftime("%H:%M:%S", time.localtime(use["since"]))
         error = use["relative_error"]
@@ -37,7 +39,8 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
         if caution := module.provider.canary.caution(use["digest"]):
             lines.append(f"  {caution}. Choose Try again on it in the sidebar to have it as before")
     lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
-    lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in module.provider.queue.pending()]
+    queues = module.provider.blocks.queue, module.provider.queue
+    lines += [f"building: {ticket.plan} {ticket.describe()}" for queue in queues for ticket in queue.pending()]
     if module.settings.backend is BackendChoice.TENSORRT:
         lines.append(f"tensorrt: {_tensorrt()}")
     return "\n".join(lines)

@@ -156,17 +156,17 @@ class WeightCopies:
 
 copies = WeightCopies()
 
-_CASTS = "comfy_cast_weights"
+CASTS = "comfy_cast_weights"
 _QUANTIZED = "QuantizedTensor"
 
 
 def _casting(layers: Layers) -> dict[str, Any]:
     """The layers whose weights ComfyUI computes anew at every call."""
-    kinds = {kind for kind in set(map(type, layers.values())) if hasattr(kind, _CASTS)}
+    kinds = {kind for kind in set(map(type, layers.values())) if hasattr(kind, CASTS)}
     return {
         name: layer
         for name, layer in layers.items()
-        if (type(layer) in kinds or _CASTS in layer.__dict__) and _casts(layer)
+        if (type(layer) in kinds or CASTS in layer.__dict__) and _casts(layer)
     }
 
 
@@ -208,7 +208,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device) -> Weights:
-    with _Cast(layer, dtype, device) as (weight, bias):
+    with LayerCast(layer, dtype, device) as (weight, bias):
         cast = {f"{name}.weight": weight} | ({f"{name}.bias": bias} if bias is not None else {})
         # The host may use the same staging buffer again for the next layer.
         own = {id(layer.weight), id(getattr(layer, "bias", None))}
@@ -217,7 +217,7 @@ def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device)
 
 def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then."""
-    with _Cast(layer, dtype, device):
+    with LayerCast(layer, dtype, device):
         pass
 
 
@@ -225,7 +225,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.dequantize() if is_quantized(tensor) else tensor.detach()
 
 
-class _Cast:
+class LayerCast:
     """ComfyUI's cast of one layer. A newer ComfyUI wants to be told when it is no longer needed: what streams from RAM
     stays pinned in device memory otherwise."""
 

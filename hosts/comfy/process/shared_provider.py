@@ -42,9 +42,8 @@ def _provider() -> EngineProvider:
     made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read, step_times=_step_times(store))
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)
-    atexit.register(
-        made.queue.end_all, "ComfyUI is closing", _CLOSING_SECONDS
-    )  # no half-built engine stays in the store
+    made.blocks.queue.listen(_tell_page)
+    atexit.register(made.end_builds, "ComfyUI is closing", _CLOSING_SECONDS)  # no half-built engine stays in the store
     return made
 
 

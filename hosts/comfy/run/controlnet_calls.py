@@ -20,7 +20,9 @@ from ....core.protocols import Tensors
 from ....runtime.module import AcceleratedModule, Run
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
+from ..blocks.block_calls import BlockCalls
 from ..models.controlnet import ComfyControlNetSource
+from ..process.build_waiting import waiting_hooks
 from .model_calls import NotServed
 from .run_start import RunRecorder, begin_run, recorded
 from .wrapper_keys import ACCELERATE
@@ -170,6 +172,9 @@ class ControlCalls:
         self._is_hint_wanted_only = False
         self._given: dict[int, Tensors] = {}
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
+        self._blocks: BlockCalls | None = None
+        if not isinstance(self._begun, str):
+            self._blocks = _blocks_of(*self._begun, module)
 
     @property
     def run(self) -> Run | None:
@@ -200,6 +205,9 @@ class ControlCalls:
         def eager() -> Tensors:
             return _by_name(plain())
 
+        def by_blocks() -> Tensors:
+            return eager() if self._blocks is None else self._blocks(eager)
+
         if isinstance(self._begun, str):
             if self._module.status.count_eager(self._begun):
                 log.warning("Slipstream uses the plain ControlNet: %s", self._begun)
@@ -216,7 +224,7 @@ class ControlCalls:
             if veto is not None:
                 raise NotServed(veto)
             return _by_kind({})
-        return _by_kind(run(inputs, eager, veto, eager))
+        return _by_kind(run(inputs, by_blocks, veto, eager))
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
         """ComfyUI's own code says what is wrong with a type that is none of the network's."""
@@ -265,6 +273,16 @@ class ControlCalls:
         """Give the engines back."""
         self._embedded = []
         self._ending.close()
+
+
+def _blocks_of(run: Run, source: ComfyControlNetSource, module: AcceleratedModule) -> BlockCalls | None:
+    """The blocks of a network where they are to run on engines of their own."""
+    if not run.settings.runs_by_blocks:
+        return None
+    provider = module.provider
+    found = BlockCalls(source.network, source.architecture, source.device, provider, run.settings, waiting_hooks())
+    run.by_blocks = found.answer
+    return found
 
 
 def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:

@@ -23,6 +23,7 @@ from ...live_model.account import why_changed
 from ...live_model.held_weights import Hold
 from ...model_patches import why_not_in_this_mode, why_not_these_tensors
 from ...stand_in import Plain, undisturbed
+from ..blocks.block_calls import BlockCalls
 from ..models.fallback_reasons import why_not_this_call
 from ..models.model_classes import ModelClass
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
@@ -43,6 +44,7 @@ class ModelCalls:
         whole: the run of the whole model.
         run_veto: why no call of this run may go to an engine.
         halves: those of its halves; None where they are not wanted.
+        blocks: those of its blocks, where no engine of the whole model answers; None where they are not wanted.
 
     Attributes:
         join: called when a call needs the ControlNet's residuals; until then another stream may still compute them.
@@ -51,7 +53,14 @@ class ModelCalls:
         kinds: what `_kind_of` gave for each call so far.
     """
 
-    def __init__(self, whole: Run, source: ComfyUNetSource, run_veto: str | None, halves: Halves | None) -> None:
+    def __init__(
+        self,
+        whole: Run,
+        source: ComfyUNetSource,
+        run_veto: str | None,
+        halves: Halves | None,
+        blocks: BlockCalls | None = None,
+    ) -> None:
         self.whole = whole
         self.source = source
         self.halves = halves
@@ -64,6 +73,9 @@ class ModelCalls:
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
         self._hold = Hold()
+        self._blocks = blocks
+        if blocks is not None:
+            whole.by_blocks = blocks.answer
 
     def __call__(self, module: Any, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """See `stand_in.Compute`."""
@@ -71,7 +83,7 @@ class ModelCalls:
             given = self._kind.arguments(args, kwargs)
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
             reason = self.veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
-            return self.whole({}, lambda: self._plain(plain, args, kwargs), reason)["out"]
+            return self.whole({}, lambda: self._by_blocks(plain, args, kwargs), reason)["out"]
         self.options = given.get("transformer_options") or {}
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
@@ -94,7 +106,7 @@ class ModelCalls:
         if coming is not None and not self._has_whole({**inputs, **residuals}):
             veto = veto or coming
         beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
-        return self.whole({**inputs, **residuals}, lambda: self._plain(plain, args, kwargs), veto, beside)["out"]
+        return self.whole({**inputs, **residuals}, lambda: self._by_blocks(plain, args, kwargs), veto, beside)["out"]
 
     @property
     def runs(self) -> list[Run]:
@@ -138,6 +150,12 @@ class ModelCalls:
         """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
         known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
         return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
+
+    def _by_blocks(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+        """The plain model, whose blocks may be on engines."""
+        if self._blocks is None:
+            return self._plain(plain, args, kwargs)
+        return self._blocks(lambda: self._plain(plain, args, kwargs))
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

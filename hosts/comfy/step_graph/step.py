@@ -104,8 +104,9 @@ class Step:
         return [control for control, is_active in zip(self.chain, self.active, strict=True) if is_active]
 
     def eager_calls(self, module: AcceleratedModule) -> int:
+        """Calls so far that no engine of a whole model answered."""
         modules = {id(each): each for each in (module, *(control.acceleration.module for control in self.chain))}
-        return sum(each.status.eager_calls for each in modules.values())
+        return sum(each.status.eager_calls + each.status.block_calls for each in modules.values())
 
     def pattern(self, served: list[Served]) -> Pattern | None:
         """What a step consisted of; None where that is not one call of each part."""

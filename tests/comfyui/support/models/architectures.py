@@ -171,6 +171,27 @@ TINY_QWEN = Transformer(
         "axes_dims_rope": (8, 12, 12),
     },
 )  # fmt: skip
+TINY_LUMINA = Transformer(
+    "lumina", "Lumina2", "Lumina2", 32, 0, 16, False,
+    {
+        "image_model": "lumina2",
+        "patch_size": 2,
+        "in_channels": 16,
+        "dim": 48,
+        "cap_feat_dim": 32,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "multiple_of": 16,
+        "qk_norm": True,
+        "axes_dims": [8, 8, 8],
+        "axes_lens": [300, 512, 512],
+        "rope_theta": 10000.0,
+        "ffn_dim_multiplier": 2.0,
+        "norm_eps": 1e-5,
+    },
+)  # fmt: skip
 TINY_PIXART = Transformer(
     "pixart", "PixArtAlpha", "PixArt", 32, 0, 4, False,
     {

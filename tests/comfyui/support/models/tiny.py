@@ -19,6 +19,7 @@ import torch
 
 from .architectures import (
     TINY_FLUX,
+    TINY_LUMINA,
     TINY_PIXART,
     TINY_QWEN,
     TINY_SD2,
@@ -37,6 +38,9 @@ CONFIGS = {
     "sdxl": comfy.supported_models.SDXL,
 }
 TRANSFORMERS = {family.name: family for family in (TINY_SD3, TINY_FLUX, TINY_WAN, TINY_QWEN, TINY_PIXART)}
+OF_BLOCKS = {TINY_LUMINA.name: TINY_LUMINA}
+"""Those that run by engines of their blocks alone."""
+_TRANSFORMERS = {**TRANSFORMERS, **OF_BLOCKS}
 
 
 def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> Any:
@@ -54,11 +58,11 @@ def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> An
 
 
 def transformer(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """Return a `ModelPatcher` over a tiny diffusion transformer: "sd3", "flux", "wan", "qwen" or "pixart".
+    """Return a `ModelPatcher` over a tiny diffusion transformer: "sd3", "flux", "wan", "qwen", "pixart" or "lumina".
 
     `changes` of its config make a rarer member of the family.
     """
-    shape = TRANSFORMERS[family]
+    shape = _TRANSFORMERS[family]
     config = getattr(comfy.supported_models, shape.supported)({**_config(shape), **changes, "dtype": dtype})
     made = getattr(comfy.model_base, shape.base)(config, device=torch.device("cpu")).eval()
     randomise(made.diffusion_model, seed)
@@ -119,7 +123,7 @@ def taesd(seed: int = 1) -> Any:
 
 def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras: Any) -> list[Any]:
     """Return a random prompt in ComfyUI's form; `extras` go into its options (control, area, strength, …)."""
-    shape = {**FAMILIES, **TRANSFORMERS}[family]
+    shape = {**FAMILIES, **_TRANSFORMERS}[family]
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randn(1, tokens, shape.context_dim, generator=generator)
     pooled = torch.randn(1, shape.pooled, generator=generator) if shape.pooled else None
@@ -128,12 +132,12 @@ def conditioning(family: str = "sd15", seed: int = 1, tokens: int = 77, **extras
 
 def size_of(family: str) -> int:
     """Of the pictures that a family is tried on."""
-    return TRANSFORMERS[family].size if family in TRANSFORMERS else 64
+    return _TRANSFORMERS[family].size if family in _TRANSFORMERS else 64
 
 
 def latent(size: int = 64, batch: int = 1, family: str = "sd15") -> dict[str, torch.Tensor]:
     """Return an empty latent for pictures of `size` pixels, or of one frame of them."""
-    shape = TRANSFORMERS.get(family)
+    shape = _TRANSFORMERS.get(family)
     frames = (1,) if shape and shape.video else ()
     return {"samples": torch.zeros(batch, shape.channels if shape else 4, *frames, size // 8, size // 8)}
 

@@ -53,7 +53,7 @@ def test_references_that_are_lacking_are_made_first() -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("slipstream+blocks", "not there yet"),
+        ("plain+blocks", "is no variant"),
         ("plain+fp8", "is no variant"),
         ("slipstream+fp7", "'fp7' is not one of"),
         ("slipstream+fp8+int8", "one precision"),

@@ -145,7 +145,20 @@ def test_a_ticket_tells_people_where_it_stands(queue: BuildQueue, builder: Build
 
 
 def test_no_thread_before_the_first_build(queue: BuildQueue) -> None:
-    assert queue._thread is None
+    assert not queue._threads
+
+
+def test_as_many_builds_at_once_as_the_queue_is_told() -> None:
+    meeting = threading.Barrier(2, timeout=5)
+
+    def build(plan: Plan, *_: object) -> Entry:
+        meeting.wait()
+        raise BuildFailed("both were there")
+
+    queue = BuildQueue(build, at_once=lambda: 2)
+    tickets = [queue.submit(plan, urgent=True) for plan in (FIRST, SECOND)]
+    assert all(ticket.wait(5) for ticket in tickets)
+    assert {str(ticket.error) for ticket in tickets} == {"both were there"}
 
 
 # ------------------------------------------------------------------------------------------------ idle gate

@@ -13,7 +13,15 @@ from slipstream.core.errors import StoreError
 from slipstream.engine_cache import EngineStore, Entry, Speed
 from slipstream.runtime.checking import step_times
 from slipstream.runtime.checking.step_timers import on_purpose
-from slipstream.runtime.checking.step_times import EngineId, StepTimes, TimedStep, id_of, is_slower, why_retired
+from slipstream.runtime.checking.step_times import (
+    EngineId,
+    StepTimes,
+    TimedStep,
+    id_of,
+    id_of_blocks,
+    is_slower,
+    why_retired,
+)
 from slipstream.runtime.loaded.device_clock import disturbances
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
@@ -284,6 +292,16 @@ def test_an_engine_that_is_slower_is_not_used(
     assert caplog.text.count("so it is not used") == 1
     assert provider.forecast(source, CALL, FIRST_USE) is None
     assert why_retired(only_entry(provider).manifest) == REASON
+
+
+def test_blocks_that_are_slower_are_not_used_in_this_process(times: StepTimes) -> None:
+    slower, faster = id_of_blocks("a" * 64), id_of_blocks("b" * 64)
+    retire(times, slower)
+    assert "104.3 ms a step where your model without Slipstream takes 98.0 ms" in str(times.why_not_blocks(slower))
+    measure(times, TimedStep("other", (faster,)), *FAST)
+    measure(times, TimedStep("other"), *SLOW)
+    assert times.why_not_blocks(faster) is None
+    assert (known := times.speed_of_blocks(faster)) is not None and known.speedup == 3.0
 
 
 def test_so_it_stays_whatever_is_measured_in_the_rest_of_the_run(

@@ -1,0 +1,63 @@
+"""Builds and loads packages of blocks by AOTInductor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from ...core.errors import IncompatibleEngine
+from ...core.progress import Progress, ProgressCallback
+from ...core.protocols import Artifact, BuildJob, Engine
+from ...core.spec import EngineSpec, Optimize, Precision
+from ..aot_inductor import PACKAGE, AOTInductorBackend, load_package
+from ..cpp.headers import headers_with_the_cache
+from ..cpp.runtime_library import shared_cpp_runtime
+from ..inductor.kernels import chosen_kernels
+from ..inductor.options import block_options, of_compiler
+from .engine import BlockEngine
+from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
+
+
+class BlockBackend(AOTInductorBackend):
+    """Packages whose weights are arguments: one for each kind of block, form of its calls and dtype."""
+
+    name = "aotinductor-blocks"
+
+    def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
+        return block_options(device, optimize)
+
+    def why_unsupported(self, spec: EngineSpec) -> str | None:
+        return None
+
+    def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
+        import torch._inductor.config
+
+        progress(Progress("export", None, "tracing the block"))
+        program, signature = export_block(job, cast(BlockArchitecture, job.architecture))
+        signature.save(job.directory)
+        progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
+        with (
+            shared_cpp_runtime(job.directory),
+            headers_with_the_cache(),
+            chosen_kernels(job.spec, job.device),
+            torch._inductor.config.patch(compile_threads=1),  # as many builds as there are cores run beside this one
+        ):
+            torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
+                program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
+            )
+        details = {"nodes": signature.nodes, "open_sizes": signature.sizes.are_open}
+        return Artifact(job.directory, (PACKAGE, SIGNATURE), details)
+
+    def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
+        raise IncompatibleEngine("A block's package takes its weights at each call; load it by load_block()")
+
+    def load_block(self, artifact: Artifact, device: torch.device) -> BlockEngine:
+        """
+        Raises:
+            IncompatibleEngine: the package does not fit this machine.
+        """
+        signature = BlockSignature.read(artifact.directory)
+        package = load_package(artifact.directory / PACKAGE, device)
+        return BlockEngine(signature, package.boxed_run)

@@ -1,0 +1,94 @@
+"""A call's arguments taken apart: its tensors, and the form, which is everything else about them.
+
+Two calls of equal form differ in the values and shapes of their tensors alone. A form is hashable and pickles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+TENSOR = "tensor"
+_VALUE, _LIST, _TUPLE, _DATA = "value", "list", "tuple", "data"
+_PLAIN = frozenset((type(None), bool, int, float, str))
+
+Form = tuple[tuple[str, Any], ...]
+"""Name of an argument → how its value is made of tensors; in the order of names."""
+
+
+def taken_apart(arguments: Mapping[str, Any]) -> tuple[Form, list[torch.Tensor]]:
+    """The form of a call, and its tensors in the form's order.
+
+    Raises:
+        TypeError: an argument is made of anything but tensors, numbers, texts, lists, tuples and data classes of these.
+    """
+    tensors: list[torch.Tensor] = []
+    return tuple((name, _form_of(arguments[name], tensors)) for name in sorted(arguments)), tensors
+
+
+def put_together(form: Form, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The inverse of `taken_apart`."""
+    left = iter(tensors)
+    return {name: _value_of(node, left) for name, node in form}
+
+
+def tensor_names(form: Form) -> list[str]:
+    """A name for each tensor of a form, such as "vec.0.shift", in the form's order."""
+    return [name for argument, node in form for name in _names_in(node, argument)]
+
+
+def say_form(form: Form) -> str:
+    """A text that is equal for equal forms, in any process."""
+    return ", ".join(f"{name}={_say(node)}" for name, node in form)
+
+
+def _form_of(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return TENSOR
+    kind = type(value)
+    if kind in _PLAIN:
+        return _VALUE, kind, value  # with its type, since 1 equals True
+    if kind in (list, tuple):
+        return _LIST if kind is list else _TUPLE, tuple(_form_of(each, tensors) for each in value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return _DATA, kind, tuple((name, _form_of(getattr(value, name), tensors)) for name in names)
+    raise TypeError(f"a {kind.__name__} is among the arguments")
+
+
+def _value_of(node: Any, left: Iterator[torch.Tensor]) -> Any:
+    if node == TENSOR:
+        return next(left)
+    kind, *rest = node
+    if kind == _VALUE:
+        return rest[1]
+    if kind == _DATA:
+        return rest[0](**{name: _value_of(each, left) for name, each in rest[1]})
+    found = [_value_of(each, left) for each in rest[0]]
+    return found if kind == _LIST else tuple(found)
+
+
+def _names_in(node: Any, name: str) -> Iterator[str]:
+    if node == TENSOR:
+        yield name
+    elif node[0] in (_LIST, _TUPLE):
+        for place, each in enumerate(node[1]):
+            yield from _names_in(each, f"{name}.{place}")
+    elif node[0] == _DATA:
+        for own, each in node[2]:
+            yield from _names_in(each, f"{name}.{own}")
+
+
+def _say(node: Any) -> str:
+    if node == TENSOR:
+        return TENSOR
+    if node[0] == _VALUE:
+        return repr(node[2])
+    if node[0] == _DATA:
+        own = ", ".join(f"{name}={_say(each)}" for name, each in node[2])
+        return f"{node[1].__module__}.{node[1].__qualname__}({own})"
+    return f"{node[0]}({', '.join(map(_say, node[1]))})"

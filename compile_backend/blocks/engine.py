@@ -1,0 +1,61 @@
+"""A loaded package of a kind of block."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .program import BlockSignature, as_laid_out
+
+Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shape and dtype of each input."""
+
+_INDEX_LIMIT = 1 << 31
+
+
+class BlockEngine:
+    """Computes any block of its kind; it holds no weights.
+
+    Attributes:
+        weights: name, shape and dtype of those that a call hands over, in their order.
+    """
+
+    def __init__(self, signature: BlockSignature, run: Run) -> None:
+        self._signature = signature
+        self._run = run
+        self._lock = threading.Lock()
+        self._accepted: dict[Inputs, bool] = {}
+        self.weights = signature.weights
+        self._widest = max((size for _, shape, _ in signature.weights for size in shape), default=1)
+
+    def accepts(self, inputs: Inputs) -> bool:
+        """Whether inputs of these shapes and dtypes may be given to it."""
+        known = self._accepted.get(inputs)
+        if known is None:
+            shapes = [shape for shape, _ in inputs]
+            known = tuple(dtype for _, dtype in inputs) == self._signature.dtypes
+            known = known and self._signature.sizes.accept(shapes) and self._has_short_indices(shapes)
+            self._accepted[inputs] = known
+        return known
+
+    def _has_short_indices(self, shapes: Sequence[torch.Size]) -> bool:
+        """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do."""
+        rows = (math.prod(shape) // shape[1 if len(shape) == 4 else -1] for shape in shapes if len(shape) > 1)
+        return all(count * self._widest < _INDEX_LIMIT for count in rows)
+
+    def __call__(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
+        """What the block returns; its tensors are fresh."""
+        given = [*map(as_laid_out, inputs), *weights]
+        with self._lock:  # the package knows one caller at a time
+            results = self._run(given)
+        if self._signature.outputs is None:
+            return results[0]
+        left = iter(results)
+        returned = [next(left) if is_tensor else None for is_tensor in self._signature.outputs]
+        return returned if self._signature.is_list else tuple(returned)

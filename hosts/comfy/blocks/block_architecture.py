@@ -1,0 +1,173 @@
+"""What a kind of block computes in one form of its calls, apart from any model that was loaded."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from ....compile_backend.blocks.call_form import Form, say_form
+from ....core.dtypes import dtype_of
+from ....core.errors import UnsupportedModel
+from ....core.placeholder import placeholder_of
+from ....core.protocols import Tensors
+from ....core.shapes import Shape
+from ....core.spec import ModelFingerprint, Precision, Role
+from ...architecture import RECIPE, fingerprint_of, random_inputs
+from ...live_model.account import settings_of
+from ...live_model.layer_walk import layers_of
+from ...live_model.source_code import source_digest
+from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
+from .block_classes import BlockClass, block_class_of
+
+PREFIX = "block."
+"""Of every weight's name in the traced program."""
+
+
+class Owner(Protocol):
+    """The architecture of a model that has blocks; it pickles."""
+
+    @property
+    def fresh(self) -> torch.nn.Module:
+        """The whole network as a meta module."""
+        ...
+
+    def whole_for_tracing(self) -> torch.nn.Module:
+        """A new one whose layers compute plainly."""
+        ...
+
+    @property
+    def fingerprint(self) -> ModelFingerprint: ...
+
+
+class BlockGraph(torch.nn.Module):
+    """The block as it is traced: plain attention, no patches."""
+
+    def __init__(self, block: torch.nn.Module, kind: BlockClass) -> None:
+        super().__init__()
+        self.block = block
+        self._kind = kind
+
+    def forward(self, **arguments: Any) -> Any:
+        """
+        Args:
+            arguments: of the block, by name.
+        """
+        if self._kind.takes_options:
+            arguments["transformer_options"] = {"optimized_attention_override": scaled_dot_product_attention}
+        with plain_operators(), plain_attention(self._kind.attention):
+            return self.block(**arguments)
+
+
+class ComfyBlock:
+    """A kind of block, as a `BlockArchitecture`.
+
+    Args:
+        owner: of a model that has such a block.
+        path: of one of them in that model.
+        form, example, open_axes: see `BlockArchitecture`.
+    """
+
+    role: Role = Role.BLOCK
+    outputs: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        owner: Owner,
+        path: str,
+        form: Form,
+        example: Mapping[str, Shape],
+        open_axes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._owner = owner
+        self._path = path
+        self.form = form
+        self.example = dict(example)
+        self.open_axes = dict(open_axes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The owner first: it makes ComfyUI's code importable, which a form may need.
+        return ComfyBlock, (self._owner, self._path, self.form, self.example, self.open_axes)
+
+    @functools.cached_property
+    def fingerprint(self) -> ModelFingerprint:
+        block = self._owner.fresh.get_submodule(self._path)
+        digest = hashlib.sha256(f"{block_digest(block)} {say_form(self.form)}".encode()).hexdigest()
+        name = f"{self._owner.fingerprint.architecture_name} {type(block).__name__}{_say_width(block)}"
+        return fingerprint_of(digest, name, block)
+
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        def build() -> torch.nn.Module:
+            block = self._owner.whole_for_tracing().get_submodule(self._path)
+            kind = block_class_of(block)
+            if kind is None:
+                raise UnsupportedModel(f"{type(block).__name__} is no block that engines stand for")
+            return BlockGraph(block, kind)
+
+        return placeholder_of(build, dtype_of(precision), device)
+
+    def random_inputs(
+        self,
+        shapes: Mapping[str, Shape],
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
+        seed: int,
+    ) -> Tensors:
+        return random_inputs(shapes, dtypes, device, seed)
+
+
+def block_digest(block: torch.nn.Module) -> str:
+    """A SHA-256 of all that decides what a block computes, apart from its weights and its calls.
+
+    Args:
+        block: of a meta module.
+
+    Raises:
+        UnsupportedModel: the code of a layer, or one of its settings, cannot be known for certain.
+    """
+    layers = layers_of(block)
+    facts = {
+        "recipe": [RECIPE, BLOCK_RECIPE],
+        "layers": [
+            (name, type(layer).__module__, type(layer).__qualname__.rpartition(".")[2], _plain(own, name))
+            for (name, layer), own in zip(layers.items(), settings_of(layers), strict=True)
+        ],
+        "weights": sorted((name, list(tensor.shape)) for name, tensor in _tensors_of(block).items()),
+        "source": source_digest(block),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+BLOCK_RECIPE = 1
+"""Raise when the way in which engines of blocks are exported or compiled changes."""
+
+
+def _tensors_of(block: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(block.named_parameters()), **dict(block.named_buffers())}
+
+
+def _say_width(block: torch.nn.Module) -> str:
+    """The channels of a block's first weight matrix, which tells its kinds apart for people."""
+    shapes = (tensor.shape for tensor in block.parameters() if tensor.ndim > 1)
+    shape = next(shapes, None)
+    return "" if shape is None else f" {shape[1]}"
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A layer's settings as JSON has them."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, where) for each in value]
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each, where) for name, each in sorted(value.items(), key=lambda pair: str(pair[0]))}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return None  # says how weights are stored
+    if isinstance(value, (type, FunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise UnsupportedModel(f"the setting of a layer ({where}) is a {type(value).__name__}")

@@ -1,0 +1,311 @@
+"""The calls of a network whose blocks are on engines, in one sampling run.
+
+The network's own forward runs as ever. A block's call goes to its engine where there is one and nothing reaches into
+the block in that call; the block computes itself otherwise. An engine's first calls are compared with what the block
+itself gives, which is what the picture is made of until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ....compile_backend.blocks.call_form import taken_apart, tensor_names
+from ....core.dtypes import precision_of
+from ....core.errors import UnsupportedModel
+from ....core.spec import Precision
+from ....core.streams import wait_for
+from ....runtime.blocks.block_engines import BlockOffer
+from ....runtime.checking.step_times import id_of_blocks
+from ....runtime.checking.verify import ROUNDING
+from ....runtime.module import ByBlocks
+from ....runtime.provider import EngineProvider, HostHooks
+from ....runtime.settings.model_settings import BuildPolicy, Settings
+from ...model_patches import why_not_in_this_mode
+from .block_architecture import ComfyBlock, Owner
+from .block_patches import why_patched
+from .led_network import LedBlock, led_network, weights_of
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_TF32 = 5e-3
+"""Relative error that TF32's rounding explains, where fp32 is multiplied so."""
+
+_TRIALS = 8
+"""Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
+
+
+@dataclass
+class BlockShare:
+    """What became of the blocks' calls in one call of the network.
+
+    Attributes:
+        engine: calls that engines computed.
+        waiting: calls whose engine is on its way, or is being compared.
+        eager: calls by the reason for which the block computed itself.
+    """
+
+    engine: int = 0
+    waiting: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        total = self.engine + self.waiting + self.eager.total()
+        return f"{self.engine} of {total} calls of blocks on engines"
+
+
+@dataclass
+class _Trial:
+    """An engine's result beside that of the block itself.
+
+    Attributes:
+        error: the relative error, not read yet: NaN where any value is not finite.
+        is_finite: whether the block's own values are, not read yet.
+    """
+
+    offer: BlockOffer
+    error: torch.Tensor
+    is_finite: torch.Tensor
+
+
+class BlockCalls:
+    """The calls of one network's blocks.
+
+    Args:
+        owner: the network's architecture.
+
+    Attributes:
+        share: of the last call of the network.
+    """
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        owner: Owner,
+        device: torch.device,
+        provider: EngineProvider,
+        settings: Settings,
+        hooks: HostHooks,
+    ) -> None:
+        self._network, self._owner, self._device = network, owner, device
+        self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
+        self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
+        self._places = {device, torch.device(device.type)} if device.type == "cpu" else {device}
+        """Where tensors lie that are on the device: the CPU goes by two names."""
+        self._asked: dict[int, BlockOffer] = {}
+        """Offers that this run asked for."""
+        self._wished: dict[int, BlockOffer] = {}
+        self._trials: dict[int, _Trial] = {}
+        self._tried: Counter[int] = Counter()
+        self._resting = 0
+        """How many blocks around the one that is called compute themselves only until their engines are ready."""
+        self._said: set[str] = set()
+        self.share = BlockShare()
+
+    def __call__(self, compute: Callable[[], _Result]) -> _Result:
+        """What `compute` gives, which calls the network."""
+        self.share = BlockShare()
+        if self._why_not() is not None:
+            return compute()
+        try:
+            led = led_network(self._network, self._owner)
+        except UnsupportedModel as error:
+            log.debug("Slipstream: no blocks are led: %s", error)
+            return compute()
+        with led.leading(self._network, self._lead) as changed:
+            result = compute()
+        self.share.eager.update(changed.values())
+        self._say_reasons()
+        self._settle()
+        if self._settings.policy is BuildPolicy.FIRST_USE:
+            self._wait()
+        return result
+
+    def answer(self) -> ByBlocks | None:
+        """What engines had to do with the last call; None where nothing."""
+        if not self.share.engine:
+            return None
+        return ByBlocks(str(self.share), None if self.share.waiting else self._id)
+
+    def _say_reasons(self) -> None:
+        """Log each reason for which a block computes itself, once a run."""
+        for reason in self.share.eager.keys() - self._said:
+            self._said.add(reason)
+            log.info("Slipstream: blocks run as they are where %s", reason)
+
+    def _why_not(self) -> str | None:
+        if torch.compiler.is_compiling():
+            return "another node compiles the model"
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"  # in which no result can be read, and no weights may move
+        if self._times is not None and (reason := self._times.why_not_blocks(self._id)):
+            return reason
+        return why_not_in_this_mode(self._device) or self._engines.why_unavailable(self._device)
+
+    def _lead(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute one call of a block."""
+        if self._resting:
+            return block.plain(*args, **kwargs)
+        try:
+            arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
+            form, tensors = taken_apart(arguments)
+        except TypeError as error:
+            return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
+        if options and (reason := why_patched(options, block.reads)):
+            return self._plain(block, args, kwargs, reason)
+        inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        offer = block.offers.get((form, inputs, self._device, self._settings.effort))
+        if offer is None or not (offer.is_final or offer.is_coming or id(offer) in self._asked):
+            offer = self._ask(block, form, tensors, inputs)
+        engine = offer.engine
+        if engine is None:
+            if offer.is_coming:
+                self._wished[id(offer)] = offer
+                return self._rest(block, args, kwargs)
+            return self._plain(block, args, kwargs, offer.reason)
+        if self._engines.is_refused(offer):
+            offer.refuse("its engine was found wrong")
+            return self._plain(block, args, kwargs, offer.reason)
+        if not offer.is_trusted and id(offer) in self._trials:
+            return self._rest(block, args, kwargs)
+        if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
+            return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
+        found = self._computed(block, offer, tensors)
+        if isinstance(found, str):
+            return self._plain(block, args, kwargs, found)
+        if offer.is_trusted:
+            self.share.engine += 1
+            return found
+        wanted = self._rest(block, args, kwargs)
+        self._trials[id(offer)] = _compared(offer, found, wanted)
+        return wanted
+
+    def _plain(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        """The block itself, whose parts may be on engines."""
+        self.share.eager[reason] += 1
+        return block.plain(*args, **kwargs)
+
+    def _rest(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block itself until its engine is ready; none is asked for its parts."""
+        self.share.waiting += 1
+        self._resting += 1
+        try:
+            return block.plain(*args, **kwargs)
+        finally:
+            self._resting -= 1
+
+    def _ask(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any) -> BlockOffer:
+        """Have an engine looked for, and built where the settings say so."""
+        example = {name: tuple(tensor.shape) for name, tensor in zip(tensor_names(form), tensors, strict=True)}
+        open_axes = {name: _open_axes(block, name, shape) for name, shape in example.items()}
+        architecture = ComfyBlock(self._owner, block.path, form, example, open_axes)
+        dtypes = tuple(tensor.dtype for tensor in tensors)
+        try:
+            precision = _precision_of(tensors)
+        except UnsupportedModel as error:
+            offer = BlockOffer(architecture, inputs, Precision.FP32)
+            offer.refuse(str(error))
+        else:
+            may_build = self._settings.policy is not BuildPolicy.MANUAL
+            optimize = self._settings.effort
+            offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, may_build)
+        block.offers[form, inputs, self._device, self._settings.effort] = offer
+        self._asked[id(offer)] = offer
+        return offer
+
+    def _computed(self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor]) -> Any:
+        """What an engine gives; or why the block has to compute itself, in words."""
+        assert offer.engine is not None
+        try:
+            with ExitStack() as until, torch.no_grad():
+                weights = weights_of(block, offer).of(block.module, self._device, until)
+                if offer.is_trusted or self._tried[id(offer)]:
+                    return offer.engine(tensors, weights)
+                with self._engines.first_use(offer):
+                    found = offer.engine(tensors, weights)
+                    wait_for(self._device)
+                    return found
+        except self._hooks.interruptions:
+            raise
+        except UnsupportedModel as error:
+            return str(error)
+        except torch.OutOfMemoryError:
+            return "memory does not suffice for its engine"
+        except Exception as error:  # whatever compiled code, or ComfyUI's cast, raises: the picture goes on
+            reason = f"its engine failed ({type(error).__name__}: {error})"
+            self._engines.refuse(offer, reason)
+            return reason
+
+    def _settle(self) -> None:
+        """Read what this call's trials gave: one wait for all of them."""
+        trials, self._trials = [*self._trials.values()], {}
+        if not trials:
+            return
+        read = torch.stack([torch.stack([trial.error, trial.is_finite]) for trial in trials]).tolist()
+        for trial, (error, is_finite) in zip(trials, read, strict=True):
+            offer, limit = trial.offer, self._limit(trial.offer)
+            self._tried[id(offer)] += 1
+            if error <= limit:
+                offer.is_trusted = True
+                log.debug("Slipstream: checked an engine of blocks, relative error %.1e: %s", error, offer.digest[:12])
+            elif is_finite:
+                name = offer.architecture.fingerprint.architecture_name
+                what = f"differs from the block by {error:.1e} (allowed: {limit:.0e})"
+                self._engines.refuse(offer, f"the engine for {name} {what}")
+            elif self._tried[id(offer)] >= _TRIALS:
+                offer.refuse("the block computes NaN or Inf, so that its engine cannot be compared with it")
+
+    def _limit(self, offer: BlockOffer) -> float:
+        """The relative error with which an engine may serve."""
+        precision = offer.precision
+        convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
+        if precision is Precision.FP32 and self._device.type == "cuda":
+            return _TF32 if convolutions.allow_tf32 or products.allow_tf32 else ROUNDING[precision]
+        return ROUNDING[precision]
+
+    def _wait(self) -> None:
+        """Wait for the engines that this run's calls lacked."""
+        wished, self._wished = [*self._wished.values()], {}
+        try:
+            self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
+        except BaseException:
+            self._engines.queue.cancel_all("the run that waited for it was interrupted")
+            raise
+
+
+def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an argument's tensor; an axis of one is none: most code takes it for one that is repeated."""
+    axes = block.kind.open_axes.get(name.partition(".")[0], ())
+    return tuple(axis for axis in axes if axis < len(shape) and shape[axis] > 1)
+
+
+def _precision_of(tensors: Sequence[torch.Tensor]) -> Precision:
+    """That a block computes in: the shortest of its inputs', since tables of positions come in fp32.
+
+    Raises:
+        UnsupportedModel: engines do not compute in it.
+    """
+    found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+    return precision_of(min(found, key=lambda dtype: dtype.itemsize, default=torch.int64))
+
+
+def _compared(offer: BlockOffer, found: Any, wanted: Any) -> _Trial:
+    """Hold an engine's result against the block's, without waiting for either."""
+    pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else [*zip(found, wanted, strict=True)]
+    results = [(one, other) for one, other in pairs if other is not None]
+    difference = size = torch.zeros((), dtype=torch.float32, device=results[0][1].device)
+    for one, other in results:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            difference = difference + torch.inf
+        else:
+            difference = difference + (one.float() - other.float()).square().sum()
+        size = size + other.float().square().sum()
+    return _Trial(offer, (difference / size.clamp_min(1e-30)).sqrt(), size.isfinite().float())

@@ -1,0 +1,145 @@
+"""ComfyUI's classes of blocks that engines can stand for: one row of `BLOCK_CLASSES` each.
+
+A block inside of another one is computed by the other's engine; it has its turn where the other one runs as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+_OPTIONS = "transformer_options"
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """
+    Attributes:
+        module, name: where the class is.
+        open_axes: axes of its inputs that have another size in other pictures, prompts or batches, by the argument
+            that they are in; what depends on them, such as tables of positions, included.
+        names: of its arguments that are given by place, for a class whose signature does not tell.
+        attention: the module whose name `optimized_attention` stands for the attention of a class that does not hand
+            `transformer_options` on; None for the others.
+    """
+
+    module: str
+    name: str
+    open_axes: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...] = ()
+    attention: str | None = None
+
+    def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The arguments of a call by name, without those that have their defaults; and its `transformer_options`.
+
+        Args:
+            method: the class's `forward`.
+
+        Raises:
+            TypeError: it takes no such arguments.
+        """
+        names, defaults = _parameters_of(method)
+        names = self.names or names
+        if len(args) > len(names):
+            raise TypeError("more arguments than the block takes")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        options = given.pop(_OPTIONS, None)
+        return {
+            name: value for name, value in given.items() if name not in defaults or value is not defaults[name]
+        }, options
+
+    @property
+    def takes_options(self) -> bool:
+        """Whether its calls are given `transformer_options`, by which other nodes reach into it."""
+        return bool(self.names) or _OPTIONS in _parameters_of(self.load().forward)[0]
+
+    def load(self) -> type[torch.nn.Module]:
+        """The class itself."""
+        found: type[torch.nn.Module] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+    @cached_property
+    def place(self) -> tuple[str, str]:
+        """Module and name."""
+        return self.module, self.name
+
+
+_known_parameters: dict[Any, tuple[tuple[str, ...], dict[str, Any]]] = {}
+
+
+def _parameters_of(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Names of a method's arguments, `self` left out, and their defaults."""
+    if (known := _known_parameters.get(method)) is None:
+        parameters = [*inspect.signature(method).parameters.values()][1:]
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = tuple(each.name for each in parameters if each.kind in kinds)
+        defaults = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+        known = _known_parameters[method] = names, defaults
+    return known
+
+
+_UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
+_ATTENTION = "comfy.ldm.modules.attention"
+_FLUX = "comfy.ldm.flux.layers"
+
+BLOCK_CLASSES = (
+    # UNets of SD1.x, SD2, SDXL, and their ControlNets
+    BlockClass(_ATTENTION, "BasicTransformerBlock", {"x": (0, 1), "context": (0, 1)}),
+    BlockClass(_ATTENTION, "FeedForward", {"x": (0, 1)}),
+    BlockClass(_UNET, "ResBlock", {"x": (0, 2, 3), "emb": (0,)}),
+    # Flux.1, Flux.2
+    BlockClass(_FLUX, "DoubleStreamBlock", {"img": (0, 1), "txt": (0, 1), "vec": (0,), "pe": (0, 2)}),
+    BlockClass(_FLUX, "SingleStreamBlock", {"x": (0, 1), "vec": (0,), "pe": (0, 2)}),
+    # SD3, SD3.5
+    BlockClass(
+        "comfy.ldm.modules.diffusionmodules.mmdit",
+        "JointBlock",
+        {"context": (0, 1), "x": (0, 1), "c": (0,)},
+        names=("context", "x"),
+    ),
+    # Wan 2.1, Wan 2.2
+    BlockClass(
+        "comfy.ldm.wan.model",
+        "WanAttentionBlock",
+        {"x": (0, 1), "e": (0,), "freqs": (0, 1), "context": (0, 1)},
+    ),
+    # Qwen-Image
+    BlockClass(
+        "comfy.ldm.qwen_image.model",
+        "QwenImageTransformerBlock",
+        {
+            "hidden_states": (0, 1),
+            "encoder_hidden_states": (0, 1),
+            "encoder_hidden_states_mask": (0, 1),
+            "temb": (0,),
+            "image_rotary_emb": (0, 1, 2),
+        },
+    ),
+    # Lumina 2, Z-Image
+    BlockClass(
+        "comfy.ldm.lumina.model",
+        "JointTransformerBlock",
+        {"x": (0, 1), "x_mask": (0, 1), "freqs_cis": (0, 1, 2), "adaln_input": (0,)},
+    ),
+    # PixArt
+    BlockClass(
+        "comfy.ldm.pixart.pixartms",
+        "PixArtMSBlock",
+        {"x": (0, 1), "y": (0, 1), "t": (0,)},
+        attention="comfy.ldm.pixart.blocks",
+    ),
+)
+
+_BY_PLACE = {row.place: row for row in BLOCK_CLASSES}
+
+
+def block_class_of(module: object) -> BlockClass | None:
+    """The row of a module; None where it is of another class, a subclass included."""
+    kind = type(module)
+    return _BY_PLACE.get((kind.__module__, kind.__qualname__))

@@ -1,0 +1,158 @@
+"""The blocks of a live network, and how their calls are led elsewhere for the length of one call of the network.
+
+The blocks stay where they are. A block's call is led by an attribute `forward` of the instance, which torch calls in
+place of the class's, hooks around it included; it is there only while the network is called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ....runtime.blocks.block_engines import BlockOffer
+from ...architecture import Remembered
+from ...live_model.account import live_model, names_read
+from ...live_model.layer_walk import layers_of
+from .block_architecture import Owner, block_digest
+from .block_classes import BlockClass, block_class_of
+from .block_weights import BlockWeights
+
+_FORWARD = "forward"
+
+Lead = Callable[["LedBlock", tuple[Any, ...], dict[str, Any]], Any]
+"""Given a block and the arguments of its call, what computes in its place."""
+
+Offers = dict[Any, BlockOffer]
+
+
+class LedBlock:
+    """One block of a live network.
+
+    Attributes:
+        path: in the network.
+        kind: its class's row.
+        reads: all names that its code knows.
+        offers: by form and shapes of calls; shared with all blocks of its kind.
+        weights: where they lie, by engines' wants; shared likewise.
+    """
+
+    def __init__(self, path: str, module: torch.nn.Module, kind: BlockClass, facts: tuple[Any, ...]) -> None:
+        self.path, self.module, self.kind = path, module, kind
+        self.reads, self.offers, self.weights = facts
+        self._class_forward: Any = type(module).forward
+        self.lead: Lead | None = None
+        self._thread = 0
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The block itself, without the hooks on it, which run around this."""
+        return self._class_forward(self.module, *args, **kwargs)
+
+    def begin(self, lead: Lead) -> None:
+        """From now on its calls go to `lead`, if they come from this thread."""
+        self.lead, self._thread = lead, threading.get_ident()
+        self.module.__dict__[_FORWARD] = self._forward
+
+    def end(self) -> None:
+        self.module.__dict__.pop(_FORWARD, None)
+        self.lead = None
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.lead is None or self._thread != threading.get_ident():
+            return self.plain(*args, **kwargs)
+        return self.lead(self, args, kwargs)
+
+
+class LedNetwork:
+    """The blocks of one live network. See `led_network`.
+
+    Args:
+        owner: the network's architecture.
+    """
+
+    def __init__(self, network: torch.nn.Module, owner: Owner) -> None:
+        self.owner = owner
+        self._lock = threading.Lock()
+        self.blocks = [*_blocks_of(network, owner)]
+
+    def is_of(self, network: torch.nn.Module) -> bool:
+        """Whether the network still has these blocks."""
+        layers = layers_of(network)
+        return all(layers.get(block.path) is block.module for block in self.blocks)
+
+    @contextmanager
+    def leading(self, network: torch.nn.Module, lead: Lead) -> Iterator[dict[str, str]]:
+        """Meanwhile calls of the blocks in this thread go to `lead`; gives why some of them do not, by path.
+
+        Where another thread leads them already, none is led.
+        """
+        if not self._lock.acquire(blocking=False):
+            yield {}
+            return
+        led: list[LedBlock] = []
+        try:
+            changed = self._changed(network)
+            for block in self.blocks:
+                if block.path not in changed and _FORWARD not in block.module.__dict__:
+                    led.append(block)
+                    block.begin(lead)
+            yield changed
+        finally:
+            for block in led:
+                block.end()
+            self._lock.release()
+
+    def _changed(self, network: torch.nn.Module) -> dict[str, str]:
+        """What others changed in blocks, in words, by the blocks' paths."""
+        account = live_model(network, self.owner)  # type: ignore[arg-type]
+        if account.why_changed() is None:
+            return {}
+        reasons = ((block.path, account.why_changed(block.path)) for block in self.blocks)
+        return {path: reason for path, reason in reasons if reason is not None}
+
+
+class _Last:
+    """The blocks that a network had when it was asked last."""
+
+    led: LedNetwork | None = None
+
+
+_known: Remembered[_Last] = Remembered()
+
+
+def led_network(network: torch.nn.Module, owner: Owner) -> LedNetwork:
+    """The blocks of a live network, the same ones as long as it has these."""
+    last = _known.get(network, owner.fingerprint.architecture, _Last)
+    if last.led is None or not last.led.is_of(network):
+        last.led = LedNetwork(network, owner)
+    return last.led
+
+
+def _blocks_of(network: torch.nn.Module, owner: Owner) -> Iterator[LedBlock]:
+    facts: dict[str, tuple[Any, ...]] = {}
+    fresh = layers_of(owner.fresh)
+    for path, module in layers_of(network).items():
+        kind = block_class_of(module)
+        if kind is None or path == "" or type(fresh.get(path)) is not type(module):
+            continue
+        digest = block_digest(fresh[path])
+        if digest not in facts:
+            facts[digest] = _names_known(module), {}, {}
+        yield LedBlock(path, module, kind, facts[digest])
+
+
+def _names_known(block: torch.nn.Module) -> frozenset[str]:
+    kinds: set[Any] = {type(layer) for layer in layers_of(block).values()}
+    ours = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    return frozenset().union(*map(names_read, ours))
+
+
+def weights_of(block: LedBlock, offer: BlockOffer) -> BlockWeights:
+    """Where the weights that an offer's engine takes lie in a block."""
+    assert offer.engine is not None
+    if (known := block.weights.get(offer.engine)) is None:
+        known = block.weights[offer.engine] = BlockWeights(offer.engine.weights)
+    return known

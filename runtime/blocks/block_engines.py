@@ -1,0 +1,289 @@
+"""Looks engines of blocks up, has them built several at once, and loads them, while the model runs on as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from ...compile_backend.blocks.backend import BlockBackend
+from ...compile_backend.blocks.engine import BlockEngine, Inputs
+from ...compile_backend.blocks.program import BlockArchitecture
+from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
+from ...core.progress import Progress, ProgressCallback
+from ...core.protocols import Artifact
+from ...core.spec import Optimize, Precision
+from ...engine_cache import EngineStore, Entry
+from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
+from ..loaded.canary import LOAD, USE, Canary
+from .block_plans import BlockPlan, block_plans
+
+log = logging.getLogger(__name__)
+
+_MOST_KINDS = 64
+"""Engines that are asked for by one kind of block in a process; one whose calls differ more is left alone."""
+
+_WORKER_BYTES = 2 << 30
+"""Memory of a build process."""
+
+_WORKER_DEVICE_BYTES = 1 << 30
+"""Device memory of a build process: its CUDA context and the tensors on which kernels are tried."""
+
+_WITHOUT_MEASURE = 4
+"""Builds at once where the system does not say how much memory is free."""
+
+_POLL_SECONDS = 0.1
+
+
+_BY_HAND = "its engine is not built yet, and engines are built by hand alone"
+
+_NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
+"""Errors of builds that say nothing about what was built."""
+
+
+@dataclass
+class BlockOffer:
+    """What may compute the calls of one kind of block in one form and one set of shapes.
+
+    Attributes:
+        inputs: shape and dtype of each.
+        precision: that the block computes in.
+        engine: None where there is none yet, or none may be used.
+        reason: why there is none, for people.
+        is_coming: whether it is being looked up, built or loaded.
+        is_trusted: whether it gave what the block itself gave, in this process.
+        is_final: whether there will be none in this process; if not, a later run may ask again.
+        digest: of the engine; empty where there is none.
+    """
+
+    architecture: BlockArchitecture
+    inputs: Inputs
+    precision: Precision
+    engine: BlockEngine | None = None
+    reason: str = "its engine is being looked up"
+    is_coming: bool = True
+    is_trusted: bool = False
+    is_final: bool = True
+    digest: str = ""
+
+    def refuse(self, reason: str, is_final: bool = True) -> None:
+        """Use no engine, in this process or until a later run asks again."""
+        self.engine, self.reason, self.is_final, self.is_coming = None, reason, is_final, False
+
+
+@dataclass
+class _Wish:
+    """What an offer waits for."""
+
+    offer: BlockOffer
+    plans: list[BlockPlan]
+    may_build: bool
+    ticket: Ticket | None = None
+
+
+@dataclass
+class BlockEngines:
+    """One per process and store.
+
+    Args:
+        build: makes one engine.
+
+    Attributes:
+        queue: of builds, several of which run at once.
+    """
+
+    store: EngineStore
+    canary: Canary
+    build: BuildFunction
+    backend: BlockBackend = field(default_factory=BlockBackend)
+
+    def __post_init__(self) -> None:
+        self.queue = BuildQueue(self.build, at_once=lambda: builds_at_once())
+        self.queue.listen(self._on_ticket)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
+        self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
+        self._refused: dict[str, str] = {}
+        self._waiting: dict[str, list[_Wish]] = {}
+        self._asked: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        """What this machine lacks to run engines of blocks; None when nothing does."""
+        return self.backend.why_unavailable(device)
+
+    def offer(
+        self,
+        architecture: BlockArchitecture,
+        dtypes: tuple[torch.dtype, ...],
+        precision: Precision,
+        device: torch.device,
+        optimize: Optimize,
+        may_build: bool,
+    ) -> BlockOffer:
+        """What may compute calls of this shape: filled in as soon as its engine is found, or built, and loaded.
+
+        Args:
+            architecture: with the call's shapes as its example.
+        """
+        inputs = tuple(
+            (torch.Size(shape), dtype) for shape, dtype in zip(architecture.example.values(), dtypes, strict=True)
+        )
+        offer = BlockOffer(architecture, inputs, precision)
+        self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, may_build)
+        return offer
+
+    def _begin(
+        self,
+        offer: BlockOffer,
+        dtypes: tuple[torch.dtype, ...],
+        precision: Precision,
+        device: torch.device,
+        optimize: Optimize,
+        may_build: bool,
+    ) -> None:
+        try:
+            kind = offer.architecture.fingerprint.architecture
+            with self._lock:
+                self._asked[kind] = self._asked.get(kind, 0) + 1
+            if self._asked[kind] > _MOST_KINDS:
+                return offer.refuse("its calls differ too much from one another")
+            plans = block_plans(offer.architecture, dtypes, precision, device, optimize, self.backend)
+            self._bring(_Wish(offer, plans, may_build))
+        except Exception as error:  # whatever it is: the block runs as it is
+            log.debug("Slipstream: a block runs without an engine", exc_info=True)
+            offer.refuse(str(error) or type(error).__name__)
+
+    def _bring(self, wish: _Wish) -> None:
+        """Load an engine for an offer, or have one built; that for all sizes before that for one."""
+        reason = ""
+        for plan in wish.plans:
+            digest = plan.key.digest
+            if reason := self._refused.get(digest, ""):
+                continue
+            if (entry := self.store.lookup(digest)) is not None:
+                engine = self._loaded(plan, entry)
+                if engine is not None and engine.accepts(wish.offer.inputs):
+                    offer = wish.offer
+                    offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
+                    return
+                reason = self._refused.get(digest, "")
+                continue
+            if not wish.may_build:
+                return wish.offer.refuse(
+                    "its engine is not built yet, and builds are asked for by hand", is_final=False
+                )
+            if reason := self.backend.why_cannot_build(plan.device) or "":
+                continue
+            ticket = self.queue.submit(plan, urgent=True)
+            if ticket.error is None:
+                return self._wait_for(ticket, wish)
+            reason = str(ticket.error)
+        wish.offer.refuse(reason or "no engine takes calls of this shape")
+
+    def _wait_for(self, ticket: Ticket, wish: _Wish) -> None:
+        wish.ticket, wish.offer.reason = ticket, "its engine is being built"
+        with self._lock:
+            self._waiting.setdefault(ticket.plan.key.digest, []).append(wish)
+        if ticket.state in ENDED:  # it ended before anybody listened
+            self._on_ticket(ticket)
+
+    def _on_ticket(self, ticket: Ticket) -> None:
+        if ticket.state not in ENDED:
+            return
+        with self._lock:
+            wishes = self._waiting.pop(ticket.plan.key.digest, [])
+        for wish in wishes:
+            self._loader.submit(self._built, ticket, wish)
+
+    def _built(self, ticket: Ticket, wish: _Wish) -> None:
+        try:
+            if ticket.state is TicketState.DONE:
+                return self._bring(wish)
+            reason = str(ticket.error or "its build ended without an engine")
+            rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
+            is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
+            if not rest or is_no_fault:
+                return wish.offer.refuse(reason, is_final=not is_no_fault)
+            self._bring(replace(wish, plans=rest))  # what cannot be built for all sizes may be built for one
+        except Exception as error:  # as above
+            log.debug("Slipstream: a block runs without an engine", exc_info=True)
+            wish.offer.refuse(str(error) or type(error).__name__)
+
+    def _loaded(self, plan: BlockPlan, entry: Entry) -> BlockEngine | None:
+        """The engine of an entry; None where it cannot be used, and the reason is noted."""
+        place = entry.digest, plan.device
+        if place not in self._engines:
+            if (death := self.canary.death_of(entry.digest)) is not None:
+                self._refused[entry.digest] = f"its engine is not used: {death}"
+                return None
+            try:
+                entry.verify_files()
+                with self.canary.watching(entry.digest, LOAD, False):
+                    artifact = Artifact(entry.directory, tuple(entry.manifest.files))
+                    self._engines[place] = self.backend.load_block(artifact, plan.device)
+            except SlipstreamError as error:
+                self._refused[entry.digest] = str(error)
+                return None
+            self.store.touch(entry)
+        return self._engines[place]
+
+    def first_use(self, offer: BlockOffer) -> AbstractContextManager[None]:
+        """Around the first call of an engine in this process: should that end the process, no other one tries."""
+        return self.canary.watching(offer.digest, USE, False)
+
+    def refuse(self, offer: BlockOffer, reason: str) -> None:
+        """An engine was found wrong, or failed: no call of this process goes to it again."""
+        log.warning("Slipstream: an engine of blocks is not used: %s", reason)
+        self._refused[offer.digest] = reason
+        offer.refuse(reason)
+
+    def is_refused(self, offer: BlockOffer) -> bool:
+        """Whether the engine of an offer was refused for other calls."""
+        return offer.digest in self._refused
+
+    @property
+    def is_building(self) -> bool:
+        return bool(self.queue.pending())
+
+    def wait_for(
+        self, offers: Iterable[BlockOffer], progress: ProgressCallback, check_interrupted: Callable[[], None]
+    ) -> None:
+        """Wait until no offer is coming any more.
+
+        Raises:
+            whatever `check_interrupted` raises; what is being built goes on being built.
+        """
+        wanted = [offer for offer in offers if offer.is_coming]
+        while left := [offer for offer in wanted if offer.is_coming]:
+            check_interrupted()
+            done = len(wanted) - len(left)
+            message = f"building engines of blocks, {done} of {len(wanted)} done"
+            progress(Progress("compile", done / len(wanted), message))
+            time.sleep(_POLL_SECONDS)
+
+
+def builds_at_once() -> int:
+    """How many builds this machine has cores and memory for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limits = [cores, *_by_memory()]
+    return max(1, min(limits))
+
+
+def _by_memory() -> Iterable[int]:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        yield (kilobytes << 10) // _WORKER_BYTES
+    except (OSError, StopIteration, ValueError):  # no Linux
+        yield _WITHOUT_MEASURE
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        free, _ = torch.cuda.mem_get_info()
+        yield free // _WORKER_DEVICE_BYTES

@@ -1,0 +1,309 @@
+"""Blocks of a model on engines of their own: pictures stay the same, and what other nodes reach into runs as it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import comfy.model_management
+import pytest
+import torch
+
+from slipstream.core.spec import Optimize
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
+
+BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
+STEPS = 5
+"""Of which the first asks for engines where there are none, and the next one compares them."""
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
+    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
+        yield made
+
+
+def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
+    module = AcceleratedModule(provider, BY_BLOCKS)
+    return accelerate_model(patcher, module), module
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def forwards(model: Any) -> list[str]:
+    """Layers that have a `forward` of their own."""
+    return [name for name, layer in model.model.diffusion_model.named_modules() if "forward" in vars(layer)]
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl", "sd2"])
+def test_a_unet_by_blocks_makes_the_same_picture(family: str, provider: EngineProvider) -> None:
+    model = tiny.model(family)
+    fast, module = accelerated(provider, model)
+    found, wanted = tiny.sample(fast, family, steps=STEPS), tiny.sample(model, family, steps=STEPS)
+    assert distance(found, wanted) < 1e-5
+    assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+    assert module.status.block_calls + module.status.eager_calls == STEPS
+    assert not forwards(model)
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan", "qwen", "pixart", "lumina"])
+def test_a_transformer_by_blocks_makes_the_same_picture(family: str, provider: EngineProvider) -> None:
+    model = tiny.transformer(family)
+    fast, module = accelerated(provider, model)
+    options = {"steps": STEPS, "cfg": 2.0}
+    found, wanted = tiny.sample(fast, family, **options), tiny.sample(model, family, **options)
+    assert distance(found, wanted) < 1e-5
+    assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+
+
+def test_other_sizes_prompts_and_batches_need_no_other_build(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    tiny.sample(fast, steps=2)
+    known = provider.store.digests()
+    cases: list[dict[str, Any]] = [
+        {"size": 96},
+        {"positive": tiny.conditioning(tokens=154), "negative": tiny.conditioning(seed=2, tokens=154)},
+        {"batch": 3},
+    ]
+    for case in cases:
+        before = module.status.block_calls
+        assert distance(tiny.sample(fast, steps=STEPS, **case), tiny.sample(model, steps=STEPS, **case)) < 1e-5
+        assert module.status.block_calls > before, case
+    assert set(provider.store.digests()) == set(known)
+
+
+def patched(patcher: Any, how: str) -> Any:
+    """A clone that another node changed."""
+    clone = patcher.clone()
+    if how == "attention input":
+        clone.set_model_attn1_patch(lambda q, k, v, options: (0.5 * q, k, v))
+    elif how == "attention output":
+        clone.set_model_attn2_output_patch(lambda n, options: 0.5 * n)
+    elif how == "one attention":  # as PAG does it
+        clone.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0)
+    elif how == "every attention over the text":  # as IP-Adapter does it
+        for block in (1, 2, 4, 5, 7, 8):
+            clone.set_model_attn2_replace(lambda q, k, v, options: q, "input", block)
+            clone.set_model_attn2_replace(lambda q, k, v, options: q, "output", block)
+        clone.set_model_attn2_replace(lambda q, k, v, options: q, "middle", 0)
+    elif how == "skips":  # as FreeU does it
+        clone.set_model_output_block_patch(lambda h, skip, options: (1.1 * h, 0.9 * skip))
+    elif how == "attention function":
+        from comfy.ldm.modules.attention import attention_basic
+
+        def basic(function: Any, *args: Any, **kwargs: Any) -> Any:
+            return 0.9 * attention_basic(*args, **kwargs)
+
+        clone.model_options["transformer_options"]["optimized_attention_override"] = basic
+    return clone
+
+
+PATCHES = {
+    "attention input": 0.5, "attention output": 0.5, "one attention": 0.9, "every attention over the text": 0.5,
+    "skips": 1.0, "attention function": 0.5,
+}  # fmt: skip
+"""What another node does, and the least share of the calls of blocks that engines still compute."""
+
+
+@pytest.mark.parametrize(("how", "least"), PATCHES.items(), ids=list(PATCHES))
+def test_only_what_is_patched_runs_as_it_is(how: str, least: float, provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    found = tiny.sample(patched(fast, how), steps=STEPS)
+    wanted = tiny.sample(patched(model, how), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert module.status.block_calls >= STEPS - 2
+    on_engines, total = share_of(module)
+    assert total * least <= on_engines and (on_engines == total) == (least == 1.0), module.status.to_json()["now"]
+
+
+def share_of(module: AcceleratedModule) -> tuple[int, int]:
+    """Calls of blocks that engines computed in the last call of the model, and all of them."""
+    words = module.status.standing.blocks.split()
+    return int(words[0]), int(words[2])
+
+
+def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    name = next(name for name, _ in model.model.diffusion_model.named_modules() if name.endswith("attn1.to_q"))
+    layer = model.model.diffusion_model.get_submodule(name)
+    handle = layer.register_forward_hook(lambda layer, args, out: 0.5 * out)
+    found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    handle.remove()
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    on_engines, total = share_of(module)
+    assert 0 < on_engines == total - 1  # its feed forward, which is not hooked, is on its engine
+
+
+def test_hooks_on_a_block_run_around_its_engine(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    network = model.model.diffusion_model
+    block = next(layer for layer in network.modules() if type(layer).__name__ == "ResBlock")
+    handle = block.register_forward_hook(lambda layer, args, out: 0.5 * out)
+    found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    handle.remove()
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    on_engines, total = share_of(module)
+    assert on_engines == total
+
+
+def test_a_lora_reaches_engines_and_leaves_them_again(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def with_lora(patcher: Any) -> Any:
+        clone = patcher.clone()
+        names = [name for name in clone.model_state_dict() if name.endswith(("to_q.weight", "emb_layers.1.weight"))]
+        state = clone.model_state_dict()
+        changes = {name: (torch.full_like(state[name], 0.05),) for name in names}
+        assert len(clone.add_patches(changes, 1.0)) == len(names)
+        return clone
+
+    for change in (lambda patcher: patcher, with_lora, lambda patcher: patcher):
+        found, wanted = tiny.sample(change(fast), steps=STEPS), tiny.sample(change(model), steps=STEPS)
+        assert distance(found, wanted) < 1e-5
+    assert distance(tiny.sample(with_lora(model), steps=STEPS), tiny.sample(model, steps=STEPS)) > 1e-3
+    assert module.status.block_calls >= 3 * (STEPS - 2)
+
+
+def test_weights_that_are_cast_at_each_call_reach_engines(provider: EngineProvider) -> None:
+    """As with low VRAM, or weights that are stored in another dtype."""
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def halve(weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+    for name, layer in model.model.diffusion_model.named_modules():
+        if name.endswith("to_q"):
+            layer.weight_function = [halve]
+    found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    assert distance(found, wanted) < 1e-5
+    on_engines, total = share_of(module)
+    assert on_engines == total
+
+
+def test_an_engine_that_is_wrong_is_not_used(tmp_path: Any) -> None:
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.blocks.backend.factor = 1.01
+        model = tiny.model()
+        fast, module = accelerated(provider, model)
+        found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+        assert distance(found, wanted) < 1e-6
+        assert provider.blocks.backend.calls and not module.status.block_calls
+
+
+def test_an_engine_that_fails_leaves_its_blocks_to_the_model(tmp_path: Any) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        model = tiny.model()
+        fast, module = accelerated(provider, model)
+        tiny.sample(fast, steps=STEPS)
+        for engine in provider.blocks._engines.values():
+            engine._run = fail
+        found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+        assert distance(found, wanted) < 1e-6 and not forwards(model)
+
+
+def test_the_block_is_as_it_was_where_the_model_fails(provider: EngineProvider) -> None:
+    class Failed(Exception):
+        pass
+
+    def fail(h: Any, options: Any) -> Any:
+        raise Failed
+
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    fast.set_model_input_block_patch(fail)
+    with pytest.raises(Failed):
+        tiny.sample(fast, steps=2)
+    assert not forwards(model)
+
+
+def test_a_controlnet_by_blocks(provider: EngineProvider) -> None:
+    model, control = tiny.model(), tiny.controlnet()
+    fast, module = accelerated(provider, model)
+    of_control = AcceleratedModule(provider, BY_BLOCKS)
+
+    def sampled(patcher: Any, network: Any) -> torch.Tensor:
+        hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+        prompts = [tiny.conditioning(seed=seed, control=network.copy().set_cond_hint(hint, 1.0)) for seed in (1, 2)]
+        for prompt in prompts:
+            prompt[0][1]["control_apply_to_uncond"] = False
+        return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
+
+    found, wanted = sampled(fast, accelerate_controlnet(control, of_control)), sampled(model, control)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert module.status.block_calls >= STEPS - 2
+    assert of_control.status.block_calls >= STEPS - 2, of_control.status.to_json()
+
+
+def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic VRAM: pages are taken away in the midst of a picture, and other layers get the same memory."""
+    kind = staging.switch_on(monkeypatch)
+    model = tiny.model()
+    comfy.model_management.archive_model_dtypes(model.model)
+    patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        fast, module = accelerated(provider, patcher)
+        found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(patcher, steps=STEPS)
+        assert distance(found, wanted) < 1e-5
+        assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+
+        pages = patcher.model.dynamic_vbars[patcher.load_device]
+
+        def under_pressure(h: torch.Tensor, options: Any) -> torch.Tensor:
+            pages.take_away()
+            return h
+
+        fast.set_model_input_block_patch(under_pressure)
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert not any(pages.pins.values())
+
+
+def test_blocks_serve_until_the_whole_engine_is_there(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.backends = whole.backends
+        tiny.sample(accelerated(provider, model)[0], steps=STEPS)
+        levers = Levers(by_blocks=ByBlocks.ON)
+        module = AcceleratedModule(provider, Settings(policy=BuildPolicy.BACKGROUND, levers=levers))
+        fast, wanted = accelerate_model(model, module), tiny.sample(model, steps=STEPS)
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, 0), module.status.to_json()
+        deadline = time.monotonic() + 60
+        while provider.queue.pending() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, STEPS), module.status.to_json()
+
+
+def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> None:
+    model = tiny.model()
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        by_hand = AcceleratedModule(provider, replace(BY_BLOCKS, policy=BuildPolicy.MANUAL))
+        wanted = tiny.sample(accelerate_model(model, by_hand), steps=STEPS)
+        assert not provider.store.digests() and not by_hand.status.block_calls
+        fast, module = accelerated(provider, model)
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert module.status.block_calls == STEPS - 2
+        tiny.sample(accelerate_model(model, by_hand), steps=STEPS)
+        assert by_hand.status.block_calls == STEPS

@@ -1,0 +1,91 @@
+"""Packages of blocks as the compiler makes them, in build processes of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.spec import Optimize, Role
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.support.models import tiny
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
+    made = EngineProvider(EngineStore(tmp_path_factory.mktemp("blocks")))
+    yield made
+    made.end_builds("the tests are over", 5)
+
+
+def accelerated(
+    provider: EngineProvider, patcher: Any, policy: BuildPolicy = BuildPolicy.FIRST_USE
+) -> tuple[Any, AcceleratedModule]:
+    module = AcceleratedModule(provider, Settings(policy=policy, optimize=Optimize.BLOCKS))
+    return accelerate_model(patcher, module), module
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_two_packages_serve_a_transformer_at_all_sizes_and_lengths(provider: EngineProvider) -> None:
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+    sizes = {"size": tiny.size_of("flux"), "cfg": 2.0, "steps": STEPS}
+    others = (
+        {},
+        {"size": 2 * tiny.size_of("flux")},
+        {"positive": tiny.conditioning("flux", tokens=19), "negative": tiny.conditioning("flux", 2, tokens=19)},
+    )
+    for more in others:
+        before = module.status.block_calls
+        found = tiny.sample(fast, "flux", **{**sizes, **more})
+        assert 0 < distance(found, tiny.sample(model, "flux", **{**sizes, **more})) < 1e-5
+        assert module.status.block_calls >= before + STEPS - 2, module.status.to_json()
+    engines = provider.store.list()
+    assert [entry.manifest.role for entry in engines] == 2 * [Role.BLOCK.value]
+    assert all(entry.manifest.details["open_sizes"] for entry in engines)
+
+
+def test_another_process_finds_them(provider: EngineProvider) -> None:
+    again = EngineProvider(EngineStore(provider.store.root))
+    model = tiny.transformer("flux", seed=2)
+    fast, module = accelerated(again, model, BuildPolicy.MANUAL)
+    deadline = time.monotonic() + 60
+    while not module.status.block_calls and time.monotonic() < deadline:
+        found = tiny.sample(fast, "flux", cfg=2.0, steps=STEPS)
+    assert module.status.block_calls
+    assert distance(found, tiny.sample(model, "flux", cfg=2.0, steps=STEPS)) < 1e-5
+
+
+def test_a_build_that_is_killed_leaves_nothing_and_the_picture_goes_on(tmp_path: Any) -> None:
+    provider = EngineProvider(EngineStore(tmp_path))
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+    queue = provider.blocks.queue
+
+    def kill() -> None:
+        while not any(ticket.progress.phase in ("export", "compile") for ticket in queue.pending()):
+            time.sleep(0.05)
+        while queue.pending():
+            queue.cancel_all("the test ends it")
+            time.sleep(0.05)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = tiny.sample(fast, "flux", cfg=2.0, steps=STEPS)
+    killer.join(60)
+    assert not killer.is_alive()
+    assert torch.equal(found, tiny.sample(model, "flux", cfg=2.0, steps=STEPS))
+    assert not provider.store.list() and not module.status.block_calls

@@ -1,0 +1,61 @@
+"""Which blocks are of one kind, and so share an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.compile_backend.blocks.backend import BlockBackend
+from slipstream.compile_backend.blocks.call_form import taken_apart
+from slipstream.core.spec import Optimize, Precision
+from slipstream.hosts.comfy.blocks.block_architecture import ComfyBlock
+from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
+from slipstream.runtime.blocks.block_plans import block_plans
+from slipstream.tests.comfyui.support.models import tiny
+
+CPU = torch.device("cpu")
+BLOCK = "middle_block.1.transformer_blocks.0"
+
+
+def keys(
+    patcher: Any, path: str = BLOCK, tokens: int = 16, text: int = 77, batch: int = 2, changes: Any = None, **more: Any
+) -> list[str]:
+    """Digests of the engines that a block's call wants: that for all sizes, and that for its own."""
+    owner = ComfyDiffusionModel.of(patcher.model)
+    width = owner.fresh.get_submodule(path).norm1.weight.shape[0]
+    example = {"context": (batch, text, 32), "x": (batch, tokens, width)}
+    form, _ = taken_apart({**dict.fromkeys(example, torch.empty(0)), **more})
+    block = ComfyBlock(owner, path, form, example, {name: (0, 1) if batch > 1 else (1,) for name in example})
+    dtypes = (torch.float32, torch.float32)
+    return [
+        plan.key.digest for plan in block_plans(block, dtypes, Precision.FP32, CPU, Optimize.BLOCKS, BlockBackend())
+    ]
+
+
+def test_blocks_of_one_kind_share_an_engine() -> None:
+    model = tiny.model()
+    blocks = [name for name, _ in model.model.diffusion_model.named_modules() if name.endswith("transformer_blocks.0")]
+    found = [keys(model, name)[0] for name in blocks]
+    assert 1 < len(set(found)) < len(blocks)
+    assert keys(model) == keys(tiny.model(seed=2))
+
+
+def test_sizes_share_an_engine_and_have_one_each_beside() -> None:
+    first, second = keys(tiny.model()), keys(tiny.model(), tokens=36, text=154, batch=4)
+    assert first[0] == second[0] and first[1] != second[1]
+
+
+def test_other_kinds_have_other_engines() -> None:
+    model = tiny.model()
+    assert keys(model)[0] != keys(model, batch=1)[0]  # an axis of one may mean something else to code
+    assert keys(model)[0] != keys(model, "input_blocks.1.1.transformer_blocks.0")[0]
+    assert keys(model)[0] != keys(model, another=1)[0]
+
+
+def test_a_setting_that_code_reads_makes_another_kind() -> None:
+    model, other = tiny.model(), tiny.model()
+    before = keys(model)
+    architecture = ComfyDiffusionModel.of(other.model)
+    architecture.fresh.get_submodule(BLOCK).norm1.eps = 1e-3
+    assert keys(other) != before

@@ -1,0 +1,43 @@
+"""Which sizes a block's program takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream.compile_backend.blocks.sizes import Sizes
+
+SIZES = Sizes(
+    (({"b": 1}, {"image": 1}, 64), ({"b": 1}, {"text": 1}, 64), (1, {"image": 1, "text": 1}, 8)),
+    {"b": (2, 8), "image": (2, 100), "text": (2, 100)},
+)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_accepted"),
+    [
+        ([(2, 10, 64), (2, 7, 64), (1, 17, 8)], True),
+        ([(8, 100, 64), (8, 2, 64), (1, 102, 8)], True),
+        ([(2, 10, 64), (2, 7, 64), (1, 16, 8)], False),
+        ([(2, 10, 64), (3, 7, 64), (1, 17, 8)], False),
+        ([(1, 10, 64), (1, 7, 64), (1, 17, 8)], False),
+        ([(2, 101, 64), (2, 7, 64), (1, 108, 8)], False),
+        ([(2, 10, 32), (2, 7, 64), (1, 17, 8)], False),
+        ([(2, 10, 64), (2, 7, 64)], False),
+        ([(2, 10, 64), (2, 7, 64), (17, 8)], False),
+    ],
+)
+def test_shapes(shapes: list[tuple[int, ...]], is_accepted: bool) -> None:
+    assert SIZES.accept(shapes) is is_accepted
+    assert Sizes.from_json(json.loads(json.dumps(SIZES.to_json()))).accept(shapes) is is_accepted
+
+
+def test_a_symbol_that_only_a_multiple_names() -> None:
+    pairs = Sizes((({"s": 2, "": 1},),), {"s": (2, 10)})
+    assert [size for size in range(30) if pairs.accept([(size,)])] == [2 * half + 1 for half in range(2, 11)]
+
+
+def test_one_size() -> None:
+    sizes = Sizes(((2, 3),), {})
+    assert sizes.accept([(2, 3)]) and not sizes.accept([(2, 4)]) and not sizes.are_open and SIZES.are_open
