@@ -15,7 +15,6 @@ from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
 from .blocks.block_calls import BlockCalls
-from .models.diffusion_model import ComfyDiffusionModel
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
 from .process.build_waiting import waiting_hooks
@@ -99,8 +98,7 @@ def _blocks_of(
     """The blocks of a model where they are to run on engines of their own."""
     if not settings.runs_by_blocks or why_nothing_of_it(model_options) is not None:
         return None
-    owner = ComfyDiffusionModel.of(source.patcher.model)
-    return BlockCalls(source.unet, owner, source.device, module.provider, settings, waiting_hooks())
+    return BlockCalls(source.unet, source.architecture, source.device, module.provider, settings, waiting_hooks())
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:
