@@ -73,7 +73,9 @@ def block_options(device: torch.device, optimize: Optimize) -> Options:
     quick = device.type == "cuda" or optimize is Optimize.FAST_BUILD
     wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
     ours = {name: value for name, value in fusion_options(device, optimize).items() if name not in _OF_REWRITES}
-    return {**wrapper, **ours}
+    # Many kinds are built side by side: one variant of each fused kernel, none to be tried against another on the GPU.
+    untried = {"triton.autotune_pointwise": False} if device.type == "cuda" and optimize is not Optimize.MAX else {}
+    return {**wrapper, **ours, **untried}
 
 
 _OF_REWRITES = REWRITES, JOINED_PERCENT

@@ -75,7 +75,8 @@ def _build(
             raise
         phases = {name: round(seconds, 2) for name, seconds in built.phases.items()}
         record = BuildRecord(round(sum(phases.values()), 2), phases)
-        log.info("Slipstream: built %s in %.0f s", plan, record.seconds)
+        parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
+        log.info("Slipstream: built %s in %.0f s (%s)", plan, record.seconds, parts)
         progress(Progress("store", 0.99, "storing the engine"))
         entry = store.put(plan.key, built.artifact, label=str(plan), build=record)
         history.add(past_build(plan, int(built.artifact.details.get("nodes", 0)), record.seconds))
