@@ -260,12 +260,21 @@ class BlockEngines:
             whatever `check_interrupted` raises; what is being built goes on being built.
         """
         wanted = [offer for offer in offers if offer.is_coming]
+        if wanted:
+            log.info("Slipstream: waiting for %d engines of blocks, %d builds at once", len(wanted), builds_at_once())
+        began = time.monotonic()
         while left := [offer for offer in wanted if offer.is_coming]:
             check_interrupted()
             done = len(wanted) - len(left)
             message = f"building engines of blocks, {done} of {len(wanted)} done"
             progress(Progress("compile", done / len(wanted), message))
             time.sleep(_POLL_SECONDS)
+        if wanted:
+            ready = sum(offer.engine is not None for offer in wanted)
+            log.info(
+                "Slipstream: %d of %d engines of blocks are ready after %.0f s",
+                ready, len(wanted), time.monotonic() - began,
+            )  # fmt: skip
 
 
 def builds_at_once() -> int:
