@@ -10,6 +10,10 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
+    if words == ["worker", "serve"]:
+        from ..runtime.building.worker import serve
+
+        return serve()
     if words[:1] == ["worker"] and len(words) == 2:  # internal, and light: a build process needs no command line
         from ..runtime.building.worker import main as work
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -32,6 +33,7 @@ from .blocks.block_engines import BlockEngines
 from .building.build import build_engine
 from .building.build_queue import BuildQueue, Ticket
 from .building.supply import NEVER_BUILDS, Supply
+from .building.worker_pool import WorkerPool
 from .checking.sentinel import Sentinel, why_wrong
 from .checking.step_times import StepTimes
 from .checking.trust import Trust
@@ -198,7 +200,8 @@ class EngineProvider:
             self._build,
             self._is_idle,
         )
-        self.blocks = BlockEngines(store, self.canary, self._build)
+        workers = WorkerPool()
+        self.blocks = BlockEngines(store, self.canary, functools.partial(self._build, workers=workers), workers)
         self.step_times = step_times
         if step_times is not None:
             step_times.is_busy = self._is_building
@@ -210,12 +213,20 @@ class EngineProvider:
         """Cancel all builds, and wait for each no longer than that until nothing of it is left."""
         for queue in (self.blocks.queue, self.queue):
             queue.end_all(reason, seconds)
+        self.blocks.workers.close()
 
-    def _build(self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
+    def _build(
+        self,
+        plan: Plan,
+        progress: ProgressCallback,
+        cancel: CancelToken,
+        may_run: Callable[[], bool],
+        workers: WorkerPool | None = None,
+    ) -> Entry:
         entry = self.supply.pull(plan.key.digest, self.store, progress, cancel)
         if entry is None and (self.supply.never_builds or plan.key.digest in self._only_pulled):
             raise BackendUnavailable(f"No engine for {plan} is in {' or '.join(self.supply.urls)}, and none is built")
-        entry = entry or build_engine(plan, self.store, progress, cancel, may_run)
+        entry = entry or build_engine(plan, self.store, progress, cancel, may_run, workers)
         self.canary.forget(entry.digest)
         self._used.discard(entry.digest)
         return entry

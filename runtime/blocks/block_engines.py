@@ -22,6 +22,7 @@ from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
 from ...engine_cache import EngineStore, Entry
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
+from ..building.worker_pool import WorkerPool
 from ..loaded.canary import LOAD, USE, Canary
 from .block_plans import BlockPlan, block_plans
 
@@ -94,6 +95,7 @@ class BlockEngines:
 
     Args:
         build: makes one engine.
+        workers: in which it does; closed whenever nothing is left to be built.
 
     Attributes:
         queue: of builds, several of which run at once.
@@ -102,6 +104,7 @@ class BlockEngines:
     store: EngineStore
     canary: Canary
     build: BuildFunction
+    workers: WorkerPool
     backend: BlockBackend = field(default_factory=BlockBackend)
 
     def __post_init__(self) -> None:
@@ -201,6 +204,11 @@ class BlockEngines:
             wishes = self._waiting.pop(ticket.plan.key.digest, [])
         for wish in wishes:
             self._loader.submit(self._built, ticket, wish)
+        self._loader.submit(self._close_workers)
+
+    def _close_workers(self) -> None:
+        if not self.queue.pending():
+            self.workers.close()
 
     def _built(self, ticket: Ticket, wish: _Wish) -> None:
         try:

@@ -18,6 +18,7 @@ from ...engine_cache.files import store_errors
 from ..capture.compiling import compile_in_background
 from ..planning.build_estimate import estimator, past_build
 from ..planning.plan import Plan
+from .worker_pool import WorkerPool
 from .worker_process import run_build
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,12 @@ def build_engine(
     progress: ProgressCallback,
     cancel: CancelToken,
     may_run: Callable[[], bool] = lambda: True,
+    workers: WorkerPool | None = None,
 ) -> Entry:
     """Build `plan`, or return the engine that another process built meanwhile.
+
+    Args:
+        workers: see `run_build`.
 
     Raises:
         BuildCancelled, BuildFailed, UnsupportedModel, BackendUnavailable, StoreError: nothing was kept.
@@ -50,7 +55,7 @@ def build_engine(
         if entry is not None and entry.why_untrusted() is None:
             return entry
         store.clean()  # what processes that were killed left behind
-        return _build(plan, store, progress, cancel, may_run)
+        return _build(plan, store, progress, cancel, may_run, workers)
 
 
 def _build(
@@ -59,6 +64,7 @@ def _build(
     progress: ProgressCallback,
     cancel: CancelToken,
     may_run: Callable[[], bool],
+    workers: WorkerPool | None,
 ) -> Entry:
     with store.scratch("build-" + plan.key.short) as directory:
         _check_space(directory, plan)
@@ -67,7 +73,8 @@ def _build(
         cancel.raise_if_cancelled(f"The build of {plan}")  # writing weights may have taken a while
         history = BuildHistory(store.root)
         try:
-            built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
+            served = {} if workers is None else {"workers": workers}
+            built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run, **served)
         except BuildCancelled:
             raise
         except BuildFailed:

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
 
 from ...core.errors import UnsupportedModel
 from ...core.progress import Progress
+from .worker_pool import DONE
 
 if TYPE_CHECKING:
     from ...core.protocols import Backend, BuildJob
 
 RESULT = "result.json"
+LOG = "worker.log"
+SERVE = "serve"
+"""The word by which a process takes its jobs from standard input."""
 OUT_OF_MEMORY = "out_of_memory"
 """In the result: whether the error comes of that."""
 
@@ -38,8 +46,39 @@ def main(directory: str) -> int:
     faulthandler.enable()  # a compiler that crashes leaves the place in the log
     _end_with_host()
     _be_nice()
+    return _built(Path(directory), _claim_stdout())
+
+
+def serve() -> int:
+    """Build the jobs that standard input names one after another, see `worker_pool`; it never returns by itself."""
+    faulthandler.enable()
+    jobs: SimpleQueue[bytes] = SimpleQueue()
+    _end_with_host(jobs.put)
+    _be_nice()
     report = _claim_stdout()
-    folder = Path(directory)
+    while True:
+        job = json.loads(jobs.get())
+        folder = Path(job["folder"])
+        os.environ.update(job["environment"])
+        tempfile.tempdir = None  # by the environment as it is now
+        os.chdir(folder)
+        with open(folder / LOG, "ab") as log:
+            os.dup2(log.fileno(), 2)
+        code = _built(folder, report)
+        os.chdir(folder.anchor)  # the folder goes with the job
+        _give_memory_back()
+        print(json.dumps({DONE: code}), file=report, flush=True)
+
+
+def _give_memory_back() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _built(folder: Path, report: IO[str]) -> int:
     try:
         result = _build(folder, report)
     except Exception as error:  # whatever a compiler raises becomes the build's result
@@ -138,16 +177,23 @@ def _be_nice() -> None:
         os.nice(10)
 
 
-def _end_with_host() -> None:
+def _end_with_host(hear: Callable[[bytes], None] = lambda line: None) -> None:
+    """
+    Args:
+        hear: told each line of standard input.
+    """
     if sys.platform == "linux":
         # A paused process notices nothing; this wakes it when its parent dies, so that the thread below can end it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    threading.Thread(target=_wait_for_host, daemon=True).start()
+    threading.Thread(target=_wait_for_host, args=(hear,), daemon=True).start()
 
 
-def _wait_for_host() -> None:
-    while os.read(0, 4096):  # not by sys.stdin, whose lock would be found taken when this process ends
-        pass
+def _wait_for_host(hear: Callable[[bytes], None]) -> None:
+    text = b""
+    while more := os.read(0, 4096):  # not by sys.stdin, whose lock would be found taken when this process ends
+        *lines, text = (text + more).split(b"\n")
+        for line in lines:
+            hear(line)
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():  # never the group of somebody else
         os.killpg(os.getpgid(0), signal.SIGKILL)
     os._exit(1)

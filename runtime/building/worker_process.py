@@ -25,9 +25,9 @@ from ...core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError,
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
-from .worker import OUT_OF_MEMORY, RESULT
+from .worker import LOG, OUT_OF_MEMORY, RESULT, SERVE
+from .worker_pool import Turn, WorkerPool
 
-_LOG = "worker.log"
 _POLL_SECONDS = 0.2
 _USUAL_SECONDS = 60.0
 _AWKWARD = re.compile(r"""[\s'"]""")
@@ -49,10 +49,12 @@ def run_build(
     timeout: float = 3600.0,
     expected: Callable[[int], float | None] = lambda operations: None,
     may_run: Callable[[], bool] = lambda: True,
+    workers: WorkerPool | None = None,
 ) -> Built:
     """Build `job` in a process of its own.
 
     Args:
+        workers: processes that take several jobs; None: one is started for this job alone.
         timeout: seconds of running time after which the build is given up.
         expected: seconds that it will take, by the operations of the graph (0 until they are counted), as far as is
             known; only moves the progress bar.
@@ -67,8 +69,8 @@ def run_build(
     """
     with ExitStack() as ending:
         temporary = _temporary_folder(job.directory, ending)
-        process = _start(job, temporary, ending)
-        ending.callback(_kill, process)
+        process = _start(job, temporary, ending, workers)
+        ending.callback(_end, process, workers)
         phases = _follow(process, progress, cancel, timeout, expected, may_run)
     return Built(_result(job, process.returncode), phases)
 
@@ -80,30 +82,57 @@ def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
     return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
 
 
-def _start(job: BuildJob, temporary: Path, ending: ExitStack) -> subprocess.Popen[bytes]:
+Process = subprocess.Popen[bytes] | Turn
+
+
+def _end(process: Process, workers: WorkerPool | None) -> None:
+    if workers is None or not isinstance(process, Turn) or not workers.give_back(process):
+        _kill(process)
+
+
+def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPool | None) -> Process:
     try:
         write_job(job)
-        log = ending.enter_context(open(job.directory / _LOG, "wb"))
+        log = ending.enter_context(open(job.directory / LOG, "wb"))
     except OSError as error:
         raise StoreError(f"The build's folder cannot be written: {error}; free some space, then queue again") from error
+    environment = _environment(temporary)
+    try:
+        if workers is None:
+            return _popen(str(job.directory), log, job.directory, environment)
+        own = {name: environment[name] for name in environment.keys() & _OF_JOBS}
+        root = Path(job.directory.anchor)
+        return workers.take(job.directory, own, lambda: _popen(SERVE, subprocess.DEVNULL, root, environment))
+    except OSError as error:
+        raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
+
+
+def _popen(word: str, log: Any, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """
+    Args:
+        word: a job's folder, or `SERVE`.
+        folder: where it runs.
+    """
     root = Path(__file__).resolve().parents[2]
     new_group: dict[str, Any] = (
         {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
         if os.name == "nt"
         else {"start_new_session": True}
     )
-    try:
-        return subprocess.Popen(
-            [sys.executable, *_flags(), str(root), "worker", str(job.directory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=_environment(temporary),
-            cwd=job.directory,
-            **new_group,
-        )
-    except OSError as error:
-        raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
+    return subprocess.Popen(
+        [sys.executable, *_flags(), str(root), "worker", word],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=environment,
+        cwd=folder,
+        **new_group,
+    )
+
+
+_TEMPORARY = "TMPDIR", "TEMP", "TMP"
+_OF_JOBS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", *_TEMPORARY}
+"""Variables that are another folder for each job."""
 
 
 def _flags() -> list[str]:
@@ -119,11 +148,11 @@ def _environment(temporary: Path) -> dict[str, str]:
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary / "inductor"))
     environment.setdefault("TRITON_CACHE_DIR", str(temporary / "triton"))
     # A compiler that is killed leaves its temporary files behind; here they go with the job.
-    return environment | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
+    return environment | dict.fromkeys(_TEMPORARY, str(temporary))
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
+    process: Process,
     progress: ProgressCallback,
     cancel: CancelToken,
     timeout: float,
@@ -187,7 +216,7 @@ class _Clock:
     def seconds(self) -> float:
         return (self._paused_at or time.monotonic()) - self._start
 
-    def pause(self, process: subprocess.Popen[bytes], pause: bool) -> None:
+    def pause(self, process: Process, pause: bool) -> None:
         if pause == self.paused or not _signal_group(process, "SIGSTOP" if pause else "SIGCONT"):
             return
         if self._paused_at is None:
@@ -202,7 +231,7 @@ def _fraction(seconds: float, expected: float | None) -> float:
     return min(0.99, 1.0 - math.pow(2.0, -seconds / (0.7 * (expected or _USUAL_SECONDS))))
 
 
-def _read_lines(process: subprocess.Popen[bytes]) -> SimpleQueue[str]:
+def _read_lines(process: Process) -> SimpleQueue[str]:
     lines: SimpleQueue[str] = SimpleQueue()
 
     def read() -> None:
@@ -239,14 +268,14 @@ def _died(code: int | None, last_words: str) -> BuildFailed:
 
 def _last_words(directory: Path) -> str:
     try:
-        lines = (directory / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (directory / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError:
         lines = []
     telling = [line for line in lines if "rror" in line] or lines[-3:]
     return " | ".join(line[:300] for line in telling[:3]) or "none"
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Process) -> None:
     """End the worker with all that it started, such as C++ compilers: they outlive a worker that was killed."""
     if os.name == "nt" and process.poll() is None:
         subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
@@ -257,7 +286,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _signal_group(process: subprocess.Popen[bytes], name: str) -> bool:
+def _signal_group(process: Process, name: str) -> bool:
     """Send a signal to the worker's process group; False where the system has no such thing."""
     number = getattr(signal, name, None)
     if number is None or not hasattr(os, "killpg"):

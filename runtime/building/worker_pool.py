@@ -1,0 +1,134 @@
+"""Build processes that stay for the next job: many small builds import torch, and take a GPU's context, once for each.
+
+A process that is interrupted in the midst of a job is killed as any other, see `worker_process`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+Start = Callable[[], "subprocess.Popen[bytes]"]
+
+
+class Turn:
+    """One job of a process that takes several; as much of a `Popen` as following a job needs.
+
+    Attributes:
+        returncode: of the job; None until it is done.
+    """
+
+    stdin = None
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.pid = process.pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """What became of the job, or of its process if that is gone."""
+        if self.returncode is None and (code := self.process.poll()) is not None:
+            self.returncode = code or 1  # an orderly end in the midst of a job is none
+        return self.returncode
+
+    def wait(self) -> int | None:
+        """Until the process is gone, which was killed."""
+        return self.process.wait()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    @property
+    def stdout(self) -> Turn:
+        """What the process says about this job, line by line."""
+        return self
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[bytes]:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            if (code := _done(line)) is not None:
+                self.returncode = code
+                return
+            yield line
+
+
+def _done(line: bytes) -> int | None:
+    """The code with which a job ended, if a line says so."""
+    try:
+        code = json.loads(line)[DONE]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return int(code)
+
+
+DONE = "done"
+"""In a process's line: a job is done, with this code."""
+
+
+class WorkerPool:
+    """The processes that wait for a job."""
+
+    def __init__(self) -> None:
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+
+    def take(self, folder: Path, environment: Mapping[str, str], start: Start) -> Turn:
+        """Give a job to a process that waits, or to a new one.
+
+        Args:
+            folder: of the job.
+            environment: variables that are the job's own.
+            start: starts a process.
+
+        Raises:
+            OSError: none can be started.
+        """
+        job = json.dumps({"folder": str(folder), "environment": dict(environment)}).encode() + b"\n"
+        while (waiting := self._next()) is not None:
+            if (turn := _given(waiting, job)) is not None:
+                return turn
+        turn = _given(start(), job)
+        if turn is None:
+            raise BrokenPipeError("the build process ended as it began")
+        return turn
+
+    def _next(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def give_back(self, turn: Turn) -> bool:
+        """Keep the process of a job that is done for the next one; False where it is not fit for that."""
+        if turn.returncode is None or turn.process.poll() is not None:
+            return False
+        with self._lock:
+            self._idle.append(turn.process)
+        return True
+
+    def close(self) -> None:
+        """End all processes that wait."""
+        while (process := self._next()) is not None:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()  # which tells it to end
+            process.wait()
+            process.stdout.close()
+
+
+def _given(process: subprocess.Popen[bytes], job: bytes) -> Turn | None:
+    """A job's turn; None where the process is gone."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(job)
+        process.stdin.flush()
+    except OSError:
+        process.wait()
+        return None
+    return Turn(process)
