@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable
@@ -73,8 +74,8 @@ def _build(
         cancel.raise_if_cancelled(f"The build of {plan}")  # writing weights may have taken a while
         history = BuildHistory(store.root)
         try:
-            served = {} if workers is None else {"workers": workers}
-            built = run_build(job, progress, cancel, expected=estimator(history, plan), may_run=may_run, **served)
+            make = run_build if workers is None else functools.partial(run_build, workers=workers)
+            built = make(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
         except BuildCancelled:
             raise
         except BuildFailed:

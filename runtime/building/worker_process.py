@@ -102,7 +102,8 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
             return _popen(str(job.directory), log, job.directory, environment)
         own = {name: environment[name] for name in environment.keys() & _OF_JOBS}
         root = Path(job.directory.anchor)
-        return workers.take(job.directory, own, lambda: _popen(SERVE, subprocess.DEVNULL, root, environment))
+        of_all = {**environment, **_ONE_OF_MANY}
+        return workers.take(job.directory, own, lambda: _popen(SERVE, subprocess.DEVNULL, root, of_all))
     except OSError as error:
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
 
@@ -130,6 +131,9 @@ def _popen(word: str, log: Any, folder: Path, environment: Mapping[str, str]) ->
     )
 
 
+_ONE_OF_MANY = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Variables of processes of which there are as many as cores: as it is imported, torch's compiler would start a pool of
+further processes in each."""
 _TEMPORARY = "TMPDIR", "TEMP", "TMP"
 _OF_JOBS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", *_TEMPORARY}
 """Variables that are another folder for each job."""

@@ -58,7 +58,7 @@ class QuickBlockBackend(BlockBackend):
         return BlockEngine(signature, run)
 
 
-def build_here(job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: Any) -> Built:
+def build_here(job: Any, progress: Any, cancel: Any, **_: Any) -> Built:
     """In the place of the build process."""
     job = pickle.loads(pickle.dumps(job))
     program, signature = export_block(job, job.architecture)
