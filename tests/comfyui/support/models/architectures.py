@@ -187,7 +187,6 @@ TINY_LUMINA = Transformer(
         "qk_norm": True,
         "axes_dims": [8, 8, 8],
         "axes_lens": [300, 512, 512],
-        "rope_theta": 10000.0,
         "ffn_dim_multiplier": 2.0,
         "norm_eps": 1e-5,
     },
