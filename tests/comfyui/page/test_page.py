@@ -442,6 +442,9 @@ def test_the_button_and_the_line_say_how_it_is(page: ComfyPage) -> None:
     tell(page, workflow_of(page), "ready", "compiled fp16 · 64×64 · 312 → 104 ms a step · ready", **times)
     assert page.until_kind("ready")["button"] == "Ready · 312 → 104 ms a step"
     assert page.seen()["text"] == "Compiled fp16 · 64×64 · ready"
+    tell(page, workflow_of(page), "ready", "blocks", "12 of 16 blocks; another node patches the attention")
+    page.until_button("Ready, block by block")
+    assert page.seen()["text"] == "12 of 16 blocks; another node patches the attention"
     tell(page, workflow_of(page), "failed", "failed: the engine…", f"failed: {LONG}", mend="retry")
     assert page.until_kind("failed")["button"] == "Build failed · Try again"
     assert page.seen()["text"].split() == LONG.capitalize().replace(". a", ". A").split()
