@@ -4,7 +4,7 @@ import { t } from "../lib/words.js";
 /** Folds what the server calls advanced, and adds a button that unfolds it. What another node gives stays in sight. */
 export function foldAdvanced(node) {
   const advanced = node.widgets?.filter((widget) => widget.options?.advanced) ?? [];
-  if (!advanced.length) return;
+  if (!advanced.length || !node.getLayoutWidgets) return; // older pages leave a hole where a widget is hidden
   const isLinked = (widget) => node.inputs?.some((input) => input.widget?.name === widget.name && input.link != null);
   for (const widget of advanced) {
     const hidden = () => !LiteGraph.vueNodesMode && !node.showAdvanced && !isLinked(widget);

@@ -9,14 +9,13 @@ const MOST = 200; // what is longer scrolls
 
 /** Adds the line to a node; the widget has `show(view)`. The node grows by what a long reason takes, and back. */
 export function addStateLine(node) {
-  let [height, grown] = [LEAST, 0];
+  let [height, before] = [LEAST, 0];
   const fit = () => {
     const wanted = Math.min(MOST, Math.max(LEAST, line.height() + 2 * MARGIN));
     if (!line.element.isConnected || Math.abs(wanted - height) < 2) return;
+    if (height === LEAST) before = node.size[1];
     height = wanted;
-    const least = node.size[1] - grown;
-    grown = Math.max(0, node.computeSize()[1] - least);
-    node.setSize([node.size[0], least + grown]);
+    node.setSize([node.size[0], height === LEAST ? before : Math.max(before, node.computeSize()[1])]);
     node.graph?.setDirtyCanvas(true, true);
   };
   const line = makeLine();

@@ -104,10 +104,16 @@ function isNewer(run, state) {
 /** Where the model itself runs the line says all of the reason. The server's words are English; in other languages the
  * facts say the same. */
 function textOf(state) {
-  const why = REASONED.includes(state.kind) ? (state.tip || state.text).replace(/^\w+: /, "") : "";
+  const hasReason = REASONED.includes(state.kind) || isOfBlocks(state);
+  const why = hasReason ? (state.tip || state.text).replace(/^\w+: /, "") : "";
   if (why) return said(why) ?? capitalised(why);
   if (isEnglish()) return capitalised(state.text.replace(SHOWN_ABOVE, ""));
   return said(state.text) ?? t(`state_${state.kind}`);
+}
+
+/** Whether engines of single blocks compute what no engine of the whole model may. */
+function isOfBlocks({ kind, text }) {
+  return kind === "ready" && text === "blocks";
 }
 
 function tipOf(state) {
@@ -125,7 +131,7 @@ function buttonOf(run, build, view, ids, node) {
   if (isGoing(run)) return { ...cancels(run, build), action: mayCancel(run) ? "cancel" : null };
   if (build) return cancels(run, build);
   const state = view.kind === "idle" ? null : stateOf(ids, workflowId());
-  if (view.kind === "ready") return builds(joined(t("ready"), speed(state)), t("ready_tip"));
+  if (view.kind === "ready") return builds(joined(t(isOfBlocks(state) ? "ready_blocks" : "ready"), speed(state)), t("ready_tip"));
   if (view.kind === "slower") return builds(t("slower"), t("slower_tip"));
   const mend = view.kind === state?.kind ? state.mend : null;
   if (mend && mend !== "retry") return { label: t(`mend_${mend}`), tip: t(`mend_${mend}_tip`), action: mend };
