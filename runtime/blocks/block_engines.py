@@ -19,7 +19,6 @@ from ...compile_backend.blocks.engine import BlockEngine, Inputs
 from ...compile_backend.blocks.program import BlockArchitecture
 from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
 from ...core.progress import Progress, ProgressCallback
-from ...core.protocols import Artifact
 from ...core.spec import Optimize, Precision
 from ...engine_cache import EngineStore, Entry
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
@@ -227,8 +226,7 @@ class BlockEngines:
             try:
                 entry.verify_files()
                 with self.canary.watching(entry.digest, LOAD, False):
-                    artifact = Artifact(entry.directory, tuple(entry.manifest.files))
-                    self._engines[place] = self.backend.load_block(artifact, plan.device)
+                    self._engines[place] = self.backend.load_block(entry.artifact, plan.device)
             except SlipstreamError as error:
                 self._refused[entry.digest] = str(error)
                 return None
