@@ -58,10 +58,14 @@ def _remove(store: EngineStore, output: Output, options: Namespace) -> int:
 
 
 def _adopt(store: EngineStore, output: Output, options: Namespace) -> int:
-    """Sign engines from before engines were signed, once a person says that this machine built them."""
+    """Sign engines from before engines were signed, once a person says that this machine built them.
+
+    Those that are named by their ids may also be of a key that was lost.
+    """
     names = options.values
     found = [store.lookup(resolve(store, name)) for name in names] if names else store.list()
-    entries = [entry for entry in found if entry and _is_unsigned(entry)]
+    own = [entry for entry in found if entry and not entry.is_in_base]
+    entries = [entry for entry in own if (entry.why_untrusted() if names else _is_unsigned(entry))]
     if entries and not options.yes:
         _confirm(entries)
     for entry in entries:
@@ -77,12 +81,14 @@ def _adopt(store: EngineStore, output: Output, options: Namespace) -> int:
 
 
 def _is_unsigned(entry: Entry) -> bool:
-    return entry.manifest.seal is None and entry.manifest.signature is None and not entry.is_in_base
+    return entry.manifest.seal is None and entry.manifest.signature is None
 
 
 def _confirm(entries: list[Entry]) -> None:
     names = ", ".join(f"{entry.digest[:SHOWN]} ({entry.manifest.label})" for entry in entries)
-    question = f"These engines are signed by nobody and hold native code: {names}. Did this machine build them all?"
+    question = (
+        f"These engines hold native code and are of no key that is trusted: {names}. Did this machine build them all?"
+    )
     if not sys.stdin.isatty():
         raise CommandError(f"Nothing was adopted. {question} Then add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)

@@ -61,7 +61,8 @@ def _of_nobody(manifest: Manifest, keyring: Keyring) -> str:
         return "it was changed after this machine built it. Delete it, and it is built anew."
     return (
         "another machine or user built it, and did not sign it for others. Export it there with the package "
-        "cryptography installed, or delete it, and it is built anew here."
+        "cryptography installed, or delete it, and it is built anew here. If this machine built it before its key was "
+        f"lost, run `slipstream trust adopt {manifest.digest[:12]}`, and keep the folder of keys (SLIPSTREAM_KEYS)."
     )
 
 

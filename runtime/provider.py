@@ -414,7 +414,7 @@ class EngineProvider:
             self._missing.popitem(last=False)
         if (refusal := self._why_untrusted(wanted)) and not (by_hand or hooks.by_hand):
             return refusal
-        chain = self._obtainable(wanted, settings)
+        chain = self._obtainable(wanted)
         if not chain:
             return f"there is no engine for {wanted[0]}, and {NEVER_BUILDS}"
         missing = f"no engine for {chain[0]} yet"
@@ -458,7 +458,7 @@ class EngineProvider:
                 reasons.append(f"{plan.backend.name}: {error}")
         return f"the engine for {chain[0]} could not be {'had' if only_pulled else 'built'}. " + "; ".join(reasons)
 
-    def _obtainable(self, wanted: list[Plan], settings: Settings) -> list[Plan]:
+    def _obtainable(self, wanted: list[Plan]) -> list[Plan]:
         """The plans that can be built here or may be pulled.
 
         Raises:

@@ -82,9 +82,9 @@ def main(words: list[str]) -> int:
                 soak.run(wish_of(options.seed, number))
                 if place == int(WARM * len(numbers)):
                     account.rss_first_mb, account.handles_first = soak.footprint()
+                account.rss_last_mb, account.handles_last = soak.footprint()
                 account.seconds = round(time.monotonic() - started, 1)
                 _write(account, options.out)
-            account.rss_last_mb, account.handles_last = soak.footprint()
             account.stale_engines = soak.stale_engines()
         finally:
             _write(account, options.out)

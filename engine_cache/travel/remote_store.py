@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...core.errors import BackendUnavailable, CorruptEngine, UntrustedEngine
+from ...core.errors import BackendUnavailable, CorruptEngine
 from ...core.formatting import say_bytes
 from ...core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from .. import EngineStore, Entry, FileRecord, Keyring, Manifest, is_digest, why_untrusted
@@ -114,8 +114,6 @@ class RemoteStore:
         manifest = self.manifest(digest, cancel)
         if manifest is None:
             return None
-        if reason := why_untrusted(manifest, store.keyring):
-            raise UntrustedEngine(reason)
         for _ in range(_WRONG_BYTES):
             try:
                 return store.receive(manifest, _Counted(self, manifest, progress, cancel).parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,3 +71,10 @@ def test_what_is_unsafe_is_found(source: str) -> None:
 @pytest.mark.parametrize("source", ["model.eval()", "re.compile('x')", "subprocess.run(['ls'])", "torch.compile(f)"])
 def test_what_is_safe_is_not(source: str) -> None:
     assert not list(unsafe(source))
+
+
+def test_nothing_hands_an_engines_files_to_a_backend_but_the_gate_of_trust(root: Path) -> None:
+    """`Entry.artifact` refuses engines of strangers; an artifact made of an entry's folder would pass it by."""
+    files = [file for file in root.rglob("*.py") if not any(part in LEFT_OUT for part in file.relative_to(root).parts)]
+    makers = [file for file in files if re.search(r"Artifact\(\s*\w*entry\w*\.", file.read_text(encoding="utf-8"))]
+    assert makers == [], makers

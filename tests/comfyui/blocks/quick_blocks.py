@@ -5,7 +5,7 @@ What is real: kinds, forms, sizes that programs leave open, keys, the store, wei
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +22,7 @@ from slipstream.core.spec import Role
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.building import build
+from slipstream.runtime.building.job_file import as_plain, from_plain
 from slipstream.runtime.building.worker_process import Built
 from slipstream.runtime.provider import EngineProvider
 
@@ -60,7 +61,7 @@ class QuickBlockBackend(BlockBackend):
 
 def build_here(job: Any, progress: Any, cancel: Any, **_: Any) -> Built:
     """In the place of the build process."""
-    job = pickle.loads(pickle.dumps(job))
+    job = from_plain(json.loads(json.dumps(as_plain(job))))  # as it crosses to the build process
     program, signature = export_block(job, job.architecture)
     signature.save(job.directory)
     name = str(len(_programs))

@@ -90,6 +90,16 @@ def test_adopting_does_not_take_what_others_signed(cli, put, store: EngineStore,
     assert cli("trust", "adopt", "--yes", "--json").json == {"adopted": []}
 
 
+def test_engines_of_a_lost_key_are_adopted_by_their_ids(cli, put, store: EngineStore, tmp_path: Path) -> None:
+    store.keyring = Keyring(tmp_path / "lost")
+    entry = put()
+    assert "not among the keys" in cli("show", entry.digest).out
+    assert cli("trust", "adopt", entry.digest[:12]).status == 1
+    assert cli("trust", "adopt", entry.digest[:12], "--yes", "--json").json == {"adopted": [entry.digest]}
+    found = EngineStore(store.root).lookup(entry.digest)
+    assert found is not None and found.why_untrusted() is None
+
+
 def test_the_secret_key_travels_by_a_file(cli, elsewhere, put, tmp_path: Path) -> None:
     put()
     assert "holds the secret key" in cli("trust", "export-key", tmp_path / "key").out
