@@ -35,6 +35,10 @@ REQUEST = (AcceleratedModule, Settings, CallShape, Prepared, Plan, EngineSpec, E
 MOST_FOLDERS, MOST_RETURNS = 12, 1
 """As measured. The one return is the queue's: its thread has the provider build what was asked for."""
 
+ONLOOKER = "slipstream-announce"
+"""The thread that shows the queue to the page, at times of its own. It builds nothing; where it looks in during a
+build, it reads tickets in `runtime/reporting` too."""
+
 
 class Way:
     """The calls that were handed the request, by folder.
@@ -51,6 +55,8 @@ class Way:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         """As `sys.setprofile` wants it."""
+        if threading.current_thread().name == ONLOOKER:
+            return
         if event != "call" or (folder := self._folder_of(frame.f_code)) is None or not _is_handed_request(frame):
             return
         self.folders.add(folder)
