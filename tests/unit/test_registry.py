@@ -22,11 +22,12 @@ STARTS_PROCESSES = {
     "cli/fleet/ray_cluster.py",
     "compile_backend/cpp/runtime_library.py",
     "core/environment.py",
+    "runtime/building/worker_pool.py",
     "runtime/building/worker_process.py",
     "runtime/capture/compiling.py",
     "runtime/checking/measure.py",
 }
-"""A C++ compiler, the worker that builds, commands that a person gave, and what is asked for a version."""
+"""A C++ compiler, the workers that build, commands that a person gave, and what is asked for a version."""
 
 
 @pytest.fixture(scope="module")

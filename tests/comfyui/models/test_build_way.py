@@ -36,8 +36,8 @@ MOST_FOLDERS, MOST_RETURNS = 12, 1
 """As measured. The one return is the queue's: its thread has the provider build what was asked for."""
 
 ONLOOKER = "slipstream-announce"
-"""The thread that shows the queue to the page, at times of its own. It builds nothing; where it looks in during a build,
-it reads tickets in `runtime/reporting` too."""
+"""The thread that shows the queue to the page, at times of its own. It builds nothing; where it looks in during a
+build, it reads tickets in `runtime/reporting` too."""
 
 
 class Way:
