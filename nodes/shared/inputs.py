@@ -48,7 +48,8 @@ def optimize_input(with_blocks: bool = True) -> io.Combo.Input:
     """
     blocks = (
         " blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
-        "sizes and prompts, and where another node patches some blocks, only those run as they are. New."
+        "sizes and prompts, and where another node patches some blocks, only those run as they are. New: not "
+        "measured on a GPU yet."
     )
     return io.Combo.Input(
         "optimize",
