@@ -33,7 +33,7 @@ class AccelerateModel(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        return fingerprint()
+        return fingerprint(cls)
 
     @classmethod
     def execute(cls, model: Any, **chosen: Any) -> io.NodeOutput:

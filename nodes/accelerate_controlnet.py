@@ -34,7 +34,7 @@ class AccelerateControlNet(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        return fingerprint()
+        return fingerprint(cls)
 
     @classmethod
     def execute(cls, control_net: Any, **chosen: Any) -> io.NodeOutput:

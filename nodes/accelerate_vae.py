@@ -32,7 +32,7 @@ class AccelerateVAE(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> str:
-        return fingerprint()
+        return fingerprint(cls)
 
     @classmethod
     def execute(cls, vae: Any, **chosen: Any) -> io.NodeOutput:

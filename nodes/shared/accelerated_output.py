@@ -11,11 +11,11 @@ HIDDEN = [io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo]
 """What these nodes ask of ComfyUI."""
 
 
-def fingerprint() -> str:
+def fingerprint(node: type[io.ComfyNode]) -> str:
     """What ComfyUI asks before it takes an Accelerate node's last output again; see `engines_that_came`."""
     from ...hosts.comfy.node_state.watched_nodes import engines_that_came
 
-    return engines_that_came()
+    return engines_that_came(str(node.hidden.unique_id))
 
 
 def accelerated(
@@ -32,7 +32,7 @@ def accelerated(
         ValueError: a choice that is not offered.
     """
     from ...hosts.comfy.dry_run.build_prompt import is_dry_run
-    from ...hosts.comfy.node_state.watched_nodes import changed, watch
+    from ...hosts.comfy.node_state.watched_nodes import run_ended, watch
     from ...hosts.comfy.process.saved_pictures import record_run
     from ...hosts.comfy.process.shared_provider import provider
     from ...runtime.module import AcceleratedModule
@@ -45,6 +45,6 @@ def accelerated(
 
     def after_run(what: dict[str, Any]) -> None:
         record_run(what, node_id)
-        changed()
+        run_ended(module, node_id)
 
     return io.NodeOutput(accelerate(subject, module, after_run))

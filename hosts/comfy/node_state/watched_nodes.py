@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....runtime.module import AcceleratedModule
@@ -12,8 +13,22 @@ from ..process.shared_provider import provider
 from .announcer import Announcer
 from .node_states import REGISTRY, NodeAddress
 
-_WANTED: set[str] = set()
-"""Digests of all engines that nodes of this process have asked for."""
+
+@dataclass
+class _Engines:
+    """Digests of engines that runs behind a node went without.
+
+    Attributes:
+        missed: that are not there yet.
+        came: that came since. They stay in this set, since a node runs again whenever what it says of them changes.
+    """
+
+    missed: set[str] = field(default_factory=set)
+    came: set[str] = field(default_factory=set)
+
+
+_engines: dict[str, _Engines] = {}
+"""By the node's id, whichever workflow it is in: ComfyUI tells no more before a node runs."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -22,19 +37,26 @@ def announcer() -> Announcer:
     return Announcer(provider(), send)
 
 
-def changed() -> None:
-    """Something ran: what nodes say may be another."""
-    announcer().wake()
-
-
-def engines_that_came() -> str:
-    """Another text once an engine is there that a node lacked when it ran: then it is to run again, on the engine."""
+def engines_that_came(node: str) -> str:
+    """Another text once an engine is there that runs behind a node went without: it is to run again then, on the
+    engine.
+    """
+    known = _engines.get(node)
+    if known is None:
+        return ""
     store = provider().store
-    return ",".join(sorted(digest for digest in _WANTED if store.lookup(digest) is not None))
+    found = [entry for digest in [*known.missed] if (entry := store.lookup(digest)) is not None]
+    came = {entry.digest for entry in found if entry.why_untrusted() is None}
+    known.missed -= came
+    known.came |= came
+    return ",".join(sorted(known.came))
 
 
-def _hear(module: AcceleratedModule) -> None:
-    _WANTED.update(module.status.wanted)
+def run_ended(module: AcceleratedModule, node: str) -> None:
+    """Remember which engines the run went without, and let the page know."""
+    wanted = {*module.status.last_run.wanted.values()}
+    if missed := {digest for digest in wanted if provider().store.lookup(digest) is None}:
+        _engines.setdefault(node, _Engines()).missed |= missed
     announcer().wake()
 
 
@@ -46,7 +68,7 @@ def watch(module: AcceleratedModule, node: Any, extra_pnginfo: Any) -> None:
         extra_pnginfo: as ComfyUI hands it to nodes.
     """
     place = NodeAddress(workflow_of(extra_pnginfo), str(node))
-    module.status.on_change = functools.partial(_hear, module)
+    module.status.on_change = announcer().wake
     module.status.on_run = functools.partial(_take_place, module, place)
     REGISTRY.register(place, module)
     announcer().wake()

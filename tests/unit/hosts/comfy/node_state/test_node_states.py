@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
+from slipstream.runtime.reporting.status import LastRun
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.runtime.settings.preferences import Preferences
 from slipstream.tests.fakes import (
@@ -539,16 +541,21 @@ def test_a_result_is_for_all_nodes_whose_prompt_waited(
 def test_a_node_runs_again_once_the_engine_is_there_that_it_lacked(
     provider: EngineProvider, module_of: Callable[..., AcceleratedModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only then: an engine that was there from the beginning changes nothing, nor does a further run."""
+    """And only then: not where the first picture waited for its engine, and not when an engine goes again."""
     monkeypatch.setattr(watched_nodes, "provider", lambda: provider)
-    monkeypatch.setattr(watched_nodes, "_WANTED", set())
-    module = module_of(FIRST_USE)
-    watched_nodes.watch(module, "4", None)
-    before = watched_nodes.engines_that_came()
-    sample(module)
-    came = watched_nodes.engines_that_came()
-    assert before == "" and came == provider.store.list()[0].digest
-    again = module_of(FIRST_USE)
-    watched_nodes.watch(again, "4", None)
-    sample(again)
-    assert watched_nodes.engines_that_came() == came
+    monkeypatch.setattr(watched_nodes, "_engines", {})
+    waiting = module_of(FIRST_USE)
+    watched_nodes.watch(waiting, "4", None)
+    sample(waiting)
+    watched_nodes.run_ended(waiting, "4")
+    assert watched_nodes.engines_that_came("4") == "", "its picture was made on the engine"
+    (built,) = provider.store.list()
+    provider.store.delete(built.digest, force=True)
+    lacking: Any = SimpleNamespace(status=SimpleNamespace(last_run=LastRun(wanted={"it is being built": built.digest})))
+    watched_nodes.run_ended(lacking, "5")
+    assert watched_nodes.engines_that_came("5") == ""
+    sample(module_of(FIRST_USE))
+    assert watched_nodes.engines_that_came("5") == built.digest
+    assert watched_nodes.engines_that_came("4") == watched_nodes.engines_that_came("6") == ""
+    provider.store.delete(built.digest, force=True)
+    assert watched_nodes.engines_that_came("5") == built.digest, "no picture is made again because an engine went"
