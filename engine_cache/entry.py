@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from collections.abc import Mapping
@@ -66,6 +67,13 @@ class Entry:
     def is_in_base(self) -> bool:
         """Whether it lies in a read-only layer under the store, where nothing can be removed or written."""
         return self.directory.parent != self._store.engines
+
+    @property
+    def is_of_this_user(self) -> bool:
+        """Whether it lies in the store itself, in a folder of the user who runs this process."""
+        if self.is_in_base:
+            return False
+        return not hasattr(os, "getuid") or self.directory.stat().st_uid == os.getuid()
 
     def why_untrusted(self) -> str | None:
         """Why its code is not loaded on this machine, and the way out; None where it may be."""

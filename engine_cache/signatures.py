@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from .key import canonical_json
 from .keyring import GET_CRYPTOGRAPHY, Keyring, PublicKey, can_sign
 from .manifest import Manifest
 
 _VERSION = "slipstream engine 1\n"
+_PACK = Path(__file__).resolve().parents[1]
 
 
 def signed(manifest: Manifest, keyring: Keyring) -> Manifest:
@@ -37,7 +40,7 @@ def why_untrusted(manifest: Manifest, keyring: Keyring) -> str | None:
     if key not in keyring.trusted() and key != keyring.own_key():
         return (
             f"{engine}: it is signed by {key}, which is not among the keys you trust. If you know that it is the "
-            f"maker's, run `slipstream trust add {key}`; else delete the engine, and it is built anew."
+            f"maker's, run {_command(f'trust add {key}')}; else delete the engine, and it is built anew."
         )
     if not can_sign():
         return f"{engine}: its signature cannot be checked. To check it, {GET_CRYPTOGRAPHY}."
@@ -55,15 +58,21 @@ def _of_nobody(manifest: Manifest, keyring: Keyring) -> str:
     if manifest.seal is None:
         return (
             "nobody signed it. It is from elsewhere, or from a Slipstream before engines were signed. If this machine "
-            "built it, run `slipstream trust adopt`; else delete it, and it is built anew."
+            f"built it, run {_command('trust adopt')} to keep it."
         )
     if keyring.is_own_seal(manifest.seal):
         return "it was changed after this machine built it. Delete it, and it is built anew."
     return (
         "another machine or user built it, and did not sign it for others. Export it there with the package "
         "cryptography installed, or delete it, and it is built anew here. If this machine built it before its key was "
-        f"lost, run `slipstream trust adopt {manifest.digest[:12]}`, and keep the folder of keys (SLIPSTREAM_KEYS)."
+        f"lost, run {_command(f'trust adopt {manifest.digest[:12]}')}, and keep the folder of keys (SLIPSTREAM_KEYS)."
     )
+
+
+def _command(words: str) -> str:
+    """A command as it is typed: ComfyUI installs packs as folders, without a command of their own."""
+    program = " ".join(f'"{part}"' if " " in part else part for part in (sys.executable, str(_PACK)))
+    return f"`{program} {words}`"
 
 
 def _parts(signature: str) -> tuple[PublicKey | None, bytes]:

@@ -412,7 +412,7 @@ class EngineProvider:
         self._missing[wanted[0].key.digest] = wanted
         while len(self._missing) > _MISSING_KEPT:
             self._missing.popitem(last=False)
-        if (refusal := self._why_untrusted(wanted)) and not (by_hand or hooks.by_hand):
+        if (refusal := self._why_refused(wanted, settings)) and not (by_hand or hooks.by_hand):
             return refusal
         chain = self._obtainable(wanted)
         if not chain:
@@ -483,10 +483,20 @@ class EngineProvider:
                 self._missing.pop(digest, None)
         return {digest: str(wanted[0]) for digest, wanted in list(self._missing.items())}
 
-    def _why_untrusted(self, wanted: list[Plan]) -> str | None:
-        """Why an engine that is there is not loaded, and the way out."""
-        found = (self.store.lookup(plan.key.digest) for plan in wanted)
-        return next((reason for entry in found if entry and (reason := entry.why_untrusted())), None)
+    def _why_refused(self, wanted: list[Plan], settings: Settings) -> str | None:
+        """Why an engine that is there is neither loaded nor built anew, and the way out.
+
+        One of this user's that nobody signed is from before engines were signed, or its key is lost: another is built
+        in its place, which is as safe as where there is none.
+        """
+        may_build = settings.policy is not BuildPolicy.MANUAL and not self.supply.never_builds
+        for plan in wanted:
+            entry = self.store.lookup(plan.key.digest)
+            if entry is not None and (reason := entry.why_untrusted()):
+                if entry.manifest.signature is not None or not entry.is_of_this_user or not may_build:
+                    return reason
+                self._say_once(f"untrusted {entry.digest}", f"{reason} Another is built in its place.")
+        return None
 
     def wait_for(self, ticket: Ticket, hooks: HostHooks) -> Entry:
         """Wait for a build with the host's progress bar; an interrupt cancels the build.

@@ -105,7 +105,7 @@ def _cell(engines: Iterable[Entry], size: Resolution, asked: BuildRequest | None
     if asked is not None and not asked.ended:
         return {"state": "building", "digest": None, "fraction": asked.progress.fraction, "why": asked.progress.message}
     fitting = [entry for entry in engines if is_for(entry.manifest, Asked(size.width, size.height, BATCH, TOKENS))]
-    reasons = {entry.digest: why_not_used(entry.manifest) for entry in fitting}
+    reasons = {each.digest: [*filter(None, [each.why_untrusted()]), *why_not_used(each.manifest)] for each in fitting}
     ready = next((digest for digest, why in reasons.items() if not why), None)
     if ready is not None or (asked is not None and not asked.reason and not is_file):
         return {"state": "ready", "digest": ready, "fraction": None, "why": ""}

@@ -78,9 +78,9 @@ def test_a_strangers_engine_is_refused_before_its_files_are_read(
 ) -> None:
     folder.push(entry := made(), maker)
     monkeypatch.setattr(RemoteStore, "parts", lambda *_: pytest.fail("a file was read"))
-    with pytest.raises(UntrustedEngine, match="slipstream trust add"):
+    with pytest.raises(UntrustedEngine, match="trust add"):
         folder.pull(entry.digest, stranger)
-    assert "slipstream trust add" in str(folder.why_not_pulled(entry.digest, stranger.keyring))
+    assert "trust add" in str(folder.why_not_pulled(entry.digest, stranger.keyring))
 
 
 @pytest.mark.parametrize("cut_after", [1, 3, 6])

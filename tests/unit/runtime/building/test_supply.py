@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.errors import SlipstreamError
-from slipstream.engine_cache import EngineStore, Keyring
+from slipstream.engine_cache import EngineStore, Entry, Keyring
 from slipstream.engine_cache.manifest import MANIFEST_NAME
 from slipstream.engine_cache.travel import remote_store
 from slipstream.engine_cache.travel.remote_store import RemoteStore
@@ -127,7 +127,7 @@ def test_a_worker_needs_nothing_to_build_with(pushed, url, elsewhere, source, ba
 def test_a_strangers_engine_is_not_pulled(pushed, url, elsewhere, source, worker, tmp_path: Path, caplog) -> None:
     provider = elsewhere(url, keyring=Keyring(tmp_path / "keys"))
     assert run_once(provider, source, FIRST_USE).engine is not None
-    assert worker.builds == 1 and "slipstream trust add" in caplog.text
+    assert worker.builds == 1 and "trust add" in caplog.text
 
 
 @pytest.mark.parametrize("bad", ["nonsense://x", "http://127.0.0.1:9/engines"])
@@ -139,16 +139,31 @@ def test_a_remote_store_that_is_not_there_costs_no_engine(
     assert "was not pulled" in caplog.text or "no address that fsspec knows" in caplog.text
 
 
-def test_an_unsigned_engine_is_refused_with_the_way_out_and_built_by_hand(provider, source, worker) -> None:
-    entry = provider.make(source, CALL, MANUAL, HostHooks()).entry
-    path = entry.directory / MANIFEST_NAME
-    path.write_text(json.dumps({**json.loads(path.read_bytes()), "seal": None, "signature": None}))
-    for settings in (FIRST_USE, BACKGROUND, MANUAL):
-        offer = ask(provider, source, settings)
-        assert offer.engine is None and "slipstream trust adopt" in offer.reason
-    assert worker.builds == 1
+@pytest.mark.parametrize("settings", [FIRST_USE, BACKGROUND])
+def test_another_engine_is_built_in_the_place_of_one_that_nobody_signed(provider, source, worker, settings) -> None:
+    _unsigned(provider.make(source, CALL, MANUAL, HostHooks()).entry)
+    wait_until(lambda: run_once(provider, source, settings).engine is not None)
+    (entry,) = provider.store.list()
+    assert worker.builds == 2 and entry.why_untrusted() is None
+
+
+def test_an_unsigned_engine_that_is_not_to_be_built_is_refused_with_the_way_out(provider, source, worker) -> None:
+    _unsigned(provider.make(source, CALL, MANUAL, HostHooks()).entry)
+    offer = ask(provider, source, MANUAL)
+    assert offer.engine is None and "trust adopt" in offer.reason and worker.builds == 1
     assert provider.make(source, CALL, MANUAL, HostHooks()).entry.why_untrusted() is None and worker.builds == 2
     assert run_once(provider, source, MANUAL).engine is not None
+
+
+def test_an_unsigned_engine_of_another_user_is_refused(provider, source, worker, monkeypatch) -> None:
+    _unsigned(provider.make(source, CALL, MANUAL, HostHooks()).entry)
+    monkeypatch.setattr(Entry, "is_of_this_user", False)
+    assert "trust adopt" in ask(provider, source, FIRST_USE).reason and worker.builds == 1
+
+
+def _unsigned(entry: Entry) -> None:
+    path = entry.directory / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "seal": None, "signature": None}))
 
 
 def test_the_environment_says_where_to_pull_from(monkeypatch: pytest.MonkeyPatch) -> None:
