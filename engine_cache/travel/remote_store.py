@@ -31,10 +31,7 @@ _LARGEST_MANIFEST = 16 << 20
 _WRONG_BYTES = 2
 """How often a file is read anew that arrived with another content."""
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp"}
-# The client's own retries and long waits would add up with ours.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 1}}},
-}
+_CONNECT_SECONDS, _READ_SECONDS = 10, 30
 
 
 class RemoteStore:
@@ -323,12 +320,25 @@ class _Counted:
             yield part
 
 
+def _patience(protocol: str) -> dict[str, Any]:
+    """Options by which a client does not wait for long, nor tries again by itself: that would add up with ours."""
+    if protocol == "s3":
+        timeouts = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+        return {"config_kwargs": {**timeouts, "retries": {"max_attempts": 1}}}
+    if protocol in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        return {"client_kwargs": {"timeout": timeout}}
+    return {}
+
+
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     protocol = url.partition("://")[0] if "://" in url else "file"
     try:
         import fsspec
 
-        given = {**_OPTIONS.get(protocol, {}), **options}
+        given = {**_patience(protocol), **options}
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **given)
         if hasattr(files, "retries"):
             files.retries = 1

@@ -17,6 +17,7 @@ from ...core.log_once import warn_once
 from ...core.progress import CancelToken, ProgressCallback
 from ...engine_cache import EngineStore, Entry
 from ...engine_cache.travel.remote_store import RemoteStore
+from ...engine_cache.travel.retries import RemoteError
 
 REMOTE_VARIABLE = "SLIPSTREAM_REMOTE"
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"
@@ -39,6 +40,8 @@ class Supply:
         self.urls = tuple(urls)
         self.never_builds = never_builds
         self._missed: dict[str, float] = {}
+        self._silent: dict[RemoteStore, float] = {}
+        """Remote stores that did not answer, and when."""
         self._remotes: list[RemoteStore] | None = None
         self._lock = threading.Lock()
 
@@ -62,12 +65,16 @@ class Supply:
         if not self.may_have(digest):
             return None
         for remote in self.remotes():
+            if time.monotonic() - self._silent.get(remote, -_ASKED_AGAIN_SECONDS) < _ASKED_AGAIN_SECONDS:
+                continue
             try:
                 entry = remote.pull(digest, store, progress, cancel)
             except BuildCancelled:
                 raise
             except SlipstreamError as error:  # building, or the user's own model, must not fail for it
                 warn_once(log, f"Slipstream: the engine {digest[:12]} was not pulled: {error}")
+                if isinstance(error, RemoteError):  # which may have taken its time
+                    self._silent[remote] = time.monotonic()
                 continue
             if entry is not None:
                 log.info("Slipstream: pulled %s from %s", entry.manifest.label, remote)

@@ -19,7 +19,7 @@ from slipstream.engine_cache import EngineStore, Entry, Keyring
 from slipstream.engine_cache.manifest import MANIFEST_NAME
 from slipstream.engine_cache.travel import remote_store
 from slipstream.engine_cache.travel.remote_store import RemoteStore
-from slipstream.engine_cache.travel.retries import Retries
+from slipstream.engine_cache.travel.retries import RemoteError, Retries
 from slipstream.runtime.building import supply as supply_module
 from slipstream.runtime.building.supply import REMOTE_VARIABLE, WORKER_VARIABLE, Supply
 from slipstream.runtime.planning.plan import CallShape
@@ -137,6 +137,23 @@ def test_a_remote_store_that_is_not_there_costs_no_engine(
     monkeypatch.setattr(remote_store, "Retries", lambda: Retries(attempts=2, first_s=0.01))
     assert run_once(elsewhere(bad), source, FIRST_USE).engine is not None and worker.builds == 1
     assert "was not pulled" in caplog.text or "no address that fsspec knows" in caplog.text
+
+
+def test_a_remote_store_that_does_not_answer_is_left_alone_for_a_while(
+    elsewhere, source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def silent(self: RemoteStore, digest: str, *_: object) -> None:
+        asked.append(digest)
+        raise RemoteError("no answer")
+
+    monkeypatch.setattr(RemoteStore, "pull", silent)
+    provider = elsewhere("memory://silent")
+    for size in (8, 16):
+        call = CallShape.of(make_inputs(size=size))
+        provider.make(source, call, FIRST_USE, HostHooks())
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("settings", [FIRST_USE, BACKGROUND])
