@@ -91,7 +91,6 @@ class ComfyBlock:
         self.open_axes = dict(open_axes)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The owner first: it makes ComfyUI's code importable, which a form may need.
         return ComfyBlock, (self._owner, self._path, self.form, self.example, self.open_axes)
 
     @functools.cached_property
