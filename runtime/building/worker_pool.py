@@ -8,10 +8,16 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from .process_group import kill_group
+
 Start = Callable[[], "subprocess.Popen[bytes]"]
+
+_PATIENCE_SECONDS = 2.0
+"""How long processes that wait may take to end by themselves."""
 
 
 class Turn:
@@ -20,8 +26,6 @@ class Turn:
     Attributes:
         returncode: of the job; None until it is done.
     """
-
-    stdin = None
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -33,13 +37,6 @@ class Turn:
         if self.returncode is None and (code := self.process.poll()) is not None:
             self.returncode = code or 1  # an orderly end in the midst of a job is none
         return self.returncode
-
-    def wait(self) -> int | None:
-        """Until the process is gone, which was killed."""
-        return self.process.wait()
-
-    def kill(self) -> None:
-        self.process.kill()
 
     @property
     def stdout(self) -> Turn:
@@ -106,19 +103,31 @@ class WorkerPool:
             return self._idle.pop() if self._idle else None
 
     def give_back(self, turn: Turn) -> bool:
-        """Keep the process of a job that is done for the next one; False where it is not fit for that."""
-        if turn.returncode is None or turn.process.poll() is not None:
+        """Keep the process of a job that went well for the next one; False where it is not fit for that."""
+        if turn.returncode != 0 or turn.process.poll() is not None:
             return False
         with self._lock:
             self._idle.append(turn.process)
         return True
 
     def close(self) -> None:
-        """End all processes that wait."""
-        while (process := self._next()) is not None:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()  # which tells it to end
-            process.wait()
+        """End all processes that wait: by themselves, or killed where they do not in time.
+
+        The end of its standard input, which tells a process to end, may never come: what other nodes forked in the
+        meantime holds the pipe open too.
+        """
+        with self._lock:
+            ending, self._idle = self._idle, []
+        for process in ending:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        for process in ending:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                kill_group(process)
+            assert process.stdout is not None
             process.stdout.close()
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from ...core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError,
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
+from .process_group import kill_group, signal_group
 from .worker import LOG, OUT_OF_MEMORY, RESULT, SERVE
 from .worker_pool import Turn, WorkerPool
 
@@ -87,7 +87,7 @@ Process = subprocess.Popen[bytes] | Turn
 
 def _end(process: Process, workers: WorkerPool | None) -> None:
     if workers is None or not isinstance(process, Turn) or not workers.give_back(process):
-        _kill(process)
+        kill_group(process.process if isinstance(process, Turn) else process)
 
 
 def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPool | None) -> Process:
@@ -221,7 +221,7 @@ class _Clock:
         return (self._paused_at or time.monotonic()) - self._start
 
     def pause(self, process: Process, pause: bool) -> None:
-        if pause == self.paused or not _signal_group(process, "SIGSTOP" if pause else "SIGCONT"):
+        if pause == self.paused or not signal_group(process.pid, "SIGSTOP" if pause else "SIGCONT"):
             return
         if self._paused_at is None:
             self._paused_at = time.monotonic()
@@ -277,26 +277,3 @@ def _last_words(directory: Path) -> str:
         lines = []
     telling = [line for line in lines if "rror" in line] or lines[-3:]
     return " | ".join(line[:300] for line in telling[:3]) or "none"
-
-
-def _kill(process: Process) -> None:
-    """End the worker with all that it started, such as C++ compilers: they outlive a worker that was killed."""
-    if os.name == "nt" and process.poll() is None:
-        subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], capture_output=True, check=False)
-    elif not _signal_group(process, "SIGKILL"):
-        process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-
-
-def _signal_group(process: Process, name: str) -> bool:
-    """Send a signal to the worker's process group; False where the system has no such thing."""
-    number = getattr(signal, name, None)
-    if number is None or not hasattr(os, "killpg"):
-        return False
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS forbids what is dead
-        return False
-    return True

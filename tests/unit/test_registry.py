@@ -22,6 +22,7 @@ STARTS_PROCESSES = {
     "cli/fleet/ray_cluster.py",
     "compile_backend/cpp/runtime_library.py",
     "core/environment.py",
+    "runtime/building/process_group.py",
     "runtime/building/worker_pool.py",
     "runtime/building/worker_process.py",
     "runtime/capture/compiling.py",

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from slipstream.runtime.building import worker_pool
 from slipstream.runtime.building.worker_pool import WorkerPool
 
 WORKER = """
-import json, sys
+import json, sys, time
 for line in sys.stdin:
     job = json.loads(line)
     if job["environment"].get("DIE"):
         sys.exit(0)
     print(json.dumps({"phase": job["folder"]}), flush=True)
-    print(json.dumps({"done": 0}), flush=True)
+    print(json.dumps({"done": int(job["environment"].get("CODE", 0))}), flush=True)
+    if job["environment"].get("HANG"):
+        time.sleep(300)
 """
 
 
@@ -43,8 +49,8 @@ def test_a_process_that_ends_in_the_midst_of_a_job_is_not_kept() -> None:
     assert not pool.give_back(turn)
     other = pool.take(Path("b"), {}, start)
     assert other.pid != turn.pid
-    other.kill()
-    other.wait()
+    other.process.kill()
+    other.process.wait()
     for process in (turn.process, other.process):
         process.stdin.close(), process.stdout.close()
 
@@ -53,10 +59,29 @@ def test_a_process_that_died_while_it_waited_is_replaced() -> None:
     pool = WorkerPool()
     first = pool.take(Path("a"), {}, start)
     assert [*first.stdout] and pool.give_back(first)
-    first.kill()
-    first.wait()
+    first.process.kill()
+    first.process.wait()
     second = pool.take(Path("b"), {}, start)
     assert second.pid != first.pid and [*second.stdout]
     assert pool.give_back(second)
     pool.close()
     first.process.stdout.close()
+
+
+def test_a_process_whose_job_failed_is_not_kept() -> None:
+    pool = WorkerPool()
+    turn = pool.take(Path("a"), {"CODE": "1"}, start)
+    assert [*turn.stdout] and turn.poll() == 1
+    assert not pool.give_back(turn)
+    with turn.process:
+        turn.process.kill()
+
+
+def test_a_process_that_does_not_hear_of_the_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_PATIENCE_SECONDS", 0.1)
+    pool = WorkerPool()
+    turn = pool.take(Path("a"), {"HANG": "1"}, start)
+    assert [*turn.stdout] and pool.give_back(turn)
+    began = time.monotonic()
+    pool.close()
+    assert turn.process.returncode not in (None, 0) and time.monotonic() - began < 10
