@@ -94,7 +94,7 @@ class Workspace:
             _reason_file(old).unlink(missing_ok=True)
 
     def clean(self) -> int:
-        """Remove what dead processes left behind; returns how many folders."""
+        """Remove what dead processes left behind, as far as the system lets us; returns how many folders."""
         doomed: list[Path] = []
         with self.writing("Cleaning the engine store"):
             self.claims.sweep()
@@ -102,7 +102,8 @@ class Workspace:
                 if path.name.startswith("trash."):
                     doomed.append(path)
                 elif path.is_dir() and not (self.in_use / path.name).exists():
-                    doomed.append(self.discard(path))
+                    with contextlib.suppress(PermissionError):  # Windows, where somebody has a file of it open
+                        doomed.append(self.discard(path))
                 elif path.is_file() and time.time() - path.stat().st_mtime > STALE_SECONDS:
                     path.unlink(missing_ok=True)
         for path in doomed:

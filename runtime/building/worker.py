@@ -65,9 +65,16 @@ def serve() -> int:
         with open(folder / LOG, "ab") as log:
             os.dup2(log.fileno(), 2)
         code = _built(folder, report)
-        os.chdir(folder.anchor)  # the folder goes with the job
+        _leave(folder)
         _give_memory_back()
         print(json.dumps({DONE: code}), file=report, flush=True)
+
+
+def _leave(folder: Path) -> None:
+    """The folder goes with its job: on Windows only where nobody is in it or holds a file of it open."""
+    os.chdir(folder.anchor)
+    with open(os.devnull, "ab") as nothing:
+        os.dup2(nothing.fileno(), 2)
 
 
 def _give_memory_back() -> None:

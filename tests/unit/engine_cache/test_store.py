@@ -18,7 +18,7 @@ import pytest
 
 from slipstream.core.errors import BuildFailed, CorruptEngine, StoreError
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification, files
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Verification, files, workspace
 from slipstream.engine_cache.locks import locked
 from slipstream.engine_cache.workspace import QUARANTINE_KEPT, Workspace
 from slipstream.tests.unit.engine_cache.support import WEIGHTS, make_key
@@ -655,6 +655,24 @@ def test_clean_removes_what_is_dead_and_keeps_what_lives(store: EngineStore, put
         with pytest.raises(StoreError):
             store.delete(entry.digest)
     assert left_over(store) == ["tmp/young.part"]
+
+
+def test_a_dead_folder_that_cannot_be_moved_holds_nobody_up(
+    store: EngineStore, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where a process has a file of it open."""
+    put()
+    (held := store.root / "tmp" / "tmp-abc.999999.0").mkdir()
+    move = workspace.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if source == held:
+            raise PermissionError(13, "in use", str(source))
+        move(source, target)
+
+    monkeypatch.setattr(workspace, "replace", refuse)
+    put(128)
+    assert left_over(store) == ["tmp/tmp-abc.999999.0"]
 
 
 def test_put_cleans_up_first(store: EngineStore, put: Put) -> None:

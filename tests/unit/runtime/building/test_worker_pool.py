@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.building import worker_pool
+from slipstream.runtime.building import worker_pool, worker_process
+from slipstream.runtime.building.worker import LOG, SERVE
 from slipstream.runtime.building.worker_pool import WorkerPool
 
 WORKER = """
@@ -85,3 +87,17 @@ def test_a_process_that_does_not_hear_of_the_end_is_killed(monkeypatch: pytest.M
     began = time.monotonic()
     pool.close()
     assert turn.process.returncode not in (None, 0) and time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
+def test_the_build_process_lets_go_of_a_jobs_folder(tmp_path: Path) -> None:
+    def start_serving() -> subprocess.Popen[bytes]:
+        return worker_process._popen(SERVE, subprocess.DEVNULL, Path("/"), os.environ)
+
+    turn = WorkerPool().take(tmp_path, {}, start_serving)  # there is no job in it
+    with turn.process:
+        assert [*turn.stdout] and turn.poll() == 1
+        assert "job.json" in (tmp_path / LOG).read_text()
+        open_files = [os.path.realpath(file) for file in Path(f"/proc/{turn.pid}/fd").iterdir()]
+        assert not [file for file in open_files if file.startswith(str(tmp_path))]
+        turn.process.kill()
