@@ -28,8 +28,8 @@ from .block_plans import BlockPlan, block_plans
 
 log = logging.getLogger(__name__)
 
-_MOST_KINDS = 64
-"""Engines that are asked for by one kind of block in a process; one whose calls differ more is left alone."""
+_MOST_BUILDS = 64
+"""Engines that a process has built for one kind of block and form of its calls; if calls differ more, no more are."""
 
 _WORKER_BYTES = 2 << 30
 """Memory of a build process."""
@@ -114,7 +114,8 @@ class BlockEngines:
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
         self._refused: dict[str, str] = {}
         self._waiting: dict[str, list[_Wish]] = {}
-        self._asked: dict[str, int] = {}
+        self._asked: dict[str, set[str]] = {}
+        """Digests of the engines whose builds were asked for, by the kind of block."""
         self._lock = threading.Lock()
 
     def why_unavailable(self, device: torch.device) -> str | None:
@@ -152,11 +153,6 @@ class BlockEngines:
         may_build: bool,
     ) -> None:
         try:
-            kind = offer.architecture.fingerprint.architecture
-            with self._lock:
-                self._asked[kind] = self._asked.get(kind, 0) + 1
-            if self._asked[kind] > _MOST_KINDS:
-                return offer.refuse("its calls differ too much from one another")
             plans = block_plans(offer.architecture, dtypes, precision, device, optimize, self.backend)
             self._bring(_Wish(offer, plans, may_build))
         except Exception as error:  # whatever it is: the block runs as it is
@@ -184,11 +180,22 @@ class BlockEngines:
                 )
             if reason := self.backend.why_cannot_build(plan.device) or "":
                 continue
+            if not self._is_worth_a_build(plan):
+                reason = f"{_MOST_BUILDS} engines were built for other calls of it, whose sizes differ too much"
+                continue
             ticket = self.queue.submit(plan, urgent=True)
             if ticket.error is None:
                 return self._wait_for(ticket, wish)
             reason = str(ticket.error)
         wish.offer.refuse(reason or "no engine takes calls of this shape")
+
+    def _is_worth_a_build(self, plan: BlockPlan) -> bool:
+        """Whether few enough engines were asked for by other calls of the same kind; called by the loader alone."""
+        asked = self._asked.setdefault(plan.spec.fingerprint.architecture, set())
+        if plan.key.digest not in asked and len(asked) >= _MOST_BUILDS:
+            return False
+        asked.add(plan.key.digest)
+        return True
 
     def _wait_for(self, ticket: Ticket, wish: _Wish) -> None:
         wish.ticket, wish.offer.reason = ticket, "its engine is being built"

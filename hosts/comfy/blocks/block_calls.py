@@ -217,8 +217,9 @@ class BlockCalls:
             may_build = self._settings.policy is not BuildPolicy.MANUAL
             optimize = self._settings.effort
             offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, may_build)
-        block.offers[form, inputs, self._device, self._settings.effort] = offer
+        block.keep((form, inputs, self._device, self._settings.effort), offer)
         self._asked[id(offer)] = offer
+        self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
     def _computed(self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor]) -> Any:

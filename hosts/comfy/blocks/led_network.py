@@ -28,6 +28,9 @@ Lead = Callable[["LedBlock", tuple[Any, ...], dict[str, Any]], Any]
 
 Offers = dict[Any, BlockOffer]
 
+_OFFERS_KEPT = 256
+"""By a kind of block: calls of more sizes than so many forget the first ones."""
+
 
 class LedBlock:
     """One block of a live network.
@@ -42,6 +45,7 @@ class LedBlock:
 
     def __init__(self, path: str, module: torch.nn.Module, kind: BlockClass, facts: tuple[Any, ...]) -> None:
         self.path, self.module, self.kind = path, module, kind
+        self.offers: Offers
         self.reads, self.offers, self.weights = facts
         self._class_forward: Any = type(module).forward
         self.lead: Lead | None = None
@@ -50,6 +54,12 @@ class LedBlock:
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself, without the hooks on it, which run around this."""
         return self._class_forward(self.module, *args, **kwargs)
+
+    def keep(self, call: Any, offer: BlockOffer) -> None:
+        """Note what may compute calls of a form and shapes."""
+        while len(self.offers) >= _OFFERS_KEPT and call not in self.offers:
+            del self.offers[next(iter(self.offers))]
+        self.offers[call] = offer
 
     def begin(self, lead: Lead) -> None:
         """From now on its calls go to `lead`, if they come from this thread."""

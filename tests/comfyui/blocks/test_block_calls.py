@@ -11,10 +11,12 @@ import comfy.model_management
 import pytest
 import torch
 
-from slipstream.core.spec import Optimize
+from slipstream.core.spec import Optimize, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.blocks import led_network
+from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
@@ -310,3 +312,12 @@ def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> 
         assert module.status.block_calls == STEPS - 2
         tiny.sample(accelerate_model(model, by_hand), steps=STEPS)
         assert by_hand.status.block_calls == STEPS
+
+
+def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_network, "_OFFERS_KEPT", 2)
+    block = led_network.LedBlock("", torch.nn.Identity(), None, (frozenset(), {}, {}))  # type: ignore[arg-type]
+    offers = [BlockOffer(None, (), Precision.FP32) for _ in range(3)]  # type: ignore[arg-type]
+    for call in (0, 1, 1, 2):
+        block.keep(call, offers[call])
+    assert block.offers == {1: offers[1], 2: offers[2]}

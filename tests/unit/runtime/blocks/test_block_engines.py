@@ -1,0 +1,130 @@
+"""Engines of blocks: what is looked up, what is built and when, and why there is none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.compile_backend.blocks.backend import BlockBackend
+from slipstream.core.progress import CancelToken, Progress, ProgressCallback
+from slipstream.core.protocols import Artifact
+from slipstream.core.spec import Optimize, Precision, Role
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry
+from slipstream.runtime.blocks import block_engines
+from slipstream.runtime.blocks.block_engines import BlockEngines, BlockOffer
+from slipstream.runtime.building.worker_pool import WorkerPool
+from slipstream.runtime.loaded.canary import Canary
+from slipstream.runtime.planning.plan import Plan
+from slipstream.tests.fakes import CPU, FakeArchitecture, wait_until
+
+
+@dataclass(frozen=True)
+class FakeBlock(FakeArchitecture):
+    """A kind of block whose calls have one tensor."""
+
+    role: Role = Role.BLOCK
+    size: int = 8
+    form: Any = (("x", "tensor"),)
+    open_axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def example(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (1, self.size)}
+
+
+class FakeBlockBackend(BlockBackend):
+    """Loads nothing, and takes calls of all sizes."""
+
+    def why_cannot_build(self, device: torch.device) -> str | None:
+        return None
+
+    def load_block(self, artifact: Artifact, device: torch.device) -> Any:
+        return FakeEngine()
+
+
+class FakeEngine:
+    def accepts(self, inputs: Any) -> bool:
+        return True
+
+
+class Builder:
+    """In the place of `EngineProvider._build`.
+
+    Attributes:
+        gate: builds wait until it is set; it is, unless cleared.
+        error: raised instead of an engine.
+        built: what was begun.
+    """
+
+    def __init__(self, store: EngineStore, folder: Path) -> None:
+        self._store, self._folder = store, folder
+        (folder / "engine.bin").write_bytes(b"engine")
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: BaseException | None = None
+        self.built: list[Plan] = []
+
+    def __call__(
+        self, plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]
+    ) -> Entry:
+        self.built.append(plan)
+        progress(Progress("compile", 0.5, "compiling"))
+        while not (self.gate.wait(0.01) and may_run()):
+            cancel.raise_if_cancelled("The build")
+        if self.error is not None:
+            raise self.error
+        artifact = Artifact(self._folder, ("engine.bin",), {})
+        return self._store.put(plan.key, artifact, label=str(plan), build=BuildRecord(1.0, {}))
+
+
+@pytest.fixture
+def builder(store: EngineStore, tmp_path: Path) -> Builder:
+    return Builder(store, tmp_path)
+
+
+@pytest.fixture
+def engines(store: EngineStore, builder: Builder) -> Iterator[BlockEngines]:
+    made = BlockEngines(store, Canary(store.marks), builder, WorkerPool(), FakeBlockBackend())
+    yield made
+    made.queue.end_all("the test is over", 5)
+
+
+def asked(engines: BlockEngines, architecture: FakeBlock, may_build: bool = True) -> BlockOffer:
+    """The offer, before anything is known."""
+    return engines.offer(architecture, (torch.float32,), Precision.FP32, CPU, Optimize.BALANCED, may_build)
+
+
+def found(engines: BlockEngines, architecture: FakeBlock, may_build: bool = True) -> BlockOffer:
+    """The offer, once it is settled."""
+    offer = asked(engines, architecture, may_build)
+    wait_until(lambda: not offer.is_coming)
+    return offer
+
+
+def test_what_is_built_is_found(engines: BlockEngines, builder: Builder) -> None:
+    assert found(engines, FakeBlock()).engine is not None
+    assert found(engines, FakeBlock(), may_build=False).engine is not None
+    assert len(builder.built) == 1
+
+
+def test_a_kind_of_block_may_be_asked_for_without_end(engines: BlockEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_engines, "_MOST_BUILDS", 2)
+    assert all(found(engines, FakeBlock()).engine for _ in range(3))  # one engine
+
+
+def test_a_kind_of_block_has_so_many_engines_built(
+    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_engines, "_MOST_BUILDS", 2)
+    offers = [found(engines, FakeBlock(size=size)) for size in (8, 16, 24)]
+    assert [offer.engine is not None for offer in offers] == [True, True, False]
+    assert "2 engines were built for other calls of it" in offers[2].reason
+    assert len(builder.built) == 2
+    assert found(engines, FakeBlock(size=8)).engine is not None
+    assert found(engines, FakeBlock(digest="b" * 64)).engine is not None  # another kind
