@@ -171,8 +171,8 @@ class Run:
     Attributes:
         answers: who answered its calls, in their order; a large batch may take several answers of an engine.
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
-        by_blocks: how the call was computed that was just computed without an engine of the whole model; None where no
-            engine had a part in it.
+        by_blocks: how the call was computed that was just computed without an engine of the whole model; in words why
+            no engine had a part in it, or None where none was wanted.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
         is_part: its calls are parts of another run's.
@@ -200,7 +200,7 @@ class Run:
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
-        self.by_blocks: Callable[[], ByBlocks | None] = lambda: None
+        self.by_blocks: Callable[[], ByBlocks | str | None] = lambda: None
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -252,7 +252,9 @@ class Run:
         self._module.count_eager(result)
         computed = eager()
         by_blocks = self.by_blocks()
-        if by_blocks is None:
+        if not isinstance(by_blocks, ByBlocks):
+            if by_blocks is not None and veto is None:
+                self._module.status.explain_eager(result, f"{result}; none of its blocks runs on one: {by_blocks}")
             self.answers.append(Answer(is_vetoed=veto is not None))
             return computed
         self._module.status.count_blocks(result, by_blocks.share)

@@ -554,6 +554,7 @@ class EngineProvider:
             StoreError: the store cannot be written.
         """
         self.pool.close_idle(digest)
+        self.blocks.forget(digest)
         return self.store.delete(digest)
 
     def overflowed(self, source: ModelSource, plan: Plan) -> str:
@@ -671,6 +672,7 @@ class EngineProvider:
         """
         self.canary.forget(digest)
         self._used.discard(digest)
+        self.blocks.forget(digest)
         self.pool.close_idle(digest)
 
     def _ready_or_short(self, source: ModelSource, plan: Plan, entry: Entry, hooks: HostHooks) -> LoadedEngine | str:

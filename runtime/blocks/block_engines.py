@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -42,8 +43,6 @@ _WITHOUT_MEASURE = 4
 
 _POLL_SECONDS = 0.1
 
-
-_BY_HAND = "its engine is not built yet, and engines are built by hand alone"
 
 _NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
 """Errors of builds that say nothing about what was built."""
@@ -113,6 +112,10 @@ class BlockEngines:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
         self._refused: dict[str, str] = {}
+        self._created: dict[str, str] = {}
+        """When the engines were made that are loaded, or could not be loaded."""
+        self._withdrawn: weakref.WeakSet[BlockEngine] = weakref.WeakSet()
+        """Engines that were found wrong, or failed."""
         self._waiting: dict[str, list[_Wish]] = {}
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
@@ -164,15 +167,19 @@ class BlockEngines:
         reason = ""
         for plan in wish.plans:
             digest = plan.key.digest
-            if reason := self._refused.get(digest, ""):
-                continue
-            if (entry := self.store.lookup(digest)) is not None:
+            entry = self.store.lookup(digest)
+            if entry is not None and (untrusted := entry.why_untrusted()):
+                if entry.manifest.signature is not None or not entry.is_of_this_user or not wish.may_build:
+                    return wish.offer.refuse(untrusted, is_final=False)
+                entry = None  # of nobody: another is built in its place
+            if entry is not None:
                 engine = self._loaded(plan, entry)
-                if engine is not None and engine.accepts(wish.offer.inputs):
+                if isinstance(engine, str):  # one for this size alone might be no better
+                    return wish.offer.refuse(engine, is_final=False)
+                if engine.accepts(wish.offer.inputs):
                     offer = wish.offer
                     offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
                     return
-                reason = self._refused.get(digest, "")
                 continue
             if not wish.may_build:
                 return wish.offer.refuse(
@@ -231,36 +238,51 @@ class BlockEngines:
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             wish.offer.refuse(str(error) or type(error).__name__)
 
-    def _loaded(self, plan: BlockPlan, entry: Entry) -> BlockEngine | None:
-        """The engine of an entry; None where it cannot be used, and the reason is noted."""
-        place = entry.digest, plan.device
+    def _loaded(self, plan: BlockPlan, entry: Entry) -> BlockEngine | str:
+        """The engine of an entry; or why it cannot be used."""
+        digest, place = entry.digest, (entry.digest, plan.device)
+        if self._created.get(digest) != entry.manifest.created:
+            self.forget(digest)
+        self._created[digest] = entry.manifest.created
+        if (reason := self._refused.get(digest)) is not None:
+            return reason
         if place not in self._engines:
-            if (death := self.canary.death_of(entry.digest)) is not None:
-                self._refused[entry.digest] = f"its engine is not used: {death}"
-                return None
+            if (death := self.canary.death_of(digest)) is not None:
+                return self._refuse(digest, f"its engine is not used: {death}")
             try:
                 entry.verify_files()
-                with self.canary.watching(entry.digest, LOAD, False):
+                with self.canary.watching(digest, LOAD, False):
                     self._engines[place] = self.backend.load_block(entry.artifact, plan.device)
             except SlipstreamError as error:
-                self._refused[entry.digest] = str(error)
-                return None
+                return self._refuse(digest, str(error))
             self.store.touch(entry)
         return self._engines[place]
+
+    def _refuse(self, digest: str, reason: str) -> str:
+        self._refused[digest] = reason
+        return reason
+
+    def forget(self, digest: str) -> None:
+        """An engine is to be tried again, was deleted, or another one took its place: the next run looks for it."""
+        self._refused.pop(digest, None)
+        for place in [place for place in self._engines if place[0] == digest]:
+            self._engines.pop(place, None)
 
     def first_use(self, offer: BlockOffer) -> AbstractContextManager[None]:
         """Around the first call of an engine in this process: should that end the process, no other one tries."""
         return self.canary.watching(offer.digest, USE, False)
 
     def refuse(self, offer: BlockOffer, reason: str) -> None:
-        """An engine was found wrong, or failed: no call of this process goes to it again."""
+        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`."""
         log.warning("Slipstream: an engine of blocks is not used: %s", reason)
-        self._refused[offer.digest] = reason
-        offer.refuse(reason)
+        self._refuse(offer.digest, reason)
+        if offer.engine is not None:
+            self._withdrawn.add(offer.engine)
+        offer.refuse(reason, is_final=False)
 
     def is_refused(self, offer: BlockOffer) -> bool:
         """Whether the engine of an offer was refused for other calls."""
-        return offer.digest in self._refused
+        return offer.engine in self._withdrawn
 
     @property
     def is_building(self) -> bool:

@@ -190,6 +190,23 @@ class Status:
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1
 
+    def explain_eager(self, reason: str, fuller: str) -> None:
+        """Give a fuller reason for the call that was just counted as eager."""
+        with self._lock:
+            self._uncount(reason)
+            for counted in (self._reasons, self._run_reasons):
+                counted[fuller] += 1
+            if reason in self._missing:
+                self._missing[fuller] = self._missing[reason]
+            self._last = f"eager: {fuller}"
+            self._standing = Standing(reason=fuller, wanted=self._missing.get(fuller))
+
+    def _uncount(self, reason: str) -> None:
+        for counted in (self._reasons, self._run_reasons):
+            counted[reason] -= 1
+            if not counted[reason]:
+                del counted[reason]
+
     def count_blocks(self, reason: str, share: str) -> None:
         """Note that the call which was just counted as eager was computed by engines of blocks.
 
@@ -198,10 +215,7 @@ class Status:
             share: how much of it, in words.
         """
         with self._lock:
-            for counted in (self._reasons, self._run_reasons):
-                counted[reason] -= 1
-                if not counted[reason]:
-                    del counted[reason]
+            self._uncount(reason)
             self._block_calls += 1
             self._last = f"blocks: {share} ({reason})"
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason), blocks=share)

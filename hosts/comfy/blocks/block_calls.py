@@ -42,6 +42,8 @@ _TF32 = 5e-3
 _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
 
+_ON_THEIR_WAY = "their engines are on their way, or are being compared"
+
 
 @dataclass
 class BlockShare:
@@ -56,6 +58,12 @@ class BlockShare:
     engine: int = 0
     waiting: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def why_none(self) -> str:
+        """The reason for which most blocks computed themselves."""
+        reasons = self.eager + Counter({_ON_THEIR_WAY: self.waiting})
+        return max(reasons, key=lambda reason: reasons[reason], default="its blocks are not known")
 
     def __str__(self) -> str:
         total = self.engine + self.waiting + self.eager.total()
@@ -113,12 +121,14 @@ class BlockCalls:
     def __call__(self, compute: Callable[[], _Result]) -> _Result:
         """What `compute` gives, which calls the network."""
         self.share = BlockShare()
-        if self._why_not() is not None:
+        if (reason := self._why_not()) is not None:
+            self.share.eager[reason] += 1
             return compute()
         try:
             led = led_network(self._network, self._owner)
         except UnsupportedModel as error:
             log.debug("Slipstream: no blocks are led: %s", error)
+            self.share.eager[str(error)] += 1
             return compute()
         with led.leading(self._network, self._lead) as changed:
             result = compute()
@@ -129,10 +139,10 @@ class BlockCalls:
             self._wait()
         return result
 
-    def answer(self) -> ByBlocks | None:
-        """What engines had to do with the last call; None where nothing."""
+    def answer(self) -> ByBlocks | str:
+        """What engines had to do with the last call; or why nothing."""
         if not self.share.engine:
-            return None
+            return self.share.why_none
         return ByBlocks(str(self.share), None if self.share.waiting else self._id)
 
     def _say_reasons(self) -> None:
@@ -172,7 +182,7 @@ class BlockCalls:
                 return self._rest(block, args, kwargs)
             return self._plain(block, args, kwargs, offer.reason)
         if self._engines.is_refused(offer):
-            offer.refuse("its engine was found wrong")
+            offer.refuse("its engine was found wrong", is_final=False)
             return self._plain(block, args, kwargs, offer.reason)
         if not offer.is_trusted and id(offer) in self._trials:
             return self._rest(block, args, kwargs)

@@ -225,7 +225,7 @@ def test_an_engine_that_fails_leaves_its_blocks_to_the_model(tmp_path: Any) -> N
         for engine in provider.blocks._engines.values():
             engine._run = fail
         found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
-        assert distance(found, wanted) < 1e-6 and not forwards(model)
+        assert distance(found, wanted) < 1e-5 and not forwards(model)  # their parts may be on engines
 
 
 def test_the_block_is_as_it_was_where_the_model_fails(provider: EngineProvider) -> None:
@@ -307,6 +307,8 @@ def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> 
         by_hand = AcceleratedModule(provider, replace(BY_BLOCKS, policy=BuildPolicy.MANUAL))
         wanted = tiny.sample(accelerate_model(model, by_hand), steps=STEPS)
         assert not provider.store.digests() and not by_hand.status.block_calls
+        assert "builds are asked for by hand" in by_hand.status.standing.reason
+        assert by_hand.status.eager_calls == STEPS
         fast, module = accelerated(provider, model)
         assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
         assert module.status.block_calls == STEPS - 2

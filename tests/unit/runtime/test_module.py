@@ -618,3 +618,16 @@ def test_a_part_of_a_run_has_the_settings_of_the_whole(module: AcceleratedModule
     with module.run(source, settings=MANUAL) as run:
         call(run, source)
     assert counts(module) == (0, 1) and module.asked == MANUAL
+
+
+def test_why_no_block_runs_on_an_engine_is_told(provider: EngineProvider) -> None:
+    module, source = AcceleratedModule(provider, MANUAL), FakeSource()
+    with module.run(source) as run:
+        run.by_blocks = lambda: "its engine is being built"
+        assert_right(call(run, source), source)
+    (reason,) = module.status.to_json()["reasons"]
+    assert reason.startswith("no engine for") and reason.endswith(
+        "none of its blocks runs on one: its engine is being built"
+    )
+    assert module.status.standing.reason == reason
+    assert module.status.eager_calls == 1

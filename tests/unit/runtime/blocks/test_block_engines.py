@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from slipstream.compile_backend.blocks.backend import BlockBackend
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, manifest
 from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.blocks.block_engines import BlockEngines, BlockOffer
 from slipstream.runtime.building.worker_pool import WorkerPool
@@ -128,3 +129,57 @@ def test_a_kind_of_block_has_so_many_engines_built(
     assert len(builder.built) == 2
     assert found(engines, FakeBlock(size=8)).engine is not None
     assert found(engines, FakeBlock(digest="b" * 64)).engine is not None  # another kind
+
+
+def refused(engines: BlockEngines, builder: Builder) -> BlockOffer:
+    """An offer whose engine was found wrong."""
+    offer = found(engines, FakeBlock())
+    engines.refuse(offer, "it is wrong")
+    assert offer.engine is None and not offer.is_final  # the next run asks again
+    again = found(engines, FakeBlock())
+    assert (again.engine, again.reason, again.is_final) == (None, "it is wrong", False)
+    return offer
+
+
+def test_an_engine_that_was_refused_is_tried_again_when_somebody_wants_that(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    other = found(engines, FakeBlock())
+    offer = refused(engines, builder)
+    engines.forget(offer.digest)
+    assert found(engines, FakeBlock()).engine is not None and len(builder.built) == 1
+    assert engines.is_refused(other)  # it holds the one that was wrong
+
+
+def test_an_engine_that_takes_the_place_of_one_that_was_refused_is_tried(
+    engines: BlockEngines, builder: Builder, store: EngineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = refused(engines, builder)
+    store.delete(offer.digest)
+    monkeypatch.setattr(manifest, "utc_now", lambda: "2030-01-01T00:00:00+00:00")
+    assert found(engines, FakeBlock()).engine is not None and len(builder.built) == 2
+
+
+def unsign(store: EngineStore, **changes: Any) -> None:
+    (entry,) = store.list()
+    path = entry.directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "seal": None, "signature": None, **changes}))
+
+
+def test_an_engine_that_nobody_signed_is_built_anew(
+    engines: BlockEngines, builder: Builder, store: EngineStore
+) -> None:
+    found(engines, FakeBlock())
+    unsign(store)
+    by_hand = found(engines, FakeBlock(), may_build=False)
+    assert by_hand.engine is None and "nobody signed it" in by_hand.reason and not by_hand.is_final
+    assert found(engines, FakeBlock()).engine is not None and len(builder.built) == 2
+
+
+def test_an_engine_of_somebody_unknown_is_neither_loaded_nor_replaced(
+    engines: BlockEngines, builder: Builder, store: EngineStore
+) -> None:
+    found(engines, FakeBlock())
+    unsign(store, signature="ab:cd")
+    offer = found(engines, FakeBlock())
+    assert offer.engine is None and "is not loaded" in offer.reason and not offer.is_final and len(builder.built) == 1
