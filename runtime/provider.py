@@ -201,17 +201,23 @@ class EngineProvider:
             self._is_idle,
         )
         workers = WorkerPool()
-        self.blocks = BlockEngines(store, self.canary, functools.partial(self._build, workers=workers), workers)
+        build = functools.partial(self._build, workers=workers)
+        self.blocks = BlockEngines(store, self.canary, build, workers, is_idle=self._is_left_alone)
         self.step_times = step_times
         if step_times is not None:
             step_times.is_busy = self._is_building
 
     def _is_building(self) -> bool:
-        return self.queue.is_building() or self.blocks.is_building
+        return any(queue.is_building() for queue in self.queues)
+
+    @property
+    def queues(self) -> tuple[BuildQueue, BuildQueue]:
+        """Of engines of blocks, which are ready in a fraction of the time, and of whole models."""
+        return self.blocks.queue, self.queue
 
     def end_builds(self, reason: str, seconds: float) -> None:
         """Cancel all builds, and wait for each no longer than that until nothing of it is left."""
-        for queue in (self.blocks.queue, self.queue):
+        for queue in self.queues:
             queue.end_all(reason, seconds)
         self.blocks.workers.close()
 
@@ -232,8 +238,10 @@ class EngineProvider:
         return entry
 
     def _is_idle(self) -> bool:
-        if self.blocks.is_building:  # which are ready in a fraction of the time
-            return False
+        return not self.blocks.is_building and self._is_left_alone()
+
+    def _is_left_alone(self) -> bool:
+        """Whether nobody waits for this machine, or the user does not mind."""
         if self.preferences().background is Background.ALWAYS:
             return True
         return self._active_runs == 0 and self._host_is_idle()

@@ -19,7 +19,7 @@ def list_builds(request: web.Request) -> Answer:
     from ...hosts.comfy.node_state.announcer import builds, policy
     from ...hosts.comfy.process.shared_provider import provider
 
-    return {"builds": builds(provider().queue), "policy": policy()}
+    return {"builds": builds(provider()), "policy": policy()}
 
 
 @asks()
@@ -37,7 +37,8 @@ def cancel(request: web.Request, fields: dict[str, Any]) -> Answer:
     from ...hosts.comfy.process.shared_provider import provider
 
     digest = check_digest(request.match_info["digest"])
-    ticket = provider().queue.find(digest)
+    found = (queue.find(digest) for queue in provider().queues)
+    ticket = next((ticket for ticket in found if ticket is not None), None)
     if ticket is None:
         raise Refused("not_found", "No such build waits or runs; it may have ended meanwhile.")
     ticket.cancel()

@@ -19,7 +19,7 @@ def health(request: web.Request) -> Answer:
         "text": f"{ready} engines ready, {len(missing)} missing",
         "ready": ready,
         "missing": missing,
-        "building": len(here.queue.pending()),
+        "building": sum(len(queue.pending()) for queue in here.queues),
         "never_builds": here.supply.never_builds,
         "version": __version__,
     }

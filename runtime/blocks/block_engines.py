@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ from ...engine_cache import EngineStore, Entry
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
 from ..building.worker_pool import WorkerPool
 from ..loaded.canary import LOAD, USE, Canary
+from ..settings.model_settings import BuildPolicy
 from .block_plans import BlockPlan, block_plans
 
 log = logging.getLogger(__name__)
@@ -84,8 +86,7 @@ class _Wish:
 
     offer: BlockOffer
     plans: list[BlockPlan]
-    may_build: bool
-    ticket: Ticket | None = None
+    policy: BuildPolicy
 
 
 @dataclass
@@ -95,6 +96,7 @@ class BlockEngines:
     Args:
         build: makes one engine.
         workers: in which it does; closed whenever nothing is left to be built.
+        is_idle: see `BuildQueue`.
 
     Attributes:
         queue: of builds, several of which run at once.
@@ -105,9 +107,10 @@ class BlockEngines:
     build: BuildFunction
     workers: WorkerPool
     backend: BlockBackend = field(default_factory=BlockBackend)
+    is_idle: Callable[[], bool] = lambda: True
 
     def __post_init__(self) -> None:
-        self.queue = BuildQueue(self.build, at_once=lambda: builds_at_once())
+        self.queue = BuildQueue(self.build, self.is_idle, at_once=lambda: builds_at_once())
         self.queue.listen(self._on_ticket)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
@@ -116,7 +119,7 @@ class BlockEngines:
         """When the engines were made that are loaded, or could not be loaded."""
         self._withdrawn: weakref.WeakSet[BlockEngine] = weakref.WeakSet()
         """Engines that were found wrong, or failed."""
-        self._waiting: dict[str, list[_Wish]] = {}
+        self._waiting: dict[Ticket, list[_Wish]] = {}
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
         self._lock = threading.Lock()
@@ -132,7 +135,7 @@ class BlockEngines:
         precision: Precision,
         device: torch.device,
         optimize: Optimize,
-        may_build: bool,
+        policy: BuildPolicy,
     ) -> BlockOffer:
         """What may compute calls of this shape: filled in as soon as its engine is found, or built, and loaded.
 
@@ -143,7 +146,7 @@ class BlockEngines:
             (torch.Size(shape), dtype) for shape, dtype in zip(architecture.example.values(), dtypes, strict=True)
         )
         offer = BlockOffer(architecture, inputs, precision)
-        self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, may_build)
+        self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, policy)
         return offer
 
     def _begin(
@@ -153,23 +156,23 @@ class BlockEngines:
         precision: Precision,
         device: torch.device,
         optimize: Optimize,
-        may_build: bool,
+        policy: BuildPolicy,
     ) -> None:
         try:
             plans = block_plans(offer.architecture, dtypes, precision, device, optimize, self.backend)
-            self._bring(_Wish(offer, plans, may_build))
+            self._bring(_Wish(offer, plans, policy))
         except Exception as error:  # whatever it is: the block runs as it is
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             offer.refuse(str(error) or type(error).__name__)
 
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one built; that for all sizes before that for one."""
-        reason = ""
+        reason, may_build = "", wish.policy is not BuildPolicy.MANUAL
         for plan in wish.plans:
             digest = plan.key.digest
             entry = self.store.lookup(digest)
             if entry is not None and (untrusted := entry.why_untrusted()):
-                if entry.manifest.signature is not None or not entry.is_of_this_user or not wish.may_build:
+                if entry.manifest.signature is not None or not entry.is_of_this_user or not may_build:
                     return wish.offer.refuse(untrusted, is_final=False)
                 entry = None  # of nobody: another is built in its place
             if entry is not None:
@@ -181,7 +184,7 @@ class BlockEngines:
                     offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
                     return
                 continue
-            if not wish.may_build:
+            if not may_build:
                 return wish.offer.refuse(
                     "its engine is not built yet, and builds are asked for by hand", is_final=False
                 )
@@ -190,7 +193,7 @@ class BlockEngines:
             if not self._is_worth_a_build(plan):
                 reason = f"{_MOST_BUILDS} engines were built for other calls of it, whose sizes differ too much"
                 continue
-            ticket = self.queue.submit(plan, urgent=True)
+            ticket = self.queue.submit(plan, urgent=wish.policy is BuildPolicy.FIRST_USE)
             if ticket.error is None:
                 return self._wait_for(ticket, wish)
             reason = str(ticket.error)
@@ -205,9 +208,9 @@ class BlockEngines:
         return True
 
     def _wait_for(self, ticket: Ticket, wish: _Wish) -> None:
-        wish.ticket, wish.offer.reason = ticket, "its engine is being built"
+        wish.offer.reason = "its engine is being built"
         with self._lock:
-            self._waiting.setdefault(ticket.plan.key.digest, []).append(wish)
+            self._waiting.setdefault(ticket, []).append(wish)
         if ticket.state in ENDED:  # it ended before anybody listened
             self._on_ticket(ticket)
 
@@ -215,10 +218,11 @@ class BlockEngines:
         if ticket.state not in ENDED:
             return
         with self._lock:
-            wishes = self._waiting.pop(ticket.plan.key.digest, [])
-        for wish in wishes:
-            self._loader.submit(self._built, ticket, wish)
-        self._loader.submit(self._close_workers)
+            wishes = self._waiting.pop(ticket, [])
+        with contextlib.suppress(RuntimeError):  # the process is ending: nothing can be begun any more
+            for wish in wishes:
+                self._loader.submit(self._built, ticket, wish)
+            self._loader.submit(self._close_workers)
 
     def _close_workers(self) -> None:
         if not self.queue.pending():
@@ -291,7 +295,7 @@ class BlockEngines:
     def wait_for(
         self, offers: Iterable[BlockOffer], progress: ProgressCallback, check_interrupted: Callable[[], None]
     ) -> None:
-        """Wait until no offer is coming any more.
+        """Wait until no offer is coming any more; builds for them no longer wait for the host to be idle.
 
         Raises:
             whatever `check_interrupted` raises; what is being built goes on being built.
@@ -302,6 +306,7 @@ class BlockEngines:
         began = time.monotonic()
         while left := [offer for offer in wanted if offer.is_coming]:
             check_interrupted()
+            self._hurry(left)
             done = len(wanted) - len(left)
             message = f"building engines of blocks, {done} of {len(wanted)} done"
             progress(Progress("compile", done / len(wanted), message))
@@ -312,6 +317,12 @@ class BlockEngines:
                 "Slipstream: %d of %d engines of blocks are ready after %.0f s",
                 ready, len(wanted), time.monotonic() - began,
             )  # fmt: skip
+
+    def _hurry(self, offers: Iterable[BlockOffer]) -> None:
+        awaited = {id(offer) for offer in offers}
+        with self._lock:
+            for ticket, wishes in self._waiting.items():
+                ticket.urgent |= any(id(wish.offer) in awaited for wish in wishes)
 
 
 def builds_at_once() -> int:

@@ -179,6 +179,7 @@ def _follow(
         progress(Progress(report.phase, done, "paused while pictures are made" if clock.paused else report.message))
         cancel.wait(_POLL_SECONDS)
         phases[report.phase] = phases.get(report.phase, 0.0) + clock.seconds - before
+    clock.pause(process, False)  # it may take another job
     return phases
 
 

@@ -224,9 +224,8 @@ class BlockCalls:
             offer = BlockOffer(architecture, inputs, Precision.FP32)
             offer.refuse(str(error))
         else:
-            may_build = self._settings.policy is not BuildPolicy.MANUAL
-            optimize = self._settings.effort
-            offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, may_build)
+            optimize, policy = self._settings.effort, self._settings.policy
+            offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, policy)
         block.keep((form, inputs, self._device, self._settings.effort), offer)
         self._asked[id(offer)] = offer
         self._tried.pop(id(offer), None)  # of one that was forgotten

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ....runtime.building.build_queue import ENDED, BuildQueue, Ticket, TicketState
+from ....runtime.building.build_queue import ENDED, Ticket, TicketState
 from ....runtime.provider import EngineProvider
 from ....runtime.reporting.build_info import describe_build
 from ..dry_run.prompt_walks import WALKS
@@ -59,6 +59,7 @@ class Announcer:
         self._builds: list[dict[str, Any]] = []
         self._nodes: dict[tuple[Any, Any], dict[str, Any]] = {}
         provider.queue.listen(self._hear)
+        provider.blocks.queue.listen(lambda ticket: self.wake())  # dozens: their ends are no news by themselves
         threading.Thread(target=self._work, daemon=True, name="slipstream-announce").start()
 
     def wake(self) -> None:
@@ -83,7 +84,7 @@ class Announcer:
             time.sleep(_INTERVAL)
 
     def _tell(self) -> None:
-        found = builds(self._provider.queue, self._registry)
+        found = builds(self._provider, self._registry)
         if found != self._builds:
             self._builds = found
             self._send(BUILDS, {"builds": found, "policy": policy()})
@@ -112,9 +113,9 @@ class Announcer:
         return not entry.manifest.verifications
 
 
-def builds(queue: BuildQueue, registry: NodeRegistry = REGISTRY) -> list[dict[str, Any]]:
+def builds(provider: EngineProvider, registry: NodeRegistry = REGISTRY) -> list[dict[str, Any]]:
     """Builds that wait or run, as the page gets them."""
-    return [_build(ticket, queue.is_held(ticket), registry) for ticket in queue.pending()]
+    return [_build(ticket, queue.is_held(ticket), registry) for queue in provider.queues for ticket in queue.pending()]
 
 
 def saved_ms(provider: EngineProvider) -> int:

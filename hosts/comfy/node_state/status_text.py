@@ -39,8 +39,8 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
         if caution := module.provider.canary.caution(use["digest"]):
             lines.append(f"  {caution}. Choose Try again on it in the sidebar to have it as before")
     lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
-    queues = module.provider.blocks.queue, module.provider.queue
-    lines += [f"building: {ticket.plan} {ticket.describe()}" for queue in queues for ticket in queue.pending()]
+    tickets = (ticket for queue in module.provider.queues for ticket in queue.pending())
+    lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in tickets]
     if module.settings.backend is BackendChoice.TENSORRT:
         lines.append(f"tensorrt: {_tensorrt()}")
     return "\n".join(lines)

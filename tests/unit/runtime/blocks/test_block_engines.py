@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.compile_backend.blocks.backend import BlockBackend
-from slipstream.core.progress import CancelToken, Progress, ProgressCallback
+from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, manifest
@@ -22,7 +22,8 @@ from slipstream.runtime.blocks.block_engines import BlockEngines, BlockOffer
 from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.runtime.loaded.canary import Canary
 from slipstream.runtime.planning.plan import Plan
-from slipstream.tests.fakes import CPU, FakeArchitecture, wait_until
+from slipstream.runtime.settings.model_settings import BuildPolicy
+from slipstream.tests.fakes import CPU, FakeArchitecture, Host, wait_until
 
 
 @dataclass(frozen=True)
@@ -90,27 +91,32 @@ def builder(store: EngineStore, tmp_path: Path) -> Builder:
 
 
 @pytest.fixture
-def engines(store: EngineStore, builder: Builder) -> Iterator[BlockEngines]:
-    made = BlockEngines(store, Canary(store.marks), builder, WorkerPool(), FakeBlockBackend())
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def engines(store: EngineStore, builder: Builder, host: Host) -> Iterator[BlockEngines]:
+    made = BlockEngines(store, Canary(store.marks), builder, WorkerPool(), FakeBlockBackend(), lambda: host.idle)
     yield made
     made.queue.end_all("the test is over", 5)
 
 
-def asked(engines: BlockEngines, architecture: FakeBlock, may_build: bool = True) -> BlockOffer:
+def asked(engines: BlockEngines, architecture: FakeBlock, policy: BuildPolicy = BuildPolicy.FIRST_USE) -> BlockOffer:
     """The offer, before anything is known."""
-    return engines.offer(architecture, (torch.float32,), Precision.FP32, CPU, Optimize.BALANCED, may_build)
+    return engines.offer(architecture, (torch.float32,), Precision.FP32, CPU, Optimize.BALANCED, policy)
 
 
-def found(engines: BlockEngines, architecture: FakeBlock, may_build: bool = True) -> BlockOffer:
+def found(engines: BlockEngines, architecture: FakeBlock, policy: BuildPolicy = BuildPolicy.FIRST_USE) -> BlockOffer:
     """The offer, once it is settled."""
-    offer = asked(engines, architecture, may_build)
+    offer = asked(engines, architecture, policy)
     wait_until(lambda: not offer.is_coming)
     return offer
 
 
 def test_what_is_built_is_found(engines: BlockEngines, builder: Builder) -> None:
     assert found(engines, FakeBlock()).engine is not None
-    assert found(engines, FakeBlock(), may_build=False).engine is not None
+    assert found(engines, FakeBlock(), policy=BuildPolicy.MANUAL).engine is not None
     assert len(builder.built) == 1
 
 
@@ -171,7 +177,7 @@ def test_an_engine_that_nobody_signed_is_built_anew(
 ) -> None:
     found(engines, FakeBlock())
     unsign(store)
-    by_hand = found(engines, FakeBlock(), may_build=False)
+    by_hand = found(engines, FakeBlock(), policy=BuildPolicy.MANUAL)
     assert by_hand.engine is None and "nobody signed it" in by_hand.reason and not by_hand.is_final
     assert found(engines, FakeBlock()).engine is not None and len(builder.built) == 2
 
@@ -183,3 +189,45 @@ def test_an_engine_of_somebody_unknown_is_neither_loaded_nor_replaced(
     unsign(store, signature="ab:cd")
     offer = found(engines, FakeBlock())
     assert offer.engine is None and "is not loaded" in offer.reason and not offer.is_final and len(builder.built) == 1
+
+
+def test_background_builds_wait_until_the_host_is_idle(engines: BlockEngines, builder: Builder, host: Host) -> None:
+    host.idle = False
+    offer = asked(engines, FakeBlock(), BuildPolicy.BACKGROUND)
+    wait_until(engines.queue.pending)
+    assert not engines.queue.is_building() and not builder.built
+    host.idle = True
+    wait_until(lambda: not offer.is_coming)
+    assert offer.engine is not None
+
+
+def test_builds_that_a_run_waits_for_begin_at_once(engines: BlockEngines, host: Host) -> None:
+    host.idle = False
+    assert found(engines, FakeBlock(), BuildPolicy.FIRST_USE).engine is not None
+    later = asked(engines, FakeBlock(size=16), BuildPolicy.BACKGROUND)  # asked for by an earlier run
+    engines.wait_for([later], ignore_progress, lambda: None)
+    assert later.engine is not None
+
+
+def test_who_asks_anew_after_cancelling_is_not_cancelled(engines: BlockEngines, builder: Builder) -> None:
+    builder.gate.clear()
+    first = asked(engines, FakeBlock())
+    wait_until(lambda: builder.built)
+    (ticket,) = engines.queue.pending()
+    ticket.token.cancel("the user cancels")
+    second = asked(engines, FakeBlock())
+    wait_until(lambda: not first.is_coming)
+    builder.gate.set()
+    wait_until(lambda: not second.is_coming)
+    assert first.engine is None and second.engine is not None
+
+
+def test_what_ends_as_the_process_does_is_no_error(
+    engines: BlockEngines, builder: Builder, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder.gate.clear()
+    asked(engines, FakeBlock())
+    wait_until(lambda: builder.built)
+    engines._loader.shutdown()
+    engines.queue.end_all("the process ends", 5)
+    assert "a listener" not in caplog.text

@@ -29,6 +29,7 @@ from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.core.protocols import Artifact, BuildJob
 from slipstream.runtime.building import worker_process
 from slipstream.runtime.building.worker import ran_out
+from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.runtime.building.worker_process import run_build
 from slipstream.tests.fakes import make_plan, wait_until
 from slipstream.tests.unit.runtime.processes import Process, in_session
@@ -437,3 +438,33 @@ def _because(error: Exception, by: Exception, told: bool) -> Exception:
 )
 def test_an_error_that_comes_of_too_little_memory(error: Exception, wanted: bool) -> None:
     assert ran_out(error) is wanted
+
+
+def test_a_process_that_was_paused_as_its_job_ended_goes_on(
+    job: BuildJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next job that it is given would never begin."""
+    path = tmp_path / "serve.py"
+    path.write_text(
+        "import json, os, sys, time\njob = json.loads(sys.stdin.readline())['folder']\n"
+        f"{SPEAK}\nwhile not os.path.exists(job + '/asked'):\n    time.sleep(0.01)\nopen(job + '/result.json', 'w').write(json.dumps({{'files': [], 'details': {{}}}}))\n"
+        "print(json.dumps({'done': 0}), flush=True)\nsys.stdin.read()\n"
+    )
+
+    def start(*_: object) -> subprocess.Popen[bytes]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen([sys.executable, str(path)], start_new_session=True, **pipes)
+
+    def may_run() -> bool:
+        (job.directory / "asked").touch()
+        wait_until((job.directory / "result.json").exists)
+        time.sleep(0.2)  # until its last word is read
+        return False
+
+    monkeypatch.setattr(worker_process, "_popen", start)
+    workers = WorkerPool()
+    run(job, may_run=may_run, workers=workers)
+    (process,) = workers._idle
+    state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    workers.close()
+    assert state in "RS" and process.returncode == 0

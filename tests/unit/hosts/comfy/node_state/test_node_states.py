@@ -41,6 +41,7 @@ from slipstream.tests.fakes import (
     Host,
     NullBackend,
     make_inputs,
+    make_plan,
     wait_until,
 )
 
@@ -477,6 +478,18 @@ def test_the_page_hears_of_builds_of_nodes_and_of_the_end(
     assert result["result"] == "built" and result["id"] == build["id"] and result["nodes"] == build["nodes"]
     wait_until(lambda: page.of("slipstream.nodes")[-1]["nodes"][0]["kind"] == "ready")
     assert page.of("slipstream.builds")[-1]["builds"] == []
+
+
+def test_the_page_hears_of_builds_of_blocks(provider: EngineProvider, page: Page) -> None:
+    provider._host_is_idle = lambda: False  # they wait, as nobody waits for them
+    Announcer(provider, page, NodeRegistry())
+    ticket = provider.blocks.queue.submit(make_plan())
+    wait_until(lambda: page.of("slipstream.builds"))
+    (build,) = page.of("slipstream.builds")[-1]["builds"]
+    assert build["held"] and build["id"] == ticket.plan.key.digest
+    ticket.cancel()
+    wait_until(lambda: page.of("slipstream.builds")[-1]["builds"] == [])
+    assert not page.of("slipstream.result")
 
 
 def test_many_reports_make_few_events_and_no_end_is_lost(
