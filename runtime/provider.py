@@ -202,7 +202,15 @@ class EngineProvider:
         )
         workers = WorkerPool()
         build = functools.partial(self._build, workers=workers)
-        self.blocks = BlockEngines(store, self.canary, build, workers, is_idle=self._is_left_alone)
+        self.blocks = BlockEngines(
+            store,
+            self.canary,
+            build,
+            workers,
+            is_idle=self._is_left_alone,
+            supply=self.supply,
+            only_pulled=self._only_pulled,
+        )
         self.step_times = step_times
         if step_times is not None:
             step_times.is_busy = self._is_building

@@ -24,6 +24,7 @@ from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
 from ...engine_cache import EngineStore, Entry
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
+from ..building.supply import NEVER_BUILDS, Supply
 from ..building.worker_pool import WorkerPool
 from ..loaded.canary import LOAD, USE, Canary
 from ..settings.model_settings import BuildPolicy
@@ -45,6 +46,8 @@ _WITHOUT_MEASURE = 4
 
 _POLL_SECONDS = 0.1
 
+
+_BY_HAND = "its engine is not built yet, and builds are asked for by hand"
 
 _NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
 """Errors of builds that say nothing about what was built."""
@@ -97,6 +100,8 @@ class BlockEngines:
         build: makes one engine.
         workers: in which it does; closed whenever nothing is left to be built.
         is_idle: see `BuildQueue`.
+        supply: where engines come from that are not built here.
+        only_pulled: digests of engines that `build` may not build if there is nothing to pull.
 
     Attributes:
         queue: of builds, several of which run at once.
@@ -108,6 +113,8 @@ class BlockEngines:
     workers: WorkerPool
     backend: BlockBackend = field(default_factory=BlockBackend)
     is_idle: Callable[[], bool] = lambda: True
+    supply: Supply = field(default_factory=Supply)
+    only_pulled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.queue = BuildQueue(self.build, self.is_idle, at_once=lambda: builds_at_once())
@@ -166,8 +173,9 @@ class BlockEngines:
             offer.refuse(str(error) or type(error).__name__)
 
     def _bring(self, wish: _Wish) -> None:
-        """Load an engine for an offer, or have one built; that for all sizes before that for one."""
-        reason, may_build = "", wish.policy is not BuildPolicy.MANUAL
+        """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
+        reason, is_final = "", True
+        may_build = wish.policy is not BuildPolicy.MANUAL and not self.supply.never_builds
         for plan in wish.plans:
             digest = plan.key.digest
             entry = self.store.lookup(digest)
@@ -184,20 +192,32 @@ class BlockEngines:
                     offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
                     return
                 continue
-            if not may_build:
-                return wish.offer.refuse(
-                    "its engine is not built yet, and builds are asked for by hand", is_final=False
-                )
-            if reason := self.backend.why_cannot_build(plan.device) or "":
+            if (why_not := self._why_not_asked_for(plan, may_build)) is not None:
+                reason, is_final = why_not, is_final and may_build
                 continue
-            if not self._is_worth_a_build(plan):
-                reason = f"{_MOST_BUILDS} engines were built for other calls of it, whose sizes differ too much"
-                continue
-            ticket = self.queue.submit(plan, urgent=wish.policy is BuildPolicy.FIRST_USE)
+            ticket = self._asked_for(plan, wish, may_build)
             if ticket.error is None:
                 return self._wait_for(ticket, wish)
-            reason = str(ticket.error)
-        wish.offer.refuse(reason or "no engine takes calls of this shape")
+            reason, is_final = str(ticket.error), is_final and not isinstance(ticket.error, _NO_FAULT)
+        wish.offer.refuse(reason or "no engine takes calls of this shape", is_final)
+
+    def _why_not_asked_for(self, plan: BlockPlan, may_build: bool) -> str | None:
+        """Why an engine that is missing is neither pulled nor built; None where it may be."""
+        if not self.supply.may_have(plan.key.digest):
+            if not may_build:
+                return f"its engine is missing, and {NEVER_BUILDS}" if self.supply.never_builds else _BY_HAND
+            if reason := self.backend.why_cannot_build(plan.device):
+                return reason
+        if may_build and not self._is_worth_a_build(plan):
+            return f"{_MOST_BUILDS} engines were built for other calls of it, whose sizes differ too much"
+        return None
+
+    def _asked_for(self, plan: BlockPlan, wish: _Wish, may_build: bool) -> Ticket:
+        digest = plan.key.digest
+        if not may_build or digest in self.only_pulled:
+            self.queue.forget(plan)  # what was missing may be there
+        (self.only_pulled.discard if may_build else self.only_pulled.add)(digest)
+        return self.queue.submit(plan, urgent=not may_build or wish.policy is BuildPolicy.FIRST_USE)
 
     def _is_worth_a_build(self, plan: BlockPlan) -> bool:
         """Whether few enough engines were asked for by other calls of the same kind; called by the loader alone."""
@@ -235,9 +255,9 @@ class BlockEngines:
             reason = str(ticket.error or "its build ended without an engine")
             rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
             is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
-            if not rest or is_no_fault:
+            if not rest or (is_no_fault and not isinstance(ticket.error, BackendUnavailable)):
                 return wish.offer.refuse(reason, is_final=not is_no_fault)
-            self._bring(replace(wish, plans=rest))  # what cannot be built for all sizes may be built for one
+            self._bring(replace(wish, plans=rest))  # what cannot be had for all sizes may be had for one
         except Exception as error:  # as above
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             wish.offer.refuse(str(error) or type(error).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from slipstream.compile_backend.blocks.backend import BlockBackend
+from slipstream.core.errors import BackendUnavailable, BuildDied
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, manifest
 from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.blocks.block_engines import BlockEngines, BlockOffer
+from slipstream.runtime.building.supply import Supply
 from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.runtime.loaded.canary import Canary
 from slipstream.runtime.planning.plan import Plan
@@ -231,3 +233,60 @@ def test_what_ends_as_the_process_does_is_no_error(
     engines._loader.shutdown()
     engines.queue.end_all("the process ends", 5)
     assert "a listener" not in caplog.text
+
+
+REMOTE = "memory://engines"
+
+
+def engines_of(engines: BlockEngines, supply: Supply) -> BlockEngines:
+    """Like `engines`, with engines from elsewhere."""
+    return replace(engines, supply=supply, only_pulled=set())
+
+
+@pytest.mark.parametrize(
+    ("supply", "policy"),
+    [(Supply([REMOTE]), BuildPolicy.MANUAL), (Supply([REMOTE], never_builds=True), BuildPolicy.FIRST_USE)],
+    ids=["by hand", "never builds"],
+)
+def test_what_is_not_built_is_pulled(
+    supply: Supply, policy: BuildPolicy, engines: BlockEngines, builder: Builder, host: Host
+) -> None:
+    host.idle = False
+    pulling = engines_of(engines, supply)
+    builder.error = BackendUnavailable("it is not there yet")
+    offer = found(pulling, FakeBlock(), policy)
+    assert offer.engine is None and not offer.is_final and "not there yet" in offer.reason
+    assert pulling.only_pulled == {plan.key.digest for plan in builder.built}
+    builder.error = None  # it was pushed meanwhile
+    assert found(pulling, FakeBlock(), policy).engine is not None
+    assert found(pulling, FakeBlock(size=16)).engine is not None
+
+
+@pytest.mark.parametrize(
+    ("supply", "policy", "reason"),
+    [
+        (Supply(), BuildPolicy.MANUAL, "builds are asked for by hand"),
+        (Supply(never_builds=True), BuildPolicy.FIRST_USE, "this process never builds"),
+    ],
+    ids=["by hand", "never builds"],
+)
+def test_where_nothing_can_be_pulled_nothing_is_asked_for(
+    supply: Supply, policy: BuildPolicy, reason: str, engines: BlockEngines, builder: Builder
+) -> None:
+    offer = found(engines_of(engines, supply), FakeBlock(), policy)
+    assert reason in offer.reason and not offer.is_final and not builder.built
+
+
+def test_what_was_only_pulled_is_built_where_it_may_be(engines: BlockEngines, builder: Builder) -> None:
+    pulling = engines_of(engines, Supply([REMOTE]))
+    builder.error = BackendUnavailable("it is not there")
+    found(pulling, FakeBlock(), BuildPolicy.MANUAL)
+    builder.error = None
+    assert found(pulling, FakeBlock(), BuildPolicy.FIRST_USE).engine is not None and not pulling.only_pulled
+
+
+def test_a_build_that_was_killed_is_asked_for_again_by_the_next_run(engines: BlockEngines, builder: Builder) -> None:
+    builder.error = BuildDied("killed")
+    for _ in range(3):
+        offer = found(engines, FakeBlock())
+        assert offer.reason == "killed" and not offer.is_final

@@ -446,9 +446,15 @@ def test_a_process_that_was_paused_as_its_job_ended_goes_on(
     """Else the next job that it is given would never begin."""
     path = tmp_path / "serve.py"
     path.write_text(
-        "import json, os, sys, time\njob = json.loads(sys.stdin.readline())['folder']\n"
-        f"{SPEAK}\nwhile not os.path.exists(job + '/asked'):\n    time.sleep(0.01)\nopen(job + '/result.json', 'w').write(json.dumps({{'files': [], 'details': {{}}}}))\n"
-        "print(json.dumps({'done': 0}), flush=True)\nsys.stdin.read()\n"
+        "import json, os, sys, time\n"
+        "job = json.loads(sys.stdin.readline())['folder']\n"
+        f"{SPEAK}\n"
+        "while not os.path.exists(job + '/asked'):\n"
+        "    time.sleep(0.01)\n"
+        f"{DONE}\n"
+        "done()\n"
+        "print(json.dumps({'done': 0}), flush=True)\n"
+        "sys.stdin.read()\n"
     )
 
     def start(*_: object) -> subprocess.Popen[bytes]:
