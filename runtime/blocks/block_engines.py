@@ -153,7 +153,10 @@ class BlockEngines:
             (torch.Size(shape), dtype) for shape, dtype in zip(architecture.example.values(), dtypes, strict=True)
         )
         offer = BlockOffer(architecture, inputs, precision)
-        self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, policy)
+        try:
+            self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, policy)
+        except RuntimeError:  # as in `_on_ticket`
+            offer.refuse("this process is ending")
         return offer
 
     def _begin(

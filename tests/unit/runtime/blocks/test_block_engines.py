@@ -233,6 +233,7 @@ def test_what_ends_as_the_process_does_is_no_error(
     engines._loader.shutdown()
     engines.queue.end_all("the process ends", 5)
     assert "a listener" not in caplog.text
+    assert found(engines, FakeBlock()).reason == "this process is ending"
 
 
 REMOTE = "memory://engines"
