@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -177,8 +177,8 @@ class EngineProvider:
         self.supply = supply or Supply.configured()
         self._only_pulled: set[str] = set()
         """Engines that were asked for with a policy by which they are not built."""
-        self._missing: OrderedDict[str, list[Plan]] = OrderedDict()
-        """Engines that were asked for and were not there, with those that would do as well."""
+        self._missing: OrderedDict[str, tuple[str, Sequence[str]]] = OrderedDict()
+        """Engines that were asked for and were not there: what each is for, and the digests of all that would do."""
         self.preferences = preferences
         self.backends = default_backends() if backends is None else backends
         self.weights_memo = WeightsMemo(store.root)
@@ -425,7 +425,7 @@ class EngineProvider:
         Args:
             by_hand: a person asked for it, so that a build takes the place of an engine that is not trusted.
         """
-        self._missing[wanted[0].key.digest] = wanted
+        self._missing[wanted[0].key.digest] = str(wanted[0]), [plan.key.digest for plan in wanted]
         while len(self._missing) > _MISSING_KEPT:
             self._missing.popitem(last=False)
         if (refusal := self._why_refused(wanted, settings)) and not (by_hand or hooks.by_hand):
@@ -493,11 +493,11 @@ class EngineProvider:
 
     def missing(self) -> dict[str, str]:
         """Engines that were asked for lately and are not there, by digest, with what each is for."""
-        for digest, wanted in list(self._missing.items()):
-            entries = [self.store.lookup(plan.key.digest) for plan in wanted]
+        for digest, (_, would_do) in list(self._missing.items()):
+            entries = map(self.store.lookup, would_do)
             if any(entry is not None and entry.why_untrusted() is None for entry in entries):
                 self._missing.pop(digest, None)
-        return {digest: str(wanted[0]) for digest, wanted in list(self._missing.items())}
+        return {digest: name for digest, (name, _) in list(self._missing.items())}
 
     def _why_refused(self, wanted: list[Plan], settings: Settings) -> str | None:
         """Why an engine that is there is neither loaded nor built anew, and the way out.

@@ -11,6 +11,7 @@ import pytest
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.building import build_engines as comfy_build
 from slipstream.runtime.building import build as build_module
+from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings.model_settings import Resolution, Settings, ShapeChoice, parse_resolutions
@@ -38,7 +39,8 @@ def report(backend: NullBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def build(resolutions: str, shapes: ShapeChoice) -> list[str]:
         settings = Settings(resolutions=parse_resolutions(resolutions), shapes=shapes)
-        return comfy_build.build_engines(provider, None, settings, 2, 77)
+        module = AcceleratedModule(provider, settings, by_hand=True)
+        return [str(made) for made in comfy_build.build_engines(module, None, 2, 77)]
 
     return build
 
