@@ -3,9 +3,9 @@
     python tools/test.py [--everything] [arguments of pytest]
 
 Of several Gradios and WebUIs it takes the newest. Of the ComfyUIs the newest runs all files of tests and an older one
-those that are most about its version; where there is a ComfyUI, tests marked `slow` are skipped. With `--everything`
-each host runs what it can, slow tests too, which takes three times as long: before a release, and whenever a host's
-seam changes. The closing lines say what was left out; slow tests count as skipped.
+those that are most about its version; tests marked `slow` are skipped. With `--everything` each host runs what it can,
+slow tests too, which takes three times as long: before a release, and whenever a host's seam changes. The closing lines
+say what was left out; slow tests count as skipped.
 
 Sets up `.venv`, one environment per ComfyUI found, and one per Gradio on its first run. Arguments go to every pytest;
 a test file or folder among them limits the run to it, and leaves out nothing of it. The last line reads
@@ -204,7 +204,7 @@ def _planned(
 ) -> list[Tier]:
     chosen = _chosen(arguments)
     options = [argument for argument in arguments if argument not in chosen]
-    options += [WITHOUT_SLOW] if _leaves_out_slow(hosts, arguments, whole) else []
+    options += [WITHOUT_SLOW] if _leaves_out_slow(arguments, whole) else []
     inside = [path for path in chosen if _is_below(COMFYUI_TESTS, path)]
     of_page = [path for path in chosen if _is_below(UI_TESTS, path)]
     of_webui = [path for path in chosen if _is_below(WEBUI_TESTS, path)]
@@ -229,10 +229,10 @@ def _planned(
     return tiers
 
 
-def _leaves_out_slow(hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], whole: bool) -> bool:
-    """Tell whether slow tests are skipped: a ComfyUI has tests enough, and nobody asked for certain ones."""
+def _leaves_out_slow(arguments: Sequence[str], whole: bool) -> bool:
+    """Tell whether slow tests are skipped: nobody asked for all, or for certain ones."""
     asks = any(argument.startswith(("-k", "-m")) for argument in arguments)
-    return bool(hosts) and not whole and not asks and not _chosen(arguments)
+    return not whole and not asks and not _chosen(arguments)
 
 
 def _comfyui_tests(is_newest: bool, whole: bool) -> dict[str, list[str]]:

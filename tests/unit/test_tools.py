@@ -209,14 +209,14 @@ def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tm
 NO_SLOW = "--without-slow"
 
 
-def test_slow_tests_are_left_out_where_a_comfyui_has_tests_enough(command: ModuleType, tmp_path: Path) -> None:
+def test_slow_tests_are_left_out_unless_they_are_asked_for(command: ModuleType, tmp_path: Path) -> None:
     def leave_out(*given: object) -> set[bool]:
         tiers = command._planned(Path(sys.executable), *given[:2], whole=given[2])
         return {NO_SLOW in tier.arguments for tier in tiers}
 
     hosts = hosts_of(tmp_path)
-    assert leave_out(hosts, [], False) == leave_out(hosts, ["-x"], False) == {True}
-    assert leave_out(hosts, [], True) == leave_out([], [], False) == leave_out(hosts, [__file__], False) == {False}
+    assert leave_out(hosts, [], False) == leave_out(hosts, ["-x"], False) == leave_out([], [], False) == {True}
+    assert leave_out(hosts, [], True) == leave_out([], [], True) == leave_out(hosts, [__file__], False) == {False}
 
 
 def test_what_was_left_out_is_said_apart_and_counted_as_skipped(

@@ -188,6 +188,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 8])
 def test_many_processes_on_one_store(
     count: int, store: EngineStore, artifact: Artifact, python: Callable[..., Any]

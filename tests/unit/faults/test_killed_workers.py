@@ -43,6 +43,7 @@ def test_a_worker_that_is_killed(phase: str, store: EngineStore) -> None:
     assert in_session(killed[0]) == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_storing(store: EngineStore, monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.core.errors import StoreError
     from slipstream.engine_cache import store as store_module

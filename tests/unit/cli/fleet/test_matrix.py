@@ -68,6 +68,7 @@ def test_a_matrix_that_cannot_be_read(text: str, message: str, tmp_path: Path) -
         read_matrix(tmp_path / "nothing.yaml")
 
 
+@pytest.mark.slow
 def test_check_then_build_then_check(cli, small: Path, pretended: Path, store) -> None:
     checked = cli("build", "--matrix", small, "--check", "--json")
     assert checked.status == 3 and [row["status"] for row in checked.json["builds"]] == [3, 3]
@@ -96,6 +97,7 @@ def test_check_of_one_model(cli, tmp_path: Path, pretended: Path, small: Path) -
     assert run_command([*words, "--check"])[0] == 0
 
 
+@pytest.mark.slow
 def test_machines_that_share_a_store_build_each_engine_once(tmp_path: Path, pretended: Path) -> None:
     url, results = str(tmp_path / "remote"), list[tuple[int, dict]]()
 

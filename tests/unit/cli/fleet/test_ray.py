@@ -27,6 +27,7 @@ def cluster(pretended: Path) -> Iterator[Any]:
     made.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_engine_is_built_once_though_a_worker_is_killed(
     cli, cluster: Any, pretended: Path, tmp_path: Path

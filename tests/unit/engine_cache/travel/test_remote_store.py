@@ -233,6 +233,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_many_writers_of_one_engine(
     tmp_path: Path, maker: EngineStore, reader: EngineStore, s3: str, bucket: Bucket,
     python: Callable[..., subprocess.Popen[str]],

@@ -212,6 +212,7 @@ print(json.dumps({"seconds": time.monotonic() - began, "error": error, "digest":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_new_process_serves_within_five_seconds_what_another_built(
     store: EngineStore, source: FakeSource, root: Path, tmp_path: Path
