@@ -497,6 +497,8 @@ class Pictures:
         found = re.search(r"engine calls: (\d+), eager calls: (\d+)", self.info)
         assert found is not None, self.info
         self._calls = int(found[1]), int(found[2])
+        if any(now < then for now, then in zip(self._calls, before, strict=True)):
+            before = 0, 0  # the engine came that it lacked, so the node ran again
         return self._calls[0] - before[0], self._calls[1] - before[1]
 
     def is_plain(self) -> bool:
