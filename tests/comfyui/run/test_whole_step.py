@@ -544,7 +544,7 @@ def test_halves_that_come_later_are_used(provider: EngineProvider, replays: list
     plain, control = tiny.model(), tiny.controlnet()
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     for module in (fast.model_module, fast.control_module):
-        module._chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on"))
+        module.chosen = Settings(policy=BuildPolicy.FIRST_USE, levers=Levers(parallel="on"))
     assert [pictures(fast, plain, control, replays) for _ in range(2)] == [4, 5]
     use = [each["label"] for each in fast.model_module.status.to_json()["engines"]]
     assert any("encoder" in what for what in use) and any("decoder" in what for what in use)
