@@ -63,9 +63,7 @@ _AXES: dict[int, tuple[str, ...]] = {
 def describe_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One line for each difference: "name: before → after"."""
     old, new = dict(_leaves(before)), dict(_leaves(after))
-    changed = [
-        path for path in {**old, **new} if (path in old) != (path in new) or not _same(old.get(path), new.get(path))
-    ]
+    changed = [path for path in {**old, **new} if not _same(old.get(path), new.get(path))]
     lines = []
     for path in sorted(changed, key=_order):
         if path[:-1] == _PROFILE:

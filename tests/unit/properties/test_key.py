@@ -14,9 +14,10 @@ from slipstream.engine_cache import EngineKey, canonical, canonical_json, descri
 from slipstream.tests.unit.engine_cache.support import make_environment, make_spec
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
-plain = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), names
+set_ones = st.one_of(
+    st.booleans(), st.integers(-(2**60), 2**60), st.floats(allow_nan=False, allow_infinity=False), names
 )
+plain = st.none() | set_ones
 nested = st.recursive(
     plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4), max_leaves=12
 )
@@ -32,7 +33,7 @@ def specs(draw: Any) -> Any:
         optimize=draw(st.sampled_from(Optimize)),
         quantised=draw(st.none() | st.sampled_from(Quantised)),
         profile=ShapeProfile.static({"x": shape, "timesteps": shape[:1]}),
-        backend=BackendConfig(draw(names), draw(st.dictionaries(names, plain, max_size=4))),
+        backend=BackendConfig(draw(names), draw(st.dictionaries(names, set_ones, max_size=4))),
     )
 
 
