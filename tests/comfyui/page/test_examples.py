@@ -40,6 +40,13 @@ def workflow(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+@pytest.fixture
+def client(comfy_server) -> Iterator[ComfyClient]:
+    """Of the server whose builds are real; other tests of this folder pretend them."""
+    with comfy_server.client() as client:
+        yield client
+
+
 @pytest.fixture(scope="module")
 def object_info(comfy_server) -> dict[str, Any]:
     """What the server says of all its nodes."""
