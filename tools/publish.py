@@ -28,7 +28,7 @@ def publisher(root: Path = ROOT) -> dict[str, str]:
 def missing(fields: dict[str, str]) -> Iterator[str]:
     """What the publisher has still to fill in, a line each."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", fields.get("publisher_id", "")):
-        yield "publisher_id: the name of your account at https://registry.comfy.org, in lower case"
+        yield "publisher_id: the name of your account at Comfy's registry, in lower case"
     for name, what in (("repository", "the repository's address"), ("icon", "the address of a square picture")):
         if not _ADDRESS.fullmatch(fields.get(name, "")):
             yield f"{name}: {what}, which begins with https://"
