@@ -222,6 +222,11 @@ class RemoteStore:
 
         self._try(f"Writing {name}", attempt, cancel)
 
+    @property
+    def _is_folder(self) -> bool:
+        """Whether it lies in a file system of this machine, or one that is mounted."""
+        return "file" in self._files.protocol
+
     def create_small(self, name: str, content: bytes) -> bool:
         """Write a small file unless there is one of this name; whether it was written. Of several writers one succeeds.
 
@@ -232,7 +237,11 @@ class RemoteStore:
         def attempt() -> bool:
             self._make_folder(name.rpartition("/")[0])
             try:
-                self._files.pipe_file(self._path(name), content, mode="create")
+                if self._is_folder:  # fsspec looks first and writes then, between which another may come
+                    with open(self._path(name), "xb") as file:
+                        file.write(content)
+                else:
+                    self._files.pipe_file(self._path(name), content, mode="create")
             except FileExistsError:
                 return False
             return True
