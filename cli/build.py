@@ -83,8 +83,7 @@ def check(store: EngineStore, output: Output, options: Namespace) -> int:
 
 def _is_there(digest: str, store: EngineStore, remote: RemoteStore | None) -> bool:
     """Whether this machine has an engine that it would load, or would get it from `remote`."""
-    entry = store.lookup(digest)
-    if entry is not None and entry.why_untrusted() is None:
+    if store.trusted(digest) is not None:
         return True
     return remote is not None and remote.why_not_pulled(digest, store.keyring) is None
 

@@ -68,6 +68,19 @@ class Entry:
         """Whether it lies in a read-only layer under the store, where nothing can be removed or written."""
         return self.directory.parent != self._store.engines
 
+    def why_refused(self, may_build: bool) -> str | None:
+        """Why it is neither loaded nor replaced, and the way out; None where one of the two is done.
+
+        One of this user's that nobody signed is from before engines were signed, or its key is lost: another may be
+        built in its place, which is as safe as where there is none.
+
+        Args:
+            may_build: whether engines are built without being asked for by hand.
+        """
+        reason = self.why_untrusted()
+        is_replaced = may_build and self.manifest.signature is None and self.is_of_this_user
+        return None if reason is None or is_replaced else reason
+
     @property
     def is_of_this_user(self) -> bool:
         """Whether it lies in the store itself, in a folder of the user who runs this process."""

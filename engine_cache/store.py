@@ -116,6 +116,11 @@ class EngineStore:
             found = None
         return found or self._bases.read(digest, self)
 
+    def trusted(self, digest: str) -> Entry | None:
+        """Like `lookup`, but None also where this machine would not load the engine, see `Entry.why_untrusted`."""
+        entry = self.lookup(digest)
+        return entry if entry is not None and entry.why_untrusted() is None else None
+
     def list(self) -> Entries:
         """Every usable entry, the most recently used first."""
         found = (self.lookup(digest) for digest in self.digests())

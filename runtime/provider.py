@@ -175,8 +175,6 @@ class EngineProvider:
     ) -> None:
         self.store = store
         self.supply = supply or Supply.configured()
-        self._only_pulled: set[str] = set()
-        """Engines that were asked for with a policy by which they are not built."""
         self._missing: OrderedDict[str, tuple[str, Sequence[str]]] = OrderedDict()
         """Engines that were asked for and were not there: what each is for, and the digests of all that would do."""
         self.preferences = preferences
@@ -202,15 +200,7 @@ class EngineProvider:
         )
         workers = WorkerPool()
         build = functools.partial(self._build, workers=workers)
-        self.blocks = BlockEngines(
-            store,
-            self.canary,
-            build,
-            workers,
-            is_idle=self._is_left_alone,
-            supply=self.supply,
-            only_pulled=self._only_pulled,
-        )
+        self.blocks = BlockEngines(store, self.canary, build, workers, is_idle=self._is_left_alone, supply=self.supply)
         self.step_times = step_times
         if step_times is not None:
             step_times.is_busy = self._is_building
@@ -238,7 +228,7 @@ class EngineProvider:
         workers: WorkerPool | None = None,
     ) -> Entry:
         entry = self.supply.pull(plan.key.digest, self.store, progress, cancel)
-        if entry is None and (self.supply.never_builds or plan.key.digest in self._only_pulled):
+        if entry is None and self.supply.is_only_pulled(plan.key.digest):
             raise BackendUnavailable(f"No engine for {plan} is in {' or '.join(self.supply.urls)}, and none is built")
         entry = entry or build_engine(plan, self.store, progress, cancel, may_run, workers)
         self.canary.forget(entry.digest)
@@ -401,8 +391,7 @@ class EngineProvider:
 
     def _find(self, wanted: list[Plan], source: ModelSource) -> tuple[Plan, Entry] | None:
         for plan in embedded_weights.fitting(wanted, source):
-            entry = self.store.lookup(plan.key.digest)
-            if entry is not None and entry.why_untrusted() is None:
+            if (entry := self.store.trusted(plan.key.digest)) is not None:
                 self._say_once(plan.key.digest, f"cache hit, {plan} from {plan.key.short}")
                 return plan, entry
         return None
@@ -441,12 +430,12 @@ class EngineProvider:
         for plan in chain:
             if reason := embedded_weights.why_not_built(plan, source, settings.policy):
                 return reason
-            only_pulled = self.supply.never_builds or settings.policy is BuildPolicy.MANUAL
+            only_pulled = not self.supply.may_build(settings.policy)
             if only_pulled and not self.supply.may_have(plan.key.digest):
                 return f"{missing}; build it with the Build Engine node or `slipstream build`"
-            if hooks.by_hand or only_pulled or plan.key.digest in self._only_pulled:  # what was missing may be there
-                self.queue.forget(plan)
-            (self._only_pulled.add if only_pulled else self._only_pulled.discard)(plan.key.digest)
+            if hooks.by_hand or only_pulled or self.supply.is_only_pulled(plan.key.digest):
+                self.queue.forget(plan)  # what was missing may be there
+            self.supply.note_asked(plan.key.digest, not only_pulled)
             hooks.wants(plan.key.digest)
             ticket = self.queue.submit(plan, urgent=only_pulled or settings.policy is BuildPolicy.FIRST_USE)
             if ticket.estimate is None and not only_pulled:
@@ -494,22 +483,17 @@ class EngineProvider:
     def missing(self) -> dict[str, str]:
         """Engines that were asked for lately and are not there, by digest, with what each is for."""
         for digest, (_, would_do) in list(self._missing.items()):
-            entries = map(self.store.lookup, would_do)
-            if any(entry is not None and entry.why_untrusted() is None for entry in entries):
+            if any(map(self.store.trusted, would_do)):
                 self._missing.pop(digest, None)
         return {digest: name for digest, (name, _) in list(self._missing.items())}
 
     def _why_refused(self, wanted: list[Plan], settings: Settings) -> str | None:
-        """Why an engine that is there is neither loaded nor built anew, and the way out.
-
-        One of this user's that nobody signed is from before engines were signed, or its key is lost: another is built
-        in its place, which is as safe as where there is none.
-        """
-        may_build = settings.policy is not BuildPolicy.MANUAL and not self.supply.never_builds
+        """Why an engine that is there is neither loaded nor built anew, and the way out."""
+        may_build = self.supply.may_build(settings.policy)
         for plan in wanted:
             entry = self.store.lookup(plan.key.digest)
             if entry is not None and (reason := entry.why_untrusted()):
-                if entry.manifest.signature is not None or not entry.is_of_this_user or not may_build:
+                if entry.why_refused(may_build):
                     return reason
                 self._say_once(f"untrusted {entry.digest}", f"{reason} Another is built in its place.")
         return None

@@ -101,7 +101,6 @@ class BlockEngines:
         workers: in which it does; closed whenever nothing is left to be built.
         is_idle: see `BuildQueue`.
         supply: where engines come from that are not built here.
-        only_pulled: digests of engines that `build` may not build if there is nothing to pull.
 
     Attributes:
         queue: of builds, several of which run at once.
@@ -114,7 +113,6 @@ class BlockEngines:
     backend: BlockBackend = field(default_factory=BlockBackend)
     is_idle: Callable[[], bool] = lambda: True
     supply: Supply = field(default_factory=Supply)
-    only_pulled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.queue = BuildQueue(self.build, self.is_idle, at_once=lambda: builds_at_once())
@@ -178,15 +176,13 @@ class BlockEngines:
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
         reason, is_final = "", True
-        may_build = wish.policy is not BuildPolicy.MANUAL and not self.supply.never_builds
+        may_build = self.supply.may_build(wish.policy)
         for plan in wish.plans:
             digest = plan.key.digest
-            entry = self.store.lookup(digest)
-            if entry is not None and (untrusted := entry.why_untrusted()):
-                if entry.manifest.signature is not None or not entry.is_of_this_user or not may_build:
-                    return wish.offer.refuse(untrusted, is_final=False)
-                entry = None  # of nobody: another is built in its place
-            if entry is not None:
+            found = self.store.lookup(digest)
+            if found is not None and (refusal := found.why_refused(may_build)):
+                return wish.offer.refuse(refusal, is_final=False)
+            if (entry := self.store.trusted(digest)) is not None:
                 engine = self._loaded(plan, entry)
                 if isinstance(engine, str):  # one for this size alone might be no better
                     return wish.offer.refuse(engine, is_final=False)
@@ -217,9 +213,9 @@ class BlockEngines:
 
     def _asked_for(self, plan: BlockPlan, wish: _Wish, may_build: bool) -> Ticket:
         digest = plan.key.digest
-        if not may_build or digest in self.only_pulled:
+        if not may_build or self.supply.is_only_pulled(digest):
             self.queue.forget(plan)  # what was missing may be there
-        (self.only_pulled.discard if may_build else self.only_pulled.add)(digest)
+        self.supply.note_asked(digest, may_build)
         return self.queue.submit(plan, urgent=not may_build or wish.policy is BuildPolicy.FIRST_USE)
 
     def _is_worth_a_build(self, plan: BlockPlan) -> bool:

@@ -52,8 +52,7 @@ def build_engine(
         progress(Progress("waiting", None, "another process is building this engine"))
 
     with store.reserve(plan.key.digest, wait=waiting):
-        entry = store.lookup(plan.key.digest)
-        if entry is not None and entry.why_untrusted() is None:
+        if (entry := store.trusted(plan.key.digest)) is not None:
             return entry
         store.clean()  # what processes that were killed left behind
         return _build(plan, store, progress, cancel, may_run, workers)

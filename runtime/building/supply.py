@@ -18,6 +18,7 @@ from ...core.progress import CancelToken, ProgressCallback
 from ...engine_cache import EngineStore, Entry
 from ...engine_cache.travel.remote_store import RemoteStore
 from ...engine_cache.travel.retries import RemoteError
+from ..settings.model_settings import BuildPolicy
 
 REMOTE_VARIABLE = "SLIPSTREAM_REMOTE"
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"
@@ -34,6 +35,9 @@ class Supply:
     Args:
         urls: of remote stores; asked in turn.
         never_builds: whether this process only uses engines that are there.
+
+    Attributes:
+        only_pulled: engines that were asked for last with a policy by which they are not built.
     """
 
     def __init__(self, urls: Sequence[str] = (), never_builds: bool = False) -> None:
@@ -42,6 +46,7 @@ class Supply:
         self._missed: dict[str, float] = {}
         self._silent: dict[RemoteStore, float] = {}
         """Remote stores that did not answer, and when."""
+        self.only_pulled: set[str] = set()
         self._remotes: list[RemoteStore] | None = None
         self._lock = threading.Lock()
 
@@ -51,10 +56,24 @@ class Supply:
         worker = os.environ.get(WORKER_VARIABLE, "").strip().lower() not in ("", "0", "off", "false", "no")
         return cls(os.environ.get(REMOTE_VARIABLE, "").split(), worker)
 
+    def may_build(self, policy: BuildPolicy) -> bool:
+        """Whether engines are built here without being asked for by hand."""
+        return policy is not BuildPolicy.MANUAL and not self.never_builds
+
+    def note_asked(self, digest: str, may_build: bool) -> None:
+        """An engine is asked for now."""
+        if may_build:
+            self.only_pulled.discard(digest)
+        else:
+            self.only_pulled.add(digest)
+
+    def is_only_pulled(self, digest: str) -> bool:
+        """Whether an engine that no remote store has is not to be built either, as it was asked for last."""
+        return self.never_builds or digest in self.only_pulled
+
     def may_have(self, digest: str) -> bool:
         """Whether it is worth while to ask for an engine: there is a remote store that did not lack it just now."""
-        missed = self._missed.get(digest)
-        return bool(self.urls) and (missed is None or time.monotonic() - missed > _ASKED_AGAIN_SECONDS)
+        return bool(self.urls) and not _is_recent(self._missed.get(digest))
 
     def pull(self, digest: str, store: EngineStore, progress: ProgressCallback, cancel: CancelToken) -> Entry | None:
         """Bring an engine into `store`; None where no remote store has one that this user may load.
@@ -65,7 +84,7 @@ class Supply:
         if not self.may_have(digest):
             return None
         for remote in self.remotes():
-            if time.monotonic() - self._silent.get(remote, -_ASKED_AGAIN_SECONDS) < _ASKED_AGAIN_SECONDS:
+            if _is_recent(self._silent.get(remote)):
                 continue
             try:
                 entry = remote.pull(digest, store, progress, cancel)
@@ -93,3 +112,8 @@ class Supply:
                     except SlipstreamError as error:
                         warn_once(log, f"Slipstream: {REMOTE_VARIABLE}: {error}")
             return self._remotes
+
+
+def _is_recent(when: float | None) -> bool:
+    """Whether a time, by `time.monotonic`, is so short ago that nothing is asked again."""
+    return when is not None and time.monotonic() - when <= _ASKED_AGAIN_SECONDS

@@ -44,9 +44,7 @@ def engines_that_came(node: str) -> str:
     known = _engines.get(node)
     if known is None:
         return ""
-    store = provider().store
-    found = [entry for digest in [*known.missed] if (entry := store.lookup(digest)) is not None]
-    came = {entry.digest for entry in found if entry.why_untrusted() is None}
+    came = {digest for digest in [*known.missed] if provider().store.trusted(digest) is not None}
     known.missed -= came
     known.came |= came
     return ",".join(sorted(known.came))

@@ -241,7 +241,7 @@ REMOTE = "memory://engines"
 
 def engines_of(engines: BlockEngines, supply: Supply) -> BlockEngines:
     """Like `engines`, with engines from elsewhere."""
-    return replace(engines, supply=supply, only_pulled=set())
+    return replace(engines, supply=supply)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_what_is_not_built_is_pulled(
     builder.error = BackendUnavailable("it is not there yet")
     offer = found(pulling, FakeBlock(), policy)
     assert offer.engine is None and not offer.is_final and "not there yet" in offer.reason
-    assert pulling.only_pulled == {plan.key.digest for plan in builder.built}
+    assert pulling.supply.only_pulled == {plan.key.digest for plan in builder.built}
     builder.error = None  # it was pushed meanwhile
     assert found(pulling, FakeBlock(), policy).engine is not None
     assert found(pulling, FakeBlock(size=16)).engine is not None
@@ -283,7 +283,7 @@ def test_what_was_only_pulled_is_built_where_it_may_be(engines: BlockEngines, bu
     builder.error = BackendUnavailable("it is not there")
     found(pulling, FakeBlock(), BuildPolicy.MANUAL)
     builder.error = None
-    assert found(pulling, FakeBlock(), BuildPolicy.FIRST_USE).engine is not None and not pulling.only_pulled
+    assert found(pulling, FakeBlock(), BuildPolicy.FIRST_USE).engine is not None and not pulling.supply.only_pulled
 
 
 def test_a_build_that_was_killed_is_asked_for_again_by_the_next_run(engines: BlockEngines, builder: Builder) -> None:
