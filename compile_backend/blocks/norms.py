@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..rewrites.group_norm import computed_once
+from ..rewrites.group_norm import normalised
 
 
 class NormsByRows(TorchFunctionMode):
@@ -44,11 +44,4 @@ def group_norm_by_rows(
     )
     mean = means.mean(-1, keepdim=True)
     variance = (variances + (means - mean).square()).mean(-1, keepdim=True)
-    scale = torch.rsqrt(variance + eps).expand(n, num_groups, c // num_groups).reshape(n, c)
-    shift = -mean.expand(n, num_groups, c // num_groups).reshape(n, c) * scale
-    if weight is not None:
-        scale, shift = scale * weight.float(), shift * weight.float()
-    if bias is not None:
-        shift = shift + bias.float()
-    scale, shift = computed_once(scale), computed_once(shift)
-    return (input.float() * scale[:, :, None, None] + shift[:, :, None, None]).to(input.dtype)
+    return normalised(input, mean, variance, weight, bias, eps, is_large=True)

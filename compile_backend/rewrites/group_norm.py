@@ -33,16 +33,35 @@ def group_norm(
     x: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """`torch.nn.functional.group_norm` of x [N, C, H, W]; statistics in fp32."""
-    n, c = x.shape[:2]
     mean, variance = _statistics(x.float().permute(0, 2, 3, 1), groups)
+    return normalised(x, mean, variance, weight, bias, eps, is_large=x.numel() >= _MANY)
+
+
+def normalised(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    is_large: bool,
+) -> torch.Tensor:
+    """Features [N, C, H, W] by their groups' statistics.
+
+    Args:
+        mean, variance: fp32 [N, groups, 1].
+        weight, bias: of each channel [C].
+        is_large: scale and shift of each channel are computed once, and not anew for each pixel.
+    """
+    (n, c), groups = x.shape[:2], mean.shape[1]
     scale = torch.rsqrt(variance + eps).expand(n, groups, c // groups).reshape(n, c)
     shift = -mean.expand(n, groups, c // groups).reshape(n, c) * scale
     if weight is not None:
         scale, shift = scale * weight.float(), shift * weight.float()
     if bias is not None:
         shift = shift + bias.float()
-    if x.numel() >= _MANY:
-        scale, shift = computed_once(scale), computed_once(shift)
+    if is_large:
+        scale, shift = _computed_once(scale), _computed_once(shift)
     return (x.float() * scale[:, :, None, None] + shift[:, :, None, None]).to(x.dtype)
 
 
@@ -71,7 +90,7 @@ def _chunks(area: int) -> int:
     return chunks
 
 
-def computed_once(channels: torch.Tensor) -> torch.Tensor:
+def _computed_once(channels: torch.Tensor) -> torch.Tensor:
     """The same [N, C]; the compiler writes what is given other strides to memory, instead of computing it anew for each
     pixel."""
     n, c = channels.shape

@@ -268,10 +268,6 @@ class StepTimes:
             return None
         return say_retired(speed, entry.manifest.timed_by)
 
-    def speed_of_blocks(self, engine: EngineId) -> Speed | None:
-        """The figures of a model's blocks, as `id_of_blocks` names them; None where there are none yet."""
-        return self._of_blocks.get(engine)
-
     def why_not_blocks(self, engine: EngineId) -> str | None:
         """Why a model's blocks are not run on engines any more, in words; None where they are."""
         speed = self._of_blocks.get(engine)

@@ -36,7 +36,7 @@ def overview(store: EngineStore) -> dict[str, Any]:
 def summary(entry: Entry) -> dict[str, Any]:
     """One engine in brief."""
     manifest = entry.manifest
-    reasons = [*filter(None, [entry.why_untrusted()]), *why_not_used(manifest)]
+    reasons = why_entry_not_used(entry)
     return {
         "digest": manifest.digest,
         "label": manifest.label,
@@ -93,6 +93,11 @@ def details(entry: Entry) -> dict[str, Any]:
         "verifications": {weights: asdict(result) for weights, result in manifest.verifications.items()},
         "factors": dict(manifest.factors),
     }
+
+
+def why_entry_not_used(entry: Entry) -> list[str]:
+    """Like `why_not_used`, and why its code would not be loaded."""
+    return [*filter(None, [entry.why_untrusted()]), *why_not_used(entry.manifest)]
 
 
 def why_not_used(manifest: Manifest) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import PLAIN
-from ..process.current_weights import CASTS, LayerCast, is_quantized
+from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized
 from .block_architecture import PREFIX
 
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
@@ -98,4 +98,4 @@ def _moved(layer: Any, name: str, dtype: torch.dtype, device: torch.device) -> t
     tensor = getattr(layer, name, None)
     if tensor is None or type(tensor) not in PLAIN:
         raise UnsupportedModel(f"its weight {name} is of a kind that engines do not take")
-    return tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+    return as_needed(tensor.detach(), dtype, device)

@@ -10,7 +10,7 @@ from typing import Any
 from ....core.spec import Role
 from ....engine_cache import EngineStore, Entry, WeightsMemo
 from ....runtime.reporting.engine_coverage import Asked, is_for
-from ....runtime.reporting.engine_info import why_not_used
+from ....runtime.reporting.engine_info import why_entry_not_used
 from ....runtime.requests.build_requests import BuildRequest, BuildRequests, Wanted
 from ....runtime.settings.model_settings import Resolution, Settings
 from .prompt_builder import PromptBuilder
@@ -105,7 +105,7 @@ def _cell(engines: Iterable[Entry], size: Resolution, asked: BuildRequest | None
     if asked is not None and not asked.ended:
         return {"state": "building", "digest": None, "fraction": asked.progress.fraction, "why": asked.progress.message}
     fitting = [entry for entry in engines if is_for(entry.manifest, Asked(size.width, size.height, BATCH, TOKENS))]
-    reasons = {each.digest: [*filter(None, [each.why_untrusted()]), *why_not_used(each.manifest)] for each in fitting}
+    reasons = {entry.digest: why_entry_not_used(entry) for entry in fitting}
     ready = next((digest for digest, why in reasons.items() if not why), None)
     if ready is not None or (asked is not None and not asked.reason and not is_file):
         return {"state": "ready", "digest": ready, "fraction": None, "why": ""}

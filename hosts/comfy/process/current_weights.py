@@ -84,7 +84,7 @@ def _made(
             made.update(_kept_layer(name, layer, kept, dtype, device) or _cast_layer(name, layer, dtype, device))
         for name, tensor in others.items():
             if name not in made:
-                made[name] = kept[name] if name in kept else _as_needed(tensor.detach(), dtype, device)
+                made[name] = kept[name] if name in kept else as_needed(tensor.detach(), dtype, device)
     return made
 
 
@@ -263,7 +263,8 @@ def _is_as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device
     return tensor.device == device and (tensor.dtype == dtype or not tensor.is_floating_point())
 
 
-def _as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def as_needed(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, in a dtype if it holds floating-point numbers; itself where it is so."""
     return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
 
 

@@ -301,7 +301,7 @@ def test_blocks_that_are_slower_are_not_used_in_this_process(times: StepTimes) -
     measure(times, TimedStep("other", (faster,)), *FAST)
     measure(times, TimedStep("other"), *SLOW)
     assert times.why_not_blocks(faster) is None
-    assert (known := times.speed_of_blocks(faster)) is not None and known.speedup == 3.0
+    assert (known := times._of_blocks.get(faster)) is not None and known.speedup == 3.0
 
 
 def test_so_it_stays_whatever_is_measured_in_the_rest_of_the_run(
