@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections import defaultdict
@@ -20,7 +21,7 @@ _ROWS_AT_ONCE = 1024
 """Their products take 8 MiB."""
 
 
-def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
+def digest_tensors(named: Mapping[str, torch.Tensor], device: torch.device | None = None) -> str:
     """sha256 over the sorted (name, dtype, shape, sums) of all tensors; not over strides and device.
 
     A tensor's bytes in logical order are rows of 1024 signed words of 32 bits. Each row is multiplied by an odd number
@@ -30,13 +31,16 @@ def digest_tensors(named: Mapping[str, torch.Tensor]) -> str:
     (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). It is not collision resistant against an
     attacker.
 
+    Args:
+        device: that sums what lies in RAM, where its memory suffices; None: the CPU. The digest is the same.
+
     Raises:
         UnsupportedModel: a tensor has no bytes to read, such as a meta or a sparse one, or memory does not suffice.
     """
     names, sums = sorted(named), dict[str, torch.Tensor]()
     for name in names:
         with _reading(f"the tensor {name} ({named[name].dtype}, on {named[name].device})"):
-            sums[name] = _sums(named[name])
+            sums[name] = _sums(named[name], device)
     with _reading("the model's tensors"):
         found = dict(_on_cpu(sums))
     rows = [[name, str(named[name].dtype), list(named[name].shape)] for name in names]
@@ -61,12 +65,15 @@ def _reading(what: str) -> Iterator[None]:
         raise UnsupportedModel(f"The bytes of {what} cannot be read: {error}. {advice}") from error
 
 
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes on the tensor's device that stand for all of its bytes."""
+def _sums(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+    """Bytes that stand for all of the tensor's bytes."""
     raw = _bytes_of(tensor.detach())
     whole = raw.numel() // (_COLUMNS * _WORD) * (_COLUMNS * _WORD)
     if not whole:
         return raw
+    if device is not None and raw.device.type == "cpu":
+        with contextlib.suppress(torch.OutOfMemoryError):
+            raw = raw.to(device)
     words = raw[:whole].view(torch.int32).view(-1, _COLUMNS)
     return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
 

@@ -34,7 +34,7 @@ def original_digest(patcher: Any, module: torch.nn.Module, names: frozenset[str]
 
     def digest() -> str:
         weights = _original(patcher)
-        return digest_tensors({name: weights[name] for name in names})
+        return digest_tensors({name: weights[name] for name in names}, patcher.load_device)
 
     return _digests.get(module, names, digest)
 
@@ -48,12 +48,12 @@ def _remembered_digest(patcher: Any, memo: WeightsMemo | None) -> str:
     weights = _original(patcher, "diffusion_model.")
     path = _checkpoint_of(patcher)
     if memo is None or path is None:
-        return digest_tensors(weights)
+        return digest_tensors(weights, patcher.load_device)
     part = _stored_as(weights)
     if (known := memo.get(path, part)) is not None:
         return known
     seen = file_identity(path)
-    digest = digest_tensors(weights)
+    digest = digest_tensors(weights, patcher.load_device)
     memo.put(path, digest, seen, part)
     return digest
 

@@ -77,12 +77,12 @@ class GraphedSteps:
             return execute()
         chain = chain_of(guider)
         active = tuple(control.is_active(timestep) for control in chain)
-        step, is_compared = Step(guider, options, chain, active, self._calls, x.shape), self._is_to_be_compared
+        step = Step(guider, options, chain, active, self._calls, x.shape)
         if step.kind not in self._patterns:
-            found = None if is_compared else self._as_before(step, x, timestep)
+            found = self._as_before(step, x, timestep)
             return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
-        may_replay = pattern is not None and not is_compared and self._calls.veto_of_run is None
+        may_replay = pattern is not None and not self._is_to_be_compared and self._calls.veto_of_run is None
         if pattern is not None and may_replay and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
                 return found
@@ -107,7 +107,7 @@ class GraphedSteps:
         if not step.levers.first_step:
             return None
         try:
-            if (known := first_step.recall(step)) is None:
+            if (known := first_step.recall(step)) is None or self._is_to_be_compared:
                 return None
             conditions = self._conditions_of(step, x, known.order)
             with inlined(), self._calls.whole_steps():

@@ -243,6 +243,7 @@ def test_a_gpu_gives_the_same_digest() -> None:
     net.append(torch.nn.Linear(3000, 2100))
     plain = digest_tensors(net.state_dict())
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    assert digest_tensors(before, torch.device("cuda")) == plain
     net.cuda()
     assert digest_tensors(net.state_dict()) == plain
     some_moved = {**net.state_dict(), "1.weight": before["1.weight"]}

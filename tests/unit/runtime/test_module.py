@@ -203,6 +203,19 @@ def test_a_veto_goes_to_eager_for_that_call(module: AcceleratedModule, source: F
     assert counts(module) == (1, 1) and reasons(module) == ["a ControlNet is attached"]
 
 
+def test_no_weights_are_read_for_a_call_that_no_engine_serves(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest() -> str:
+        raise AssertionError("gigabytes are read before the first step")
+
+    monkeypatch.setattr(source, "weights_digest", digest)
+    module = AcceleratedModule(provider, MANUAL)
+    with module.run(source) as run:
+        run(INPUTS, lambda: source.eager(INPUTS), beside=lambda: source.eager(INPUTS))
+    assert counts(module) == (0, 1)
+
+
 def test_a_reason_is_logged_once(
     provider: EngineProvider, source: FakeSource, caplog: pytest.LogCaptureFixture
 ) -> None:
