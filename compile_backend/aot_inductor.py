@@ -22,6 +22,7 @@ from .cpp.toolchain import (
     why_no_packages,
     why_no_triton,
 )
+from .cpp.vector_instructions import vector_instructions
 from .engine import CompiledEngine
 from .inductor.kernels import chosen_kernels
 from .inductor.options import of_compiler, package_options
@@ -53,7 +54,12 @@ class AOTInductorBackend(CompilingBackend):
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with shared_cpp_runtime(job.directory), headers_with_the_cache(), chosen_kernels(job.spec, job.device):
+        with (
+            shared_cpp_runtime(job.directory),
+            headers_with_the_cache(),
+            vector_instructions(job.device, job.keep),
+            chosen_kernels(job.spec, job.device),
+        ):
             torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
                 program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
             )

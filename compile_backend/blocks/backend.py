@@ -14,6 +14,7 @@ from ...core.spec import EngineSpec, Optimize, Precision
 from ..aot_inductor import PACKAGE, AOTInductorBackend, load_package
 from ..cpp.headers import headers_with_the_cache
 from ..cpp.runtime_library import shared_cpp_runtime
+from ..cpp.vector_instructions import vector_instructions
 from ..inductor.kernels import chosen_kernels
 from ..inductor.options import block_options, of_compiler
 from .engine import BlockEngine
@@ -41,6 +42,7 @@ class BlockBackend(AOTInductorBackend):
         with (
             shared_cpp_runtime(job.directory),
             headers_with_the_cache(),
+            vector_instructions(job.device, job.keep),
             chosen_kernels(job.spec, job.device),
             torch._inductor.config.patch(compile_threads=1),  # as many builds as there are cores run beside this one
         ):
