@@ -25,7 +25,7 @@ def vector_instructions(device: torch.device, keep: Path | None) -> Iterator[Non
 
     if device.type != "cpu":
         before = cpu_vec_isa.valid_vec_isa_list
-        cpu_vec_isa.valid_vec_isa_list = list
+        cpu_vec_isa.valid_vec_isa_list = list  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -6,8 +6,9 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -18,7 +19,7 @@ from .blocks.block_calls import BlockCalls
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
 from .process.build_waiting import waiting_hooks
-from .process.dynamic_vram import loading_once
+from .process.dynamic_vram import loading_once, weights_in_place
 from .run.call_wrappers import lead_calls
 from .run.model_calls import ModelCalls, halves_of
 from .run.restart import SamplingStart
@@ -74,7 +75,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         run, source = found
         halves = halves_of(module, run.settings, source, guider.model_patcher, ending)
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
-        blocks = _blocks_of(module, run.settings, source, guider.model_options)
+        blocks = _blocks_of(module, run.settings, source, guider, ending)
         calls = ModelCalls(run, source, veto, halves, blocks)
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
@@ -93,12 +94,14 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
 
 
 def _blocks_of(
-    module: AcceleratedModule, settings: Settings, source: ComfyUNetSource, model_options: Mapping[str, Any]
+    module: AcceleratedModule, settings: Settings, source: ComfyUNetSource, guider: Any, ending: ExitStack
 ) -> BlockCalls | None:
     """The blocks of a model where they are to run on engines of their own."""
-    if not settings.runs_by_blocks or why_nothing_of_it(model_options) is not None:
+    if not settings.runs_by_blocks or why_nothing_of_it(guider.model_options) is not None:
         return None
-    return BlockCalls(source.unet, source.architecture, source.device, module.provider, settings, waiting_hooks())
+    in_place = functools.partial(weights_in_place, guider.model_patcher, source.unet, ending=ending)
+    provider, hooks = module.provider, waiting_hooks()
+    return BlockCalls(source.unet, source.architecture, source.device, provider, settings, hooks, in_place)
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

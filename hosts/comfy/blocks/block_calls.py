@@ -7,9 +7,10 @@ itself gives, which is what the picture is made of until then.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from ....compile_backend.blocks.call_form import taken_apart, tensor_names
-from ....core.dtypes import precision_of
+from ....compile_backend.blocks.engine import BlockEngine
+from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
 from ....core.spec import Precision
 from ....core.streams import wait_for
@@ -27,7 +29,10 @@ from ....runtime.checking.verify import ROUNDING
 from ....runtime.module import ByBlocks
 from ....runtime.provider import EngineProvider, HostHooks
 from ....runtime.settings.model_settings import BuildPolicy, Settings
+from ...live_model.held_weights import Hold
+from ...live_model.layer_walk import layers_of
 from ...model_patches import why_not_in_this_mode
+from ..process.current_weights import places_of
 from .block_architecture import ComfyBlock, Owner
 from .block_patches import why_patched
 from .led_network import LedBlock, led_network, weights_of
@@ -35,6 +40,8 @@ from .led_network import LedBlock, led_network, weights_of
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+Weights = Mapping[str, torch.Tensor]
 
 _TF32 = 5e-3
 """Relative error that TF32's rounding explains, where fp32 is multiplied so."""
@@ -89,6 +96,8 @@ class BlockCalls:
 
     Args:
         owner: the network's architecture.
+        in_place: gives those weights of the network that lie on its device in a dtype, by name, for the length of the
+            run.
 
     Attributes:
         share: of the last call of the network.
@@ -102,12 +111,17 @@ class BlockCalls:
         provider: EngineProvider,
         settings: Settings,
         hooks: HostHooks,
+        in_place: Callable[[torch.dtype], Weights],
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
+        self._in_place: Callable[[torch.dtype], Weights] = functools.cache(in_place)
+        self._layers = [*layers_of(network).values()]
+        self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
+        """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
+        self._hold = Hold()
         self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
         self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
-        self._places = {device, torch.device(device.type)} if device.type == "cpu" else {device}
-        """Where tensors lie that are on the device: the CPU goes by two names."""
+        self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
         """Offers that this run asked for."""
         self._wished: dict[int, BlockOffer] = {}
@@ -130,6 +144,7 @@ class BlockCalls:
             log.debug("Slipstream: no blocks are led: %s", error)
             self.share.eager[str(error)] += 1
             return compute()
+        self._check_weights()
         with led.leading(self._network, self._lead) as changed:
             result = compute()
         self.share.eager.update(changed.values())
@@ -236,7 +251,7 @@ class BlockCalls:
         assert offer.engine is not None
         try:
             with ExitStack() as until, torch.no_grad():
-                weights = weights_of(block, offer).of(block.module, self._device, until)
+                weights = self._weights(block, offer, until)
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -253,6 +268,21 @@ class BlockCalls:
             reason = f"its engine failed ({type(error).__name__}: {error})"
             self._engines.refuse(offer, reason)
             return reason
+
+    def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor]:
+        """A block's weights as its engine takes them: looked up once a run where they lie where they stay."""
+        assert offer.engine is not None
+        known, place = weights_of(block, offer), (block, offer.engine)
+        if place not in self._given:
+            self._hold.why_changed(self._layers)
+            self._given[place] = known.among(self._in_place(dtype_of(offer.precision)), block.path)
+        return self._given[place] or known.of(block.module, self._device, until)
+
+    def _check_weights(self) -> None:
+        """Look weights up anew, at each call, once others changed them in the midst of the run."""
+        if self._given and self._hold.why_changed(self._layers):
+            self._in_place = lambda _: {}
+            self._given = dict.fromkeys(self._given)
 
     def _settle(self) -> None:
         """Read what this call's trials gave: one wait for all of them."""

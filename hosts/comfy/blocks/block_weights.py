@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,7 +34,22 @@ class BlockWeights:
             *path, own = name.removeprefix(PREFIX).split(".")
             layers.setdefault(tuple(path), []).append((place, own, shape, dtype))
         self._layers = [*layers.items()]
-        self._count = len(wanted)
+        self._wanted = wanted
+
+    def among(self, weights: Mapping[str, torch.Tensor], path: str) -> list[torch.Tensor] | None:
+        """A block's weights in the engine's order, of those of the whole network; None where not all are there.
+
+        Args:
+            path: of the block in the network.
+        """
+        found = [weights.get(f"{path}.{name.removeprefix(PREFIX)}") for name, _, _ in self._wanted]
+        given = [tensor for tensor in found if tensor is not None]
+        if len(given) < len(found):
+            return None
+        for tensor, (_, shape, dtype) in zip(given, self._wanted, strict=True):
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                return None
+        return given
 
     def of(self, block: torch.nn.Module, device: torch.device, until: ExitStack) -> list[torch.Tensor]:
         """A block's weights in the engine's order: its own tensors where they are as they should be; else what
@@ -46,7 +61,7 @@ class BlockWeights:
         Raises:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
         """
-        found: list[Any] = [None] * self._count
+        found: list[Any] = [None] * len(self._wanted)
         for path, parts in self._layers:
             layer: Any = block
             for name in path:

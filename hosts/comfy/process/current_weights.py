@@ -197,9 +197,19 @@ def _kept_layer(name: str, layer: Any, kept: Weights, dtype: torch.dtype, device
 
 
 def _is_as_it_should_be(layer: Any, part: str, dtype: torch.dtype, device: torch.device) -> bool:
-    changes = (getattr(layer, f"{part}{kind}", None) for kind in ("_function", "_lowvram_function"))
     tensor = getattr(layer, part)
-    return (tensor.dtype, tensor.device) == (dtype, device) and not is_quantized(tensor) and not any(changes)
+    return (tensor.dtype, tensor.device) == (dtype, device) and is_untouched(layer, part)
+
+
+def places_of(device: torch.device) -> frozenset[torch.device]:
+    """What tensors that lie on a device may call it: the CPU goes by two names."""
+    return frozenset({device, torch.device("cpu")} if device.type == "cpu" else {device})
+
+
+def is_untouched(layer: Any, part: str) -> bool:
+    """Whether a layer computes with a weight as it holds it."""
+    changes = (getattr(layer, f"{part}{kind}", None) for kind in ("_function", "_lowvram_function"))
+    return not is_quantized(getattr(layer, part)) and not any(changes)
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

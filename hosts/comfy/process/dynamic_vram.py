@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import ref
@@ -26,7 +27,7 @@ from ....core.protocols import BoundWeights
 from ...architecture import Remembered
 from ...live_model.held_weights import version_of
 from ...live_model.layer_walk import layers_of, tensors_of
-from .current_weights import cast_once, current_weights, is_quantized, weights_token
+from .current_weights import cast_once, current_weights, is_quantized, is_untouched, places_of, weights_token
 from .staged_pages import Pages, hold, is_dynamic, letting_go, yielding
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,47 @@ def _found(
     rest = current_weights(network, names - staged.keys(), dtype, device, token, owner)
     _copy_small(small, {name: tensor for name, tensor in rest.items() if tensor.nbytes <= _SMALL_BYTES})
     return {**rest, **staged, **small}
+
+
+def weights_in_place(
+    patcher: Any, network: torch.nn.Module, dtype: torch.dtype, ending: ExitStack
+) -> Mapping[str, torch.Tensor]:
+    """Those weights of a loaded model that lie on its device in `dtype`, by their names in the network; no copies.
+
+    Args:
+        network: of the patcher's model.
+        ending: closed when they are not used any more; until then what ComfyUI stages is held.
+    """
+    device, token = torch.device(patcher.load_device), weights_token(patcher)
+    if token is None:  # they may be others from one call to the next
+        return {}
+    if not is_dynamic(patcher):
+        is_streamed = getattr(patcher, "is_dynamic", bool)()  # in pages that cannot be held
+        return {} if is_streamed else _own_weights(network, dtype, device)
+    if (pages := hold(patcher)) is None:
+        return {}
+    if not _leaves_memory(device):
+        pages.release()
+        return {}
+    ending.callback(pages.release)
+    known = _staged.get(network, (dtype, device, "in place"), _Staged)
+    if known.look is None or not known.look.finds(_Look(token, pages, network)):
+        names = {f"{name}.weight" for name in layers_of(network)}
+        staged = _staged_weights(network, names, dtype, device, pages)
+        known.tensors = {**_own_weights(network, dtype, device), **staged}
+        known.look = _Look(token, pages, network)
+    return known.tensors
+
+
+def _own_weights(network: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """What layers hold in the right form, and nothing changes at their calls."""
+    places = places_of(device)
+    return {
+        f"{name}.{part}" if name else part: tensor.detach()
+        for name, layer in layers_of(network).items()
+        for part, tensor in chain(layer._parameters.items(), layer._buffers.items())
+        if tensor is not None and tensor.dtype == dtype and tensor.device in places and is_untouched(layer, part)
+    }
 
 
 def _staged_weights(

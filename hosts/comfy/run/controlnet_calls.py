@@ -23,6 +23,7 @@ from ...model_patches import why_not_these_tensors
 from ..blocks.block_calls import BlockCalls
 from ..models.controlnet import ComfyControlNetSource
 from ..process.build_waiting import waiting_hooks
+from ..process.dynamic_vram import weights_in_place
 from .model_calls import NotServed
 from .run_start import RunRecorder, begin_run, recorded
 from .wrapper_keys import ACCELERATE
@@ -174,7 +175,7 @@ class ControlCalls:
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
         self._blocks: BlockCalls | None = None
         if not isinstance(self._begun, str):
-            self._blocks = _blocks_of(*self._begun, module)
+            self._blocks = _blocks_of(*self._begun, module, control.control_model_wrapped, self._ending)
 
     @property
     def run(self) -> Run | None:
@@ -275,12 +276,15 @@ class ControlCalls:
         self._ending.close()
 
 
-def _blocks_of(run: Run, source: ComfyControlNetSource, module: AcceleratedModule) -> BlockCalls | None:
+def _blocks_of(
+    run: Run, source: ComfyControlNetSource, module: AcceleratedModule, patcher: Any, ending: ExitStack
+) -> BlockCalls | None:
     """The blocks of a network where they are to run on engines of their own."""
     if not run.settings.runs_by_blocks:
         return None
-    provider = module.provider
-    found = BlockCalls(source.network, source.architecture, source.device, provider, run.settings, waiting_hooks())
+    in_place = functools.partial(weights_in_place, patcher, source.network, ending=ending)
+    provider, hooks = module.provider, waiting_hooks()
+    found = BlockCalls(source.network, source.architecture, source.device, provider, run.settings, hooks, in_place)
     run.by_blocks = found.answer
     return found
 

@@ -15,7 +15,8 @@ from slipstream.core.spec import Optimize, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
-from slipstream.hosts.comfy.blocks import led_network
+from slipstream.hosts.comfy.blocks import block_weights, led_network
+from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
@@ -272,6 +273,21 @@ def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: p
         found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(patcher, steps=STEPS)
         assert distance(found, wanted) < 1e-5
         assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+
+        casts, cast = [], block_weights._cast
+
+        def counted(layer: Any, *args: Any) -> Any:
+            casts.extend([layer] if hasattr(layer, "_v") else [])  # small ones are not staged
+            return cast(layer, *args)
+
+        monkeypatch.setattr(block_weights, "_cast", counted)
+        before = module.status.block_calls
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert module.status.block_calls == before + STEPS and not casts, "weights that stay are looked up once a run"
+        with monkeypatch.context() as short_of_memory:
+            short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
+            assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert module.status.block_calls == before + 2 * STEPS and casts
 
         pages = patcher.model.dynamic_vbars[patcher.load_device]
 
