@@ -315,6 +315,11 @@ class Run:
         work = self._source.architecture.fingerprint, self._source.precision, CallShape.of(inputs)
         return TimedStep(work, () if answer.engine is None else (answer.engine,))
 
+    def is_served_by_none(self, inputs: Tensors) -> bool:
+        """Whether this run looked for an engine for calls like this one, and has none."""
+        offer = self._offers.get(CallShape.of(inputs))
+        return offer is not None and offer.engine is None
+
     def is_coming(self, inputs: Tensors) -> bool:
         """Whether the engine that a call like this one lacked is being built, or waits for its turn."""
         digest = self._requested.get(CallShape.of(inputs))

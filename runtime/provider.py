@@ -310,7 +310,7 @@ class EngineProvider:
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
             entry = self._forgiven(entry)
-        if reason := self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
+        if reason := self.why_retired(entry) or self._why_short(plan):
             return Offer(reason=reason)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
@@ -693,11 +693,26 @@ class EngineProvider:
         self.pool.discard(offer.engine)
         return self._short(offer.plan, needed, hooks)
 
+    def _why_short(self, plan: Plan) -> str | None:
+        """Why the engine is left alone for want of memory, which idle engines give back to the plain model then."""
+        reason = self._shortages.why_not(plan.key.digest, plan.device)
+        if reason is not None:
+            self.pool.free(plan.device, math.inf)
+        elif plan.spec.role in _OF_VAES and self._shortages.is_any(plan.device):
+            # Each picture's sampling would close it again.
+            return (
+                "GPU memory did not suffice for an engine of the diffusion model, which needs what this one would hold"
+            )
+        return reason
+
     def _short(self, plan: Plan, needed: int, hooks: HostHooks) -> str:
         hooks.drop_copies(plan.device)
         self.pool.free(plan.device, math.inf)  # the plain model needs the room more than engines that wait
         give_back_unused(plan.device)
         return self._shortages.note(plan.key.digest, plan.device, needed)
+
+
+_OF_VAES = Role.VAE_ENCODE, Role.VAE_DECODE
 
 
 def _why_blocks_alone(settings: Settings, role: Role) -> str | None:

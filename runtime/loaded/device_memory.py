@@ -98,14 +98,26 @@ class Shortages:
     def why_not(self, digest: str, device: torch.device) -> str | None:
         """Why another attempt would be in vain; None where it may work."""
         with self._lock:
-            known = self._known.get((digest, device))
-            if known is None or known.times < _ATTEMPTS:
-                return None
-            now = free_bytes(device)
+            known = self._standing(device).get(digest)
+        return None if known is None else f"the engine ran out of GPU memory. {_left_alone(known.times)}"
+
+    def is_any(self, device: torch.device) -> bool:
+        """Whether another attempt of any engine would be in vain."""
+        with self._lock:
+            return bool(self._standing(device))
+
+    def _standing(self, device: torch.device) -> dict[str, _Shortage]:
+        """Those of a device that count, by their engines' digests; one since which memory became free does no more."""
+        found = {
+            digest: known
+            for (digest, place), known in self._known.items()
+            if place == device and known.times >= _ATTEMPTS
+        }
+        now = free_bytes(device) if found else None
+        for digest, known in list(found.items()):
             if now is not None and known.free is not None and now - known.free >= _TELLING_BYTES:
-                del self._known[digest, device]
-                return None
-        return f"the engine ran out of GPU memory. {_left_alone(known.times)}"
+                del self._known[digest, device], found[digest]
+        return found
 
     def forget(self, digest: str) -> None:
         """Somebody asks for this engine by hand: earlier attempts count no more."""

@@ -90,6 +90,9 @@ class ModelCalls:
         self.kinds.append(_kind_of(inputs, control))
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
+        if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
+            self.join()  # and nothing else that would cost the plain model time
+            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)

@@ -20,6 +20,7 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.node_state.status_text import describe
+from slipstream.hosts.comfy.run import model_calls
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
@@ -120,6 +121,20 @@ def test_plain_model_takes_over_with_one_reason(name: str, place: str, tmp_path:
     assert len(status["reasons"]) == 1 and case.says in next(iter(status["reasons"]))
     assert case.says in describe(module)
     assert sum("Slipstream uses the plain model" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_model_without_an_engine_is_looked_at_once_a_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, why_changed = [], model_calls.why_changed
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        looks.append(args)
+        return why_changed(*args, **kwargs)
+
+    monkeypatch.setattr(model_calls, "why_changed", counted)
+    model = tiny.model()
+    fast, module = accelerated(EngineStore(tmp_path), model, Settings(policy=BuildPolicy.MANUAL))
+    assert torch.equal(tiny.sample(fast, steps=8), tiny.sample(model, steps=8))
+    assert module.status.eager_calls == 8 and len(looks) == 1, "each look costs a large model milliseconds"
 
 
 def replaced_function(monkeypatch: pytest.MonkeyPatch) -> None:

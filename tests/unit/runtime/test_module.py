@@ -13,7 +13,7 @@ import torch
 from slipstream.core.dtypes import precision_of
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Tensors
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Precision, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.loaded import device_memory
 from slipstream.runtime.module import AcceleratedModule, Run
@@ -27,6 +27,7 @@ from slipstream.tests.fakes import (
     CPU,
     FIRST_USE,
     MANUAL,
+    FakeArchitecture,
     FakeSource,
     FakeWorker,
     NullBackend,
@@ -474,6 +475,29 @@ def test_after_two_attempts_the_engine_is_left_alone(
     assert counts(module) == (2, 3) and len(backend.engines) == loaded
     assert "After 2 attempts it is left alone" in reasons(module)[-1]
     assert "Build Engine" in reasons(module)[-1]
+
+
+def test_engines_that_wait_give_their_memory_to_a_model_that_has_too_little(
+    module: AcceleratedModule, source: FakeSource, backend: NullBackend
+) -> None:
+    fail_twice(module, source, backend)
+    vae = FakeSource()
+    vae.architecture = FakeArchitecture(role=Role.VAE_DECODE)
+    provider = module.provider
+    other = AcceleratedModule(provider, FIRST_USE)
+    with other.run(vae) as run:
+        call(run, vae)
+    assert counts(other) == (0, 1) and "GPU memory did not suffice" in reasons(other)[0]
+
+    waiting = FakeSource()
+    waiting.architecture = FakeArchitecture("b" * 64)
+    with AcceleratedModule(provider, FIRST_USE).run(waiting) as run:
+        call(run, waiting)
+    assert not backend.engines[-1].closed
+    backend.engines[-1].device_bytes = 1000
+    with module.run(source) as run:
+        call(run, source)
+    assert backend.engines[-1].closed
 
 
 def test_more_free_memory_is_worth_another_attempt(
