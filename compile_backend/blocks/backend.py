@@ -11,11 +11,12 @@ from ...core.errors import IncompatibleEngine
 from ...core.progress import Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob, Engine
 from ...core.spec import EngineSpec, Optimize, Precision
-from ..aot_inductor import PACKAGE, AOTInductorBackend, load_package
+from ..aot_inductor import PACKAGE, AOTInductorBackend
 from ..cpp.headers import headers_with_the_cache
 from ..cpp.runtime_library import shared_cpp_runtime
 from ..inductor.kernels import chosen_kernels
 from ..inductor.options import block_options, of_compiler
+from ..packages import load_package
 from .engine import BlockEngine
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
 
@@ -60,4 +61,4 @@ class BlockBackend(AOTInductorBackend):
         """
         signature = BlockSignature.read(artifact.directory)
         package = load_package(artifact.directory / PACKAGE, device)
-        return BlockEngine(signature, package.boxed_run)
+        return BlockEngine(signature, package.run)

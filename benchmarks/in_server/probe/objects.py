@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -32,8 +33,29 @@ def count_objects() -> dict[str, float]:
     mapped = _mapped_packages()
     return {
         "objects": len(found), "modules": modules, "tensors": len(memory), "threads": threading.active_count(),
-        "tensors_mb": round(sum(memory.values()) / 2**20, 1), "mapped_packages": mapped, **names,
+        "tensors_mb": round(sum(memory.values()) / 2**20, 1), "mapped_packages": mapped, **_allocated(), **names,
     }  # fmt: skip
+
+
+class _Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns, all in bytes but two counts of blocks."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _allocated() -> dict[str, float]:
+    """MB that the C library's allocator has given out, and that it keeps for later; nothing where it does not tell."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return {}
+    mallinfo2.restype = _Mallinfo
+    found = mallinfo2()
+    used, kept = (found.uordblks + found.hblkhd) / 2**20, found.fordblks / 2**20
+    return {"allocated_mb": round(used, 1), "kept_mb": round(kept, 1)}
 
 
 def _add_memory(tensor: Any, memory: dict[int, int]) -> None:
