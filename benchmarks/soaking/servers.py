@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import time
-import urllib.parse
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..in_server.client import Client, Picture, PictureFailed, calls_of
+from ..in_server.client import Client, Picture, PictureFailed
 from ..in_server.graph import OUR_NODES, required_defaults
 from ..in_server.process import Installation, Server, ServerDied
 from ..in_server.variants import Flags
 from ..measuring.deadline import Deadline
 from .account import Account
+from .pictures import compared
 from .subjects import Subject
 from .wishes import SoakWish, prompt_of
 
@@ -130,33 +128,16 @@ class SoakServers:
 
     def _compare(self, wish: SoakWish, client: Client, fast: Picture, plain: Picture) -> dict[str, Any]:
         account = self._account
-        worst = worst_rms = 0.0
-        engine = eager = 0
-        for one, other in zip(fast.files, plain.files, strict=True):
-            (pixels, record), (wanted, _) = (_opened(client, file) for file in (one, other))
-            worst = max(worst, float(abs(pixels - wanted).max()))
-            worst_rms = max(worst_rms, float(((pixels - wanted) ** 2).mean() ** 0.5))
-            if one is fast.files[0]:
-                calls = calls_of(record)
-                engine, eager = calls.engine, calls.eager
-                for reason, count in calls.reasons.items():
-                    account.reasons[reason] = account.reasons.get(reason, 0) + count
-        account.engine_calls += engine
-        account.eager_calls += eager
+        worst, worst_rms, calls = compared(client, fast, plain)
+        for reason, count in calls.reasons.items():
+            account.reasons[reason] = account.reasons.get(reason, 0) + count
+        account.engine_calls += calls.engine
+        account.eager_calls += calls.eager
         account.worst = max(account.worst, round(worst, 4))
         account.worst_rms = max(account.worst_rms, round(worst_rms, 4))
         difference = worst_rms if account.device in _BY_RMS else worst
         if not difference <= account.tolerance or len(fast.files) != wish.batch:
             account.wrong += 1
             account.problems[str(wish.number)] = f"differs by {worst:.4f} at most, {worst_rms:.4f} in the mean square"
-        return {"worst": round(worst, 4), "rms": round(worst_rms, 4), "engine_calls": engine, "eager_calls": eager}
-
-
-def _opened(client: Client, file: Mapping[str, str]) -> tuple[Any, Mapping[str, Any]]:
-    """A picture's values from 0 to 1, and what Slipstream wrote into it."""
-    import numpy
-    from PIL import Image
-
-    with Image.open(io.BytesIO(client.fetch("/view?" + urllib.parse.urlencode(file)))) as image:
-        values = numpy.asarray(image.convert("RGB"), dtype=numpy.float32) / 255
-        return values, json.loads(image.info.get("slipstream", "{}"))
+        counts = {"engine_calls": calls.engine, "eager_calls": calls.eager}
+        return {"worst": round(worst, 4), "rms": round(worst_rms, 4), **counts}
