@@ -13,7 +13,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..measuring.deadline import Deadline
@@ -49,6 +50,7 @@ class Installation:
         work: an empty folder for the servers' own files.
         logs: a folder for their logs.
         common_flags: of every server, besides those that are measured.
+        variables: of the servers' environment, besides this process's.
     """
 
     checkout: Path
@@ -58,6 +60,7 @@ class Installation:
     work: Path
     logs: Path
     common_flags: Flags = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Lay out the folders that the servers share: custom nodes, models and an empty page."""
@@ -86,7 +89,7 @@ class Installation:
         """Return the servers' environment."""
         own = {"SLIPSTREAM_HOME": str(self.engines.resolve()), "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
         inherited = {name: value for name, value in os.environ.items() if name != "COMFYUI_DIR"}
-        return {**inherited, "HF_HUB_OFFLINE": "1", **own}
+        return {**inherited, "HF_HUB_OFFLINE": "1", **own, **self.variables}
 
 
 class Server:

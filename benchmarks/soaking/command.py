@@ -2,94 +2,79 @@
 
 from __future__ import annotations
 
-import io
 import json
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ...runtime.checking.measure import commit
-from ..in_server.client import Client, Picture, PictureFailed, calls_of
-from ..in_server.graph import OUR_NODES, required_defaults
-from ..in_server.process import Installation, Server, ServerDied
+from ..in_server.checkpoints import make, missing
+from ..in_server.command import MODELS, version_of
+from ..in_server.process import Installation
 from ..measuring.deadline import Deadline
-from .wishes import SoakWish, prompt_of, wish_of
+from ..subjects.cases import enter
+from .account import Account, Report
+from .servers import SoakServers
+from .subjects import SUBJECTS, Subject
+from .wishes import wish_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "soak.json"
-CPU_FLAGS = ("--cpu", "--use-pytorch-cross-attention")
+PROGRAM = Path(__file__).resolve().parents[1] / "soak.py"
+FLAGS = {"cpu": ("--cpu", "--use-pytorch-cross-attention"), "cuda": ()}
+OPTIMIZE = {"cpu": "fast build", "cuda": None}
 TOLERANCE = 4 / 255
-"""By which no value of a picture, from 0 to 1, may differ from that of the same prompt without Slipstream."""
-WARM = 0.2
-"""The share of the prompts after which memory is looked at first: until then engines come into it."""
-_PICTURE_SECONDS = 900.0
-
-
-@dataclass
-class Account:
-    """What came of a soak. `wrong` pictures differ from those without Slipstream; `errors` are prompts that failed.
-
-    Attributes:
-        rss_first_mb, rss_last_mb: memory of the first server's process, once it is warm and at the end.
-        handles_first, handles_last: its open files then.
-        deaths: of servers.
-        worst: the largest difference of a value of a picture, from 0 to 1.
-        problems: numbers of prompts with what was wrong, to be repeated with --only.
-    """
-
-    seed: int
-    commit: str
-    prompts: int = 0
-    wrong: int = 0
-    errors: int = 0
-    rss_first_mb: float = 0.0
-    rss_last_mb: float = 0.0
-    handles_first: int = 0
-    handles_last: int = 0
-    engine_calls: int = 0
-    eager_calls: int = 0
-    deaths: int = 0
-    stale_engines: int = 0
-    cancelled: int = 0
-    freed: int = 0
-    deleted: int = 0
-    on_second_server: int = 0
-    seconds: float = 0.0
-    worst: float = 0.0
-    tolerance: float = round(TOLERANCE, 4)
-    problems: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+"""By which a picture, from 0 to 1, may differ from that of the same prompt without Slipstream: on the CPU any value of
+it, on a GPU, which computes in half precision, the root mean square."""
+RSS_GROWTH_MB, HANDLES_GROWTH = 5.0, 1.0
+"""By which memory and open files may grow in 100 prompts once all engines are loaded."""
+_CHECK_EVERY, _COUNT_EVERY = 100, 25
+"""Prompts after which the store is verified, and objects are counted."""
 
 
 def main(words: list[str]) -> int:
-    """Run a soak; status 0 where every picture was right and no server died."""
+    """Run a soak; status 0 where every picture was right, no server died, and memory was flat."""
     options = _options(words)
-    numbers = options.only or range(options.first, options.first + options.prompts)
-    account = Account(options.seed, commit() or "unknown")
+    subject = SUBJECTS[options.subject](OPTIMIZE[options.device])
+    if options.make_models:
+        return _make_models_here(options, subject)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the command ends its servers, too
+    numbers = list(options.only or range(options.first, options.first + options.prompts))
+    account = Account(
+        options.seed, options.commit or commit() or "unknown", options.device, options.subject,
+        version_of(options.comfyui), len(numbers), round(options.tolerance, 4), RSS_GROWTH_MB, HANDLES_GROWTH,
+    )  # fmt: skip
+    report = Report(account, options.out, options.rows or options.out.with_suffix(".jsonl"))
+    began, deadline = time.monotonic(), Deadline(options.limit)
     with ExitStack() as ending:
         work = Path(options.work or ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-soak-")))
-        soak = _Soak(options, work, account, ending)
-        started = time.monotonic()
+        installation = _installation(options, subject, work)
         try:
-            for place, number in enumerate(numbers):
-                soak.run(wish_of(options.seed, number))
-                if place == int(WARM * len(numbers)):
-                    account.rss_first_mb, account.handles_first = soak.footprint()
-                account.rss_last_mb, account.handles_last = soak.footprint()
-                account.seconds = round(time.monotonic() - started, 1)
-                _write(account, options.out)
-            account.stale_engines = soak.stale_engines()
+            servers = SoakServers(installation, _flags(options), subject, account, ending)
+            for number in numbers:
+                if not deadline.seconds_left:
+                    break
+                row = servers.run(wish_of(options.seed, number, subject))
+                if account.prompts % _COUNT_EVERY == 1:
+                    row["objects"] = servers.objects()
+                report.add(row, time.monotonic() - began)
+                if account.prompts % _CHECK_EVERY == 0 or account.prompts == len(numbers):
+                    account.stale_engines = max(account.stale_engines, servers.stale_engines())
         finally:
-            _write(account, options.out)
+            report.write()
     print(json.dumps(asdict(account), indent=1))
-    return 1 if account.wrong or account.errors or account.deaths or account.stale_engines else 0
+    for failure in (failures := account.failures()):
+        print(f"FAILED {failure}", file=sys.stderr)
+    if account.prompts < account.wanted:
+        print(f"ended by --limit after {account.prompts} of {account.wanted} prompts", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def _options(words: list[str]) -> Namespace:
@@ -99,132 +84,51 @@ def _options(words: list[str]) -> Namespace:
     add = parser.add_argument
     add("--comfyui", type=Path, required=True, metavar="DIR", help="the ComfyUI to run")
     add("--python", type=Path, default=Path(sys.executable), help="that starts it; default: this one")
+    add("--device", choices=sorted(FLAGS), default="cpu", help="that computes; default: %(default)s")
+    add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s, a tiny one")
+    add("--flags", default="", metavar="WORDS", help='further flags of ComfyUI, as in --flags="--front-end-root DIR"')
     add("--prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=20261, help="of the whole soak; default: %(default)s")
     add("--first", type=int, default=0, metavar="N", help="number of the first prompt; default: %(default)s")
     add("--only", type=int, nargs="+", metavar="N", help="these prompts alone, by their numbers")
-    add("--gpu", action="store_true", help="on the GPU instead of the CPU")
-    add("--work", type=Path, metavar="DIR", help="keep the servers' files here")
+    add("--limit", type=float, metavar="SECONDS", help="after which no further prompt begins; default: there is none")
+    add("--tolerance", type=float, default=TOLERANCE, help="of pictures, from 0 to 1; default: 4/255")
+    add("--models", type=Path, default=MODELS, metavar="DIR", help="of model files, made where they are missing")
+    add("--work", type=Path, metavar="DIR", help="keep engines and the servers' files here")
     add("--out", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
+    add("--rows", type=Path, metavar="FILE", help="a line of JSON for each prompt; default: beside --out")
+    add("--commit", help="of the code that runs, where its folder is no git clone")
+    add("--make-models", action="store_true", help="make the subject's model files, and run nothing")
     return parser.parse_args(words)
 
 
-def _write(account: Account, out: Path) -> None:
-    part = out.with_suffix(".part")
-    part.write_text(json.dumps(asdict(account), indent=1) + "\n", encoding="utf-8")
-    part.replace(out)
+def _flags(options: Namespace) -> tuple[str, ...]:
+    return (*FLAGS[options.device], *shlex.split(options.flags))
 
 
-class _Soak:
-    """The servers, and the prompts one by one."""
+def _installation(options: Namespace, subject: Subject, work: Path) -> Installation:
+    """The servers' folders, with all model files.
 
-    def __init__(self, options: Namespace, work: Path, account: Account, ending: ExitStack) -> None:
-        self._flags = () if options.gpu else CPU_FLAGS
-        self._account, self._ending = account, ending
-        folders = {name: work / name for name in ("models", "engines", "servers", "logs")}
-        shutil.rmtree(folders["servers"], ignore_errors=True)
-        folders["models"].mkdir(parents=True, exist_ok=True)
-        self._made = Installation(
-            options.comfyui.resolve(), options.python, folders["models"], folders["engines"], folders["servers"],
-            folders["logs"],
-        )  # fmt: skip
-        self._made.prepare()
-        self._servers: dict[str, tuple[Server, Client]] = {}
-        self._defaults = {node: required_defaults(self._client("first").node_info(node)) for node in OUR_NODES}
-
-    def run(self, wish: SoakWish) -> None:
-        """Run one prompt with Slipstream and without, compare the pictures, and do what else it asks for."""
-        account, name = self._account, "second" if wish.event == "second_server" else "first"
-        account.prompts += 1
-        account.on_second_server += name == "second"
-        try:
-            client = self._client(name)
-            self._before(wish, client)
-            fast, plain = (client.run(prompt_of(wish, given)) for given in (self._defaults, None))
-            self._compare(wish, client, fast, plain)
-        except PictureFailed as error:
-            account.errors += 1
-            account.problems[str(wish.number)] = str(error)[:300]
-        except ServerDied as error:
-            account.deaths += 1
-            account.problems[str(wish.number)] = str(error)[:300]
-            self._servers.pop(name, None)
-
-    def footprint(self) -> tuple[float, int]:
-        """Memory in MB and open files of the first server's process; zeros where the system does not tell."""
-        pid = self._servers["first"][0].pid if "first" in self._servers else 0
-        try:
-            status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-            memory = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-            return round(memory / 1024, 1), len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        except (OSError, StopIteration):
-            return 0.0, 0
-
-    def stale_engines(self) -> int:
-        """Engines in the store that are damaged, or would not be used on this machine now."""
-        client = self._client("first")
-        problems = client.post("/slipstream/v1/engines/verify", {})["problems"]
-        engines = json.loads(client.fetch("/slipstream/v1/engines"))["engines"]
-        damaged = [digest for digest, problem in problems.items() if problem is not None]
-        return len(damaged) + len([each for each in engines if each["state"] != "ok"])
-
-    def _client(self, name: str) -> Client:
-        if name not in self._servers:
-            server = self._ending.enter_context(Server(self._made, self._flags, name))
-            server.start(Deadline(None))
-            client = self._ending.enter_context(Client(server, Deadline(None), _PICTURE_SECONDS))
-            self._servers[name] = server, client
-        return self._servers[name][1]
-
-    def _before(self, wish: SoakWish, client: Client) -> None:
-        if wish.event == "free":
-            client.post("/free", {"unload_models": True, "free_memory": True})
-            self._account.freed += 1
-        elif wish.event == "delete":
-            engines = json.loads(client.fetch("/slipstream/v1/engines"))["engines"]
-            if engines:
-                digest = engines[wish.seed % len(engines)]["digest"]
-                try:
-                    client.post(f"/slipstream/v1/engines/{digest}/delete", {})
-                    self._account.deleted += 1
-                except PictureFailed as error:  # one in use stays
-                    if "in use" not in str(error):
-                        raise
-        elif wish.event == "cancel":
-            self._cancel(wish, client)
-
-    def _cancel(self, wish: SoakWish, client: Client) -> None:
-        """Queue the prompt and interrupt it somewhere on its way."""
-        name = client.post("/prompt", {"prompt": prompt_of(wish, self._defaults)})["prompt_id"]
-        time.sleep(wish.seed % 1000 / 1000)
-        client.post("/interrupt", {})
-        while name not in json.loads(client.fetch(f"/history/{name}")):
-            time.sleep(0.1)
-        self._account.cancelled += 1
-
-    def _compare(self, wish: SoakWish, client: Client, fast: Picture, plain: Picture) -> None:
-        account = self._account
-        worst = 0.0
-        for one, other in zip(fast.files, plain.files, strict=True):
-            (pixels, record), (wanted, _) = (_opened(client, file) for file in (one, other))
-            worst = max(worst, float(abs(pixels - wanted).max()))
-            if one is fast.files[0]:
-                calls = calls_of(record)
-                account.engine_calls += calls.engine
-                account.eager_calls += calls.eager
-                for reason, count in calls.reasons.items():
-                    account.reasons[reason] = account.reasons.get(reason, 0) + count
-        account.worst = max(account.worst, round(worst, 4))
-        if worst > TOLERANCE or not fast.files:
-            account.wrong += 1
-            account.problems[str(wish.number)] = f"differs by {worst:.4f}"
+    Raises:
+        SystemExit: a model file could not be made; its process has said why.
+    """
+    if missing(subject.files, options.models):
+        command = [str(options.python), str(PROGRAM), *sys.argv[1:], "--make-models"]
+        if subprocess.run(command).returncode:  # in a process of its own, which leaves no memory behind
+            raise SystemExit("not all model files could be made")
+    options.models.mkdir(parents=True, exist_ok=True)
+    folders = {name: work.resolve() / name for name in ("engines", "servers", "logs")}
+    shutil.rmtree(folders["servers"], ignore_errors=True)
+    made = Installation(
+        options.comfyui.resolve(), options.python, options.models, folders["engines"], folders["servers"],
+        folders["logs"],
+    )  # fmt: skip
+    made.prepare()
+    return made
 
 
-def _opened(client: Client, file: Mapping[str, str]) -> tuple[Any, Mapping[str, Any]]:
-    """A picture's values from 0 to 1, and what Slipstream wrote into it."""
-    import numpy
-    from PIL import Image
-
-    with Image.open(io.BytesIO(client.fetch("/view?" + urllib.parse.urlencode(file)))) as image:
-        values = numpy.asarray(image.convert("RGB"), dtype=numpy.float32) / 255
-        return values, json.loads(image.info.get("slipstream", "{}"))
+def _make_models_here(options: Namespace, subject: Subject) -> int:
+    enter(options.comfyui.resolve())
+    for file in missing(subject.files, options.models):
+        make(file, options.models)
+    return 0

@@ -11,12 +11,13 @@ from ...core.errors import IncompatibleEngine
 from ...core.progress import Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob, Engine
 from ...core.spec import EngineSpec, Optimize, Precision
-from ..aot_inductor import PACKAGE, AOTInductorBackend, load_package
+from ..aot_inductor import PACKAGE, AOTInductorBackend
 from ..cpp.headers import headers_with_the_cache
 from ..cpp.runtime_library import shared_cpp_runtime
 from ..cpp.vector_instructions import vector_instructions
 from ..inductor.kernels import chosen_kernels
 from ..inductor.options import block_options, of_compiler
+from ..packages import load_package
 from .engine import BlockEngine
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
 
@@ -62,4 +63,4 @@ class BlockBackend(AOTInductorBackend):
         """
         signature = BlockSignature.read(artifact.directory)
         package = load_package(artifact.directory / PACKAGE, device)
-        return BlockEngine(signature, package.boxed_run)
+        return BlockEngine(signature, package.run)

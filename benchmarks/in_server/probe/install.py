@@ -11,19 +11,26 @@ from typing import Any
 
 import comfy.samplers
 import folder_paths
+from aiohttp import web
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 import nodes
 
+from .objects import ROUTE, count_objects
 from .timing import EVENT, Probe
 
 
 def install() -> None:
-    """Time the server's sampler and decoder nodes from now on, and tell its client of each."""
+    """Time the server's sampler and decoder nodes from now on, tell its client of each, and count objects if asked."""
     probe = Probe(_send, Path(folder_paths.get_output_directory()))
     PromptServer.instance.add_on_prompt_handler(probe.take_wishes)
     wrap(probe)
+    PromptServer.instance.routes.get(ROUTE)(_count)
+
+
+async def _count(request: web.Request) -> web.Response:
+    return web.json_response(count_objects())
 
 
 def wrap(probe: Probe) -> None:

@@ -1,0 +1,1 @@
+"""How soon a new ComfyUI server, to which all is empty, serves engines that another one has built."""
