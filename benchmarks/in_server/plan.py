@@ -87,7 +87,7 @@ def _by_flags(flag_sets: Sequence[Flags], variants: Sequence[ServerVariant]) -> 
 
 
 def _workflow(variant: ServerVariant) -> tuple[object, ...]:
-    return variant.kind, variant.precision, variant.preset
+    return variant.kind, variant.precision, variant.preset, variant.by_blocks
 
 
 def _blocks(
