@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 
-from .layer_walk import names_in
+from .layer_walk import Names, names_in
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
 """Classes of tensors whose values lie where they say."""
@@ -47,6 +47,7 @@ class Hold:
         self._layers: Sequence[torch.nn.Module] = ()
         self._reader = _Reader(())
         self._first: HeldWeights | None = None
+        self._glance: _Glance | None = None
 
     def why_changed(self, layers: Sequence[torch.nn.Module]) -> str | None:
         """What is so where layers hold others than when it was asked first, with the model loaded; None where not.
@@ -57,10 +58,34 @@ class Hold:
         if self._layers is not layers:
             if self._first is not None and not _are_same(layers, self._layers):
                 return _CHANGED
-            self._layers, self._reader = layers, _Reader(layers)
-        now = HeldWeights(self._reader)
+            self._layers, self._reader, self._glance = layers, _Reader(layers), None
+        glance = _Glance(self._reader)
+        if self._glance is not None and glance.is_like(self._glance):
+            return None
+        now, self._glance = HeldWeights(self._reader), None
         self._first = self._first or now
-        return None if now.are(self._first) else _CHANGED
+        if not now.are(self._first):
+            return _CHANGED
+        self._glance = glance
+        return None
+
+
+class _Glance:
+    """A quicker look at what layers hold, which tells for certain only that nothing is other than before.
+
+    It keeps tensors alive: no other one can be taken for one of them.
+    """
+
+    def __init__(self, reader: _Reader) -> None:
+        self._values, self._functions = reader.values(), reader.functions()
+        plain = [each for each in self._values if each is not None and type(each) in PLAIN]
+        self._facts = reader.names(), [*map(torch.Tensor.data_ptr, plain)]
+
+    def is_like(self, other: _Glance) -> bool:
+        """Whether it shows the same."""
+        if any(self._functions) or self._facts != other._facts:  # lists of functions change where they are
+            return False
+        return _are_same(self._values, other._values) and _are_same(self._functions, other._functions)
 
 
 _CHANGED = "the model's weights were changed in the midst of the run"
@@ -76,19 +101,31 @@ class _Reader:
         self._functions = [(itemgetter(*names, names[0]), own) for _, own, names in named if names]
         self._places = [(at, name) for at, _, names in named if names for name in (*names, names[0])]
 
+    def values(self) -> list[Any]:
+        """Return the tensors, and None for each that a layer of this kind may have and has not."""
+        return [*chain.from_iterable(map(dict.values, filter(None, self._holders)))]
+
+    def names(self) -> Names:
+        """Return what they are called."""
+        return names_in(self._holders)
+
+    def functions(self) -> list[Any]:
+        """Return what layers do to their weights: a function, a list of them, or nothing."""
+        return [*chain.from_iterable([get(own) for get, own in self._functions])]
+
     def read(self) -> tuple[list[torch.Tensor], list[Any], tuple[Any, ...]]:
         """Return tensors, functions, and what tells which of both are called what."""
-        values = [*chain.from_iterable(map(dict.values, filter(None, self._holders)))]
+        values = self.values()
         are_there = [each is not None for each in values]
         functions: list[Any] = []
         places: list[tuple[int, str]] = []
-        found = [*chain.from_iterable([get(own) for get, own in self._functions])]
+        found = self.functions()
         for place, each in zip(self._places, found, strict=True) if any(found) else ():
             if each:
                 several = each if isinstance(each, (list, tuple)) else [each]
                 functions += several
                 places += [place] * len(several)
-        return [*compress(values, are_there)], functions, (names_in(self._holders), are_there, places)
+        return [*compress(values, are_there)], functions, (self.names(), are_there, places)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -52,7 +52,9 @@ def tensors_of(layers: Layers) -> dict[str, torch.Tensor]:
 
 def names_in(holders: Sequence[Mapping[str, Any]]) -> Names:
     """What tells whether dicts hold things of other names, or in another order, than before."""
-    return [*map(len, holders)], [*chain.from_iterable([each.keys() for each in holders if each])]  # most have none
+    are_dicts = all(issubclass(kind, dict) for kind in set(map(type, holders)))  # not so of scripted layers
+    names = holders if are_dicts else [each.keys() for each in holders]
+    return [*map(len, holders)], [*chain.from_iterable(names)]
 
 
 class _Walk:

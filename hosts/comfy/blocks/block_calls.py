@@ -35,7 +35,7 @@ from ...model_patches import why_not_in_this_mode
 from ..process.current_weights import places_of
 from .block_architecture import ComfyBlock, Owner
 from .block_patches import why_patched
-from .led_network import LedBlock, led_network, weights_of
+from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class BlockCalls:
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._hold = Hold()
+        self._led: LedNetwork | None = None
         self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
         self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
         self._places = places_of(device)
@@ -138,8 +139,8 @@ class BlockCalls:
         if (reason := self._why_not()) is not None:
             self.share.eager[reason] += 1
             return compute()
-        try:
-            led = led_network(self._network, self._owner)
+        try:  # a block that is replaced later is one that was changed, see `LedNetwork.leading`
+            led = self._led = self._led or led_network(self._network, self._owner)
         except UnsupportedModel as error:
             log.debug("Slipstream: no blocks are led: %s", error)
             self.share.eager[str(error)] += 1
