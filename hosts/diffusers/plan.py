@@ -56,13 +56,13 @@ class Plan:
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))
         self.reason = next(filter(None, reasons), "")
         self.remark = "" if self.reason else preset.remark(task)
-        self._computed = tuple(range(self.steps)) if self.reason else preset.selection.computed(self.steps)
+        self._computed = tuple(range(self.steps)) if self.reason else preset.computed(task)
         self._run = SkippingRun(levels, self._computed, self.rule)
         self._changes, self._forced = -1, 0
         if self.reason:
             log.warning("Slipstream skips no steps: %s", self.reason)
         if self.remark:
-            warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {self.remark}")
+            warn_once(log, f"Slipstream skips steps as in {preset.name}: {self.remark}")
 
     @property
     def is_over(self) -> bool:
