@@ -20,7 +20,8 @@ SEEN = """id => {
   const [list, strip] = ["preset", "slipstream_steps"].map(name => widgets.find(each => each.name === name));
   const dots = [...strip.element.querySelectorAll(".slipstream-dots span")].map(dot => dot.className);
   const text = strip.element.querySelector(".slipstream-state-text").textContent;
-  return { dots, text, title: strip.element.title, offered: list.options.values, named: list.options.values.map(list.options.getOptionLabel) };
+  const { values, getOptionLabel } = list.options;
+  return { dots, text, title: strip.element.title, offered: values, named: values.map(getOptionLabel) };
 }"""
 TOLD = """async () => {
   const { api } = await import("/scripts/api.js");
@@ -73,8 +74,8 @@ def test_the_strip_follows_the_sampler(skipping: ComfyPage) -> None:
     skipping.until(lambda: "hackathon" in seen(skipping)["offered"], "the name that is chosen")
 
 
-def test_what_is_saved_while_the_page_is_open_is_offered(skipping: ComfyPage, comfy_server: Any) -> None:
-    folder = comfy_server.home / "step_skipping"
+def test_what_is_saved_while_the_page_is_open_is_offered(skipping: ComfyPage, server: Any) -> None:
+    folder = server.home / "step_skipping"
     mine = SavedPreset("Mine now", 20, (0, 1, 2, 5, 19), "SD15", "euler", "normal", 7.0, 40.0, "2025-11-30")
     saved.save(mine, folder)
     try:
