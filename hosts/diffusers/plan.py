@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...core.errors import UnsupportedModel
 from ...core.log_once import warn_once
+from ...sampling.few_steps import few_step_name
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun
 from ...sampling.task import Task
@@ -51,7 +52,18 @@ class Plan:
         self.sampler = sampler_name(scheduler, given.get("eta") or 0.0)
         levels = (*self._sigmas, 0.0)
         has_mask = "Inpaint" in type(pipeline).__name__
-        task = Task(self.sampler, self.steps, guided, has_mask, is_distilled=is_distilled(scheduler), sigmas=levels)
+        named = few_step_name([str(getattr(pipeline, "name_or_path", None) or "")])
+        task = Task(
+            self.sampler,
+            self.steps,
+            guided,
+            has_mask,
+            is_distilled=bool(named) or is_distilled(scheduler),
+            distilled_by=named,
+            sigmas=levels,
+            cfg=_guidance(pipeline) if guided else 1.0,
+            whole_steps=len(self._timeline.terms),
+        )
         self.rule = preset.rule_for(task)
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))
         self.reason = next(filter(None, reasons), "")
@@ -132,6 +144,12 @@ class Plan:
         conditions = (self._changes, self._forced)
         denoised = self._run(terms.common(latent), terms.sigma, compute, conditions)
         return terms.predicted(latent, denoised).to(predicted.dtype) if skips else predicted
+
+
+def _guidance(pipeline: Any) -> float | None:
+    """The scale of guidance, where a pipeline tells it; it may be of another kind, so it is asked for where guided."""
+    scale = getattr(pipeline, "guidance_scale", None)
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _why_not_this_call(given: Mapping[str, Any]) -> str | None:
