@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -28,7 +29,9 @@ class SkipCalibrate(io.ComfyNode):
             inputs=[*_what_is_sampled(), *_how(), *_wishes(), *map(_prompt, _FURTHER)],
             outputs=[
                 io.Model.Output(tooltip="The model with the proposed steps."),
-                io.String.Output(display_name="report", tooltip="The figures and the proposal."),
+                io.String.Output(
+                    display_name="report", tooltip="The conclusion, and the figures that it follows from."
+                ),
                 io.Image.Output(display_name="chart", tooltip="Computed steps against closeness."),
             ],
             hidden=[io.Hidden.unique_id],
@@ -54,6 +57,7 @@ class SkipCalibrate(io.ComfyNode):
         name: str = "",
         **further: Any,
     ) -> io.NodeOutput:
+        from ..hosts.comfy.process.server_events import show_text
         from ..hosts.comfy.skip.calibrate import Wish, calibrate_model
         from ..hosts.comfy.skip.calibration_chart import draw_chart
         from ..hosts.comfy.skip.calibration_pictures import Job
@@ -61,7 +65,8 @@ class SkipCalibrate(io.ComfyNode):
         job = Job(model, negative, latent_image, steps, cfg, sampler_name, scheduler, denoise)
         positives = [positive, *(further[key] for key in _FURTHER if further.get(key) is not None)]
         wish = Wish(computed_steps, seconds, name.strip())
-        proposal = calibrate_model(job, positives, first_seed, seeds, wish, recorder(cls))
+        tell = partial(show_text, str(cls.hidden.unique_id))
+        proposal = calibrate_model(job, positives, first_seed, seeds, wish, recorder(cls), tell)
         chart = draw_chart(proposal.calibration)
         shown = ui.PreviewImage(chart).as_dict() | ui.PreviewText(proposal.report).as_dict()
         return io.NodeOutput(proposal.model, proposal.report, chart, ui=shown)

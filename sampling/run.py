@@ -57,16 +57,20 @@ class SkippingRun:
         sigmas: N + 1 of them, falling.
         computed: steps that are computed in any case; see `schedule`.
         rule: for the others.
+        mask: for inpainting, [1 or B, 1 or C, ...]: above 0 where the picture changes. How far the model went is
+            measured there alone; the rest of an extrapolated latent is that of the last computed step.
 
     Attributes:
         computed_calls: calls that the model computed.
         skipped_calls: calls that were extrapolated.
     """
 
-    def __init__(self, sigmas: Sequence[float], computed: Steps, rule: Reuse) -> None:
+    def __init__(self, sigmas: Sequence[float], computed: Steps, rule: Reuse, mask: Tensor | None = None) -> None:
         self._sigmas = list(sigmas[:-1])
         self._computed = frozenset(computed)
         self._history = History(rule)
+        self._changes = None if mask is None else mask > 0
+        self._kept: Tensor | None = None
         self._last_step, self._last_sigma = -1, math.inf
         self._last_conditions: Hashable = None
         self.computed_calls = 0
@@ -90,18 +94,43 @@ class SkippingRun:
         self._last_step, self._last_sigma, self._last_conditions = step, sigma, conditions
         if step not in self._computed and not self._history.is_empty:
             self.skipped_calls += 1
-            return self._history.expect(sigma, x)
+            return self._expected(x, sigma)
         self.computed_calls += 1
         denoised = compute()
-        self._history.add(sigma, x, denoised)
+        self._add(x, sigma, denoised)
         return denoised
 
     def forget(self) -> None:
         """Free all tensors; the next step is computed."""
         self._history.clear()
+        self._kept = None
+
+    def _add(self, x: Tensor, sigma: float, denoised: Tensor) -> None:
+        if (changes := self._changes_of(x)) is None:
+            self._history.add(sigma, x, denoised)
+            return
+        # Zeros count for nothing in the sums that shares are fitted by.
+        self._history.add(sigma, x.masked_fill(~changes, 0), denoised.masked_fill(~changes, 0))
+        self._kept = denoised.masked_fill(changes, 0)
+
+    def _expected(self, x: Tensor, sigma: float) -> Tensor:
+        if (changes := self._changes_of(x)) is None or self._kept is None:
+            return self._history.expect(sigma, x)
+        return self._history.expect(sigma, x.masked_fill(~changes, 0)) + self._kept
+
+    def _changes_of(self, x: Tensor) -> Tensor | None:
+        """Where `x` changes; None where all of it does, or a part of it that no mask is known for."""
+        if self._changes is None or not _fits(self._changes, x):
+            return None
+        self._changes = self._changes.to(x.device)
+        return self._changes
 
     def _step(self, sigma: float) -> int | None:
         nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma), default=None)
         if nearest is None or abs(self._sigmas[nearest] - sigma) > SAME_SIGMA * abs(sigma):
             return None
         return nearest
+
+
+def _fits(mask: Tensor, x: Tensor) -> bool:
+    return mask.ndim == x.ndim and all(one in (1, size) for one, size in zip(mask.shape, x.shape, strict=True))

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from .samplers import SamplerKind, kind_of
 
+KARRAS = "karras"
+_RHO = 7.0
+_NEAR = 0.02
+"""Of a noise level, by which it may differ from the formula's."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -18,9 +23,13 @@ class Task:
         has_mask: for inpainting.
         has_parts: its latent is several unlike ones in one tensor, such as video and sound.
         is_distilled: the model was trained to sample in few steps.
+        distilled_by: what tells so, such as the name of its file; empty where that needs no saying.
         sigmas: its N + 1 noise levels, falling; empty where they are not known.
+        named_schedule: ComfyUI's name of the scheduler that makes them, where they are not known yet.
         cfg: scale of guidance; None where it is not one number, or not known.
         model: the host's name for its architecture; empty where that is not known.
+        whole_steps: where this is a part of a run, about how many steps as small the whole one has; 0 where that is not
+            known.
     """
 
     sampler: str
@@ -29,10 +38,34 @@ class Task:
     has_mask: bool = False
     has_parts: bool = False
     is_distilled: bool = False
+    distilled_by: str = ""
     sigmas: tuple[float, ...] = ()
+    named_schedule: str = ""
     cfg: float | None = None
     model: str = ""
+    whole_steps: int = 0
 
     @property
     def kind(self) -> SamplerKind:
         return kind_of(self.sampler)
+
+    @property
+    def schedule(self) -> str:
+        """ComfyUI's name of its scheduler, of those that the presets were measured apart with; else as it was named."""
+        return KARRAS if is_karras(self.sigmas) else self.named_schedule
+
+    @property
+    def is_cfg_pp(self) -> bool:
+        """Whether the sampler goes on from the unguided prediction as well (CFG++)."""
+        return self.sampler.endswith("_cfg_pp")
+
+
+def is_karras(sigmas: tuple[float, ...]) -> bool:
+    """Whether noise levels fall as those of Karras et al., "Elucidating the Design Space of Diffusion-Based Generative
+    Models" (arXiv 2206.00364), equation 5 with rho 7, between the first and the last above 0."""
+    levels = [sigma for sigma in sigmas if sigma > 0]
+    if len(levels) < 3:
+        return False
+    first, last, steps = levels[0] ** (1 / _RHO), levels[-1] ** (1 / _RHO), len(levels) - 1
+    wanted = [(first + place / steps * (last - first)) ** _RHO for place in range(steps + 1)]
+    return all(abs(level - each) <= _NEAR * each for level, each in zip(levels, wanted, strict=True))

@@ -16,7 +16,7 @@ from ...demo import scenes
 from ...hosts.comfy.building import without_server
 from ...runtime.checking.measure import commit
 from ...sampling.reuse import Reuse
-from . import beside, fit, hackathon, plan
+from . import beside, closer, fit, hackathon, plan
 from .overhead import overhead
 from .page import write_page
 from .samples import protocol
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--plan", action="store_true", help="only tell how many steps each stage computes")
     add("--time-only", action="store_true", help="only time steps, on a quiet machine; all other stages read that")
     add("--fit", action="store_true", help="try powers and rules on other captions, and write nothing but their rows")
+    add("--closer", action="store_true", help="only selections of more steps, where a preset misses its floor")
     add("--sample-only", action="store_true", help="--beside and --score come later")
     add("--beside", action="store_true", help="only inpainting, other samplers and the hackathon's list")
     add("--score", action="store_true", help="only score what was sampled")
@@ -89,12 +90,14 @@ class _Command:
 
     def run(self) -> int:
         options = self._options
-        named = [options.time_only, options.fit, options.sample_only, options.beside, options.score]
+        named = [options.time_only, options.fit, options.sample_only, options.beside, options.closer, options.score]
         if options.parts > 1 and not (options.fit or options.sample_only or options.score):
             _say("Processes share --fit, --sample-only and --score; name one of them beside --parts.")
             return 1
         if options.fit:
             return self._fit()
+        if options.closer:
+            return self._closer()
         subject = _subject(options.samples, engines=options.engines)
         if options.time_only or not any(named):
             self._time(subject)
@@ -147,6 +150,18 @@ class _Command:
             found = list(fit.rows(subject, condition, make, self._shelf.costs, self._commit, _tried(options)))
             keep(options.results, found, {})
         print("\n".join(fit.table(read(options.results))))
+        return 0
+
+    def _closer(self) -> int:
+        """Of fewer samples than the rest, since it can be run without a GPU."""
+        options, samples = self._options, min(self._options.samples, closer.SAMPLES)
+        subject = _subject(samples, engines=options.engines)
+        device = torch.device(subject.model.load_device)
+        facts = {"gpu": Environment.current(device).gpu or "CPU", "commit": self._commit}
+        make = sampled(subject, Shelf(options.shelf, _shelf_name(options, protocol.seeds(), samples)), _say)
+        for row in closer.all_rows(subject, self._chosen, make, facts):
+            keep(options.results, [row], {})
+            _say(f"{row['case']}: {said(row)}; pictures {row['decoded']['preset']['psnr_db']:.1f} dB")
         return 0
 
     def _beside(self) -> None:

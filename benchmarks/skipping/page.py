@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...sampling.measured import MEASURED
+from ...sampling.measured import MEASURED, read_again
 from ..pages.page import DOCS, write
 from . import fit, tables
 from .beside import INPAINTING, UNTESTED_SAMPLERS
+from .closer import CLOSER
 from .curve import Series, curves
 from .samples import protocol
 from .samples.results import EXEMPT, Row, condition_of, disagreements, is_first_look, is_judged, read
-from .shown import measured, with_figures
+from .shown import measured as shown_figures
+from .shown import with_figures
 
 NAME = "step-skipping"
 HELP = DOCS.parent / "web" / "js" / "docs" / "SlipstreamStepSkip"
@@ -23,11 +25,11 @@ def write_page(results: Path, folder: Path | None = None) -> None:
     """Write page and chart, and the figures that the nodes show; say where presets and rows disagree.
 
     Args:
-        folder: for all of them; default: where they belong.
+        folder: for all of them; default: where they belong. Help pages elsewhere tell what `sampling.measured` has.
     """
     rows = read(results)
     text, picture = page(rows)
-    figures = measured(rows)
+    figures = shown_figures(rows)
     docs, shown, helps = DOCS, MEASURED, HELP
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +37,9 @@ def write_page(results: Path, folder: Path | None = None) -> None:
     write(docs / f"{NAME}.md", text)
     write(docs / f"{NAME}.svg", picture)
     write(shown, figures)
+    read_again()
     for file in sorted(HELP.glob("*.md")):
-        write(helps / file.name, with_figures(file.read_text(encoding="utf-8"), figures, file.stem))
+        write(helps / file.name, with_figures(file.read_text(encoding="utf-8"), file.stem))
     for disagreement in disagreements(rows):
         print(f"PRESETS and the rows disagree. {disagreement}")
 
@@ -54,6 +57,8 @@ def page(rows: Sequence[Row]) -> tuple[str, str]:
         tables.presets(),
         _circumstances(of("machine"), judged),
         tables.in_short(judged),
+        tables.floors(judged, of(CLOSER)),
+        tables.closer(of(CLOSER)),
         tables.further(judged),
         *tables.of_samplers(judged),
         tables.beside("Samplers that the grid leaves out", _UNTESTED, of(UNTESTED_SAMPLERS)),
@@ -111,8 +116,10 @@ step computed, and is there a plain way to come closer in the same time? [The pr
 was written down first.
 
 The figures are of the demo model, 256×256, and of nothing else: on your own model, ask Skip Calibrate. Closeness is
-PSNR in dB of the final latent to the N-step picture's. A gain in bold type lies above 0 with 95 % confidence. `worst
-tenth`: the gain in the tenth of the samples that gained least.
+PSNR in dB of the final latent to the N-step picture's; `picture`, of the decoded one. Beside the mean of dB stand the
+median and the pooled figure, PSNR of the mean squared error of all samples, in which the worst samples count most. A
+gain in bold type lies above 0 with 95 % confidence. `worst tenth`: the gain in the tenth of the samples that gained
+least.
 """
 
 _FIRST_LOOK = """> **These figures are a first look, not the verdict.** Their `same time` is not the same: most

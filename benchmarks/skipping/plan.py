@@ -110,7 +110,8 @@ def _fit(schedules: Schedules, chosen: Iterable[Condition], tried: Tried, make: 
         for selection in tried.selections():
             count = len(selection.computed(whole.steps))
             found = [way for _, way in fit.tried_ways(schedules, condition, count, tried)]
-            for way in (*found, *fit.plain_ways(schedules, condition, selection, whole.steps, costs)):
+            plain = fit.plain_ways(schedules, condition, selection, whole.steps, costs, tried.powers)
+            for way in (*found, *(way for _, way in plain)):
                 make(way)
 
 

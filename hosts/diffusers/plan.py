@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...core.errors import UnsupportedModel
 from ...core.log_once import warn_once
+from ...sampling.few_steps import few_step_name
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun
 from ...sampling.task import Task
@@ -51,18 +52,29 @@ class Plan:
         self.sampler = sampler_name(scheduler, given.get("eta") or 0.0)
         levels = (*self._sigmas, 0.0)
         has_mask = "Inpaint" in type(pipeline).__name__
-        task = Task(self.sampler, self.steps, guided, has_mask, is_distilled=is_distilled(scheduler), sigmas=levels)
+        named = few_step_name([str(getattr(pipeline, "name_or_path", None) or "")])
+        task = Task(
+            self.sampler,
+            self.steps,
+            guided,
+            has_mask,
+            is_distilled=bool(named) or is_distilled(scheduler),
+            distilled_by=named,
+            sigmas=levels,
+            cfg=_guidance(pipeline) if guided else 1.0,
+            whole_steps=len(self._timeline.terms),
+        )
         self.rule = preset.rule_for(task)
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))
         self.reason = next(filter(None, reasons), "")
         self.remark = "" if self.reason else preset.remark(task)
-        self._computed = tuple(range(self.steps)) if self.reason else preset.selection.computed(self.steps)
+        self._computed = tuple(range(self.steps)) if self.reason else preset.computed(task)
         self._run = SkippingRun(levels, self._computed, self.rule)
         self._changes, self._forced = -1, 0
         if self.reason:
             log.warning("Slipstream skips no steps: %s", self.reason)
         if self.remark:
-            warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {self.remark}")
+            warn_once(log, f"Slipstream skips steps as in {preset.name}: {self.remark}")
 
     @property
     def is_over(self) -> bool:
@@ -132,6 +144,12 @@ class Plan:
         conditions = (self._changes, self._forced)
         denoised = self._run(terms.common(latent), terms.sigma, compute, conditions)
         return terms.predicted(latent, denoised).to(predicted.dtype) if skips else predicted
+
+
+def _guidance(pipeline: Any) -> float | None:
+    """The scale of guidance, where a pipeline tells it; it may be of another kind, so it is asked for where guided."""
+    scale = getattr(pipeline, "guidance_scale", None)
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _why_not_this_call(given: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
-from ...sampling.presets import PRESETS, Preset
+from ...sampling.presets import HISTORICAL, PRESETS, Preset
 
 NO_PRESET = "off"
 BACKENDS = tuple(choice.value for choice in BackendChoice)
@@ -13,8 +13,8 @@ POLICIES = tuple(policy.value for policy in BuildPolicy)
 
 
 def preset_names() -> list[str]:
-    """What there is to choose from, `NO_PRESET` first."""
-    return [NO_PRESET, *PRESETS]
+    """What there is to choose from, `NO_PRESET` first. `HISTORICAL` is taken by its name too, but not offered."""
+    return [NO_PRESET, *(name for name in PRESETS if name != HISTORICAL)]
 
 
 @dataclass(frozen=True)

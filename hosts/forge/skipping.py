@@ -43,7 +43,7 @@ def skipping(
         yield
         tell(Skipped(preset.name, task.sampler, steps, steps, 0, rule.value, reason))
         return
-    run = SkippingRun(task.sigmas, preset.selection.computed(steps), rule)
+    run = SkippingRun(task.sigmas, preset.computed(task), rule)
     modifier = _Modifier(family, denoiser, run)
     options = patcher.model_options
     options[_MODIFIERS] = [*options.get(_MODIFIERS, []), modifier]

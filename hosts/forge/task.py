@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from ...sampling.few_steps import few_step_name
 from ...sampling.task import Task
 
 _ANCESTRAL_DDIM = "ddpm"
+_LORA = re.compile(r"<lora:([^:>]+)")
 
 
 def task_of(p: Any, sampler: Any, given: Mapping[str, Any]) -> Task | str:
@@ -26,14 +29,22 @@ def task_of(p: Any, sampler: Any, given: Mapping[str, Any]) -> Task | str:
     if sigmas is None:
         return f"the sampler {name} chooses its steps as it goes"
     scale = getattr(p, "hr_cfg", p.cfg_scale) if getattr(p, "is_hr_pass", False) else p.cfg_scale
+    few = few_step_name(_model_names(p))
     return Task(
         sampler=_ANCESTRAL_DDIM if name == "ddim" and (sampler.eta or 0) > 0 else name,
         steps=len(sigmas) - 1,
         guided=float(scale) > 1,
         has_mask=sampler.model_wrap_cfg.mask is not None,
+        is_distilled=bool(few),
+        distilled_by=few,
         sigmas=sigmas,
         cfg=float(scale),
     )
+
+
+def _model_names(p: Any) -> list[str]:
+    """Of the checkpoint, and of the LoRAs in the prompt."""
+    return [str(getattr(p, "sd_model_name", None) or ""), *_LORA.findall(str(getattr(p, "prompt", "")))]
 
 
 def sampler_name(sampler: Any) -> str:

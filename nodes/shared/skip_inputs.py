@@ -6,7 +6,7 @@ import json
 
 from comfy_api.latest import io
 
-from ...sampling.measured import CFG, closeness
+from ...sampling.closeness import CFG, closeness
 from ...sampling.presets import CUSTOM, DEFAULT, PRESETS, Preset, Selection, custom
 from ...sampling.reuse import Reuse
 from ...sampling.schedule import parse_steps
@@ -21,6 +21,11 @@ SHOWN = (20, 30, 50)
 def preset_names() -> list[str]:
     """What there is to choose from; what users saved comes last."""
     return [*PRESETS, CUSTOM, *_saved()]
+
+
+def known_presets() -> dict[str, Preset]:
+    """All but `custom`, by name."""
+    return PRESETS | _saved()
 
 
 def _saved() -> dict[str, Preset]:
@@ -47,7 +52,7 @@ def preset_of(
             parse_steps(step_list)
         selection = Selection(share, computed_steps, power, step_list)
         return custom(selection, None if rule == AUTO_RULE else Reuse(rule))
-    known = PRESETS | _saved()
+    known = known_presets()
     if preset not in known:
         raise ValueError(f"There is no preset {preset!r} here. Choose one of {', '.join(preset_names())}.")
     return known[preset]
@@ -71,7 +76,8 @@ def preset_input() -> io.Combo.Input:
 def preset_table() -> str:
     """How many steps each preset computes, a line each."""
     lines = [
-        f"{name}: {_counts(preset)} ({preset.note}); {closeness(name, SHOWN[0])} dB" for name, preset in PRESETS.items()
+        f"{name}: {_counts(preset)} ({preset.note}); {closeness(preset, SHOWN[0])} dB"
+        for name, preset in PRESETS.items()
     ]
     numbers = ", ".join(map(str, SHOWN))
     return "\n".join(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -23,7 +24,8 @@ Shortened = Callable[[Steps], Tensor]
 """The final latents [B, ...] of the unmodified sampler on the sigmas of these steps alone."""
 
 AfterRun = Callable[[int, int], None]
-"""Called after each run with the runs so far and the most there will be; what it raises ends the calibration."""
+"""Called after each run with the pictures sampled so far and the most there will be; what it raises ends the
+calibration."""
 
 LONGEST_GAP = 4
 """The widest gap that is measured by itself, each by a run; see `_longest_gap`."""
@@ -46,19 +48,22 @@ class Pictures:
         fitted: that the search looks at.
         held_out: that it never sees.
         shortened: the held-out ones on fewer sigmas.
+        sizes: how many there are of the first and of the second kind.
     """
 
     fitted: Sample
     held_out: Sample
     shortened: Shortened
+    sizes: tuple[int, int] = (1, 1)
 
 
-def most_runs(steps: int, count: int, others: Sequence[int] = ()) -> int:
-    """The most runs of the whole set of pictures: about 3 N for gaps, plus the swaps, plus 9 for each count."""
+def most_runs(steps: int, count: int, others: Sequence[int] = ()) -> tuple[int, int]:
+    """The most runs of all fitted pictures, and of all held-out ones: about 3 N for gaps, plus the swaps, plus 9 for
+    each count."""
     counts = len({count, *others})
     gaps = len(gaps_up_to(_longest_gap(count, steps), steps))
     starts = 2 + len(_POWERS) + 1
-    return 2 + gaps + SWAP_RUNS + counts * (starts + 4)
+    return 1 + gaps + SWAP_RUNS + counts * starts, 1 + counts * 4
 
 
 def _longest_gap(count: int, steps: int) -> int:
@@ -85,12 +90,13 @@ def calibrate(
     """
     counts = sorted({count, *others})
     _check(counts, steps)
-    ran = _progress(after_run, most_runs(steps, count, others))
-    trial = Trial(pictures.fitted, ran)
+    fitted, held_out = pictures.sizes
+    ran = _progress(after_run, sum(a * b for a, b in zip(most_runs(steps, count, others), pictures.sizes, strict=True)))
+    trial = Trial(pictures.fitted, partial(ran, fitted))
     paths = _paths(trial, steps, _longest_gap(count, steps))
     found = {each: max(_starts(each, steps, paths), key=trial.mean) for each in counts}
     found[count] = moved(trial, found[count], SWAP_RUNS)
-    judge = Trial(pictures.held_out, ran)
+    judge = Trial(pictures.held_out, partial(ran, held_out))
     choices = tuple(_choice(trial, judge, pictures.shortened, found[each], steps) for each in counts)
     return Calibration(steps, count, choices, trial.runs, judge.runs)
 
@@ -161,14 +167,14 @@ def _shortened(judge: Trial, shortened: Shortened, computed: Steps) -> Candidate
     return Candidate(SHORTENED, computed, judge.compared(lambda: shortened(computed)))
 
 
-def _progress(after_run: AfterRun | None, most: int) -> Callable[[], None]:
-    runs = 0
+def _progress(after_run: AfterRun | None, most: int) -> Callable[[int], None]:
+    done = 0
 
-    def ran() -> None:
-        nonlocal runs
-        runs += 1
+    def ran(pictures: int) -> None:
+        nonlocal done
+        done += pictures
         if after_run is not None:
-            after_run(runs, most)
+            after_run(done, most)
 
     return ran
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from ....engine_cache.files import replace_text
-from ....sampling.presets import PRESETS, Preset, Use
+from ....sampling.presets import HISTORICAL, PRESETS, Preset, Use
 from ....sampling.samplers import kind_of
 from ...subjects.rows import line_of
 from . import protocol
@@ -23,7 +23,7 @@ from .fingerprint import fingerprint
 from .protocol import WORST_GAIN, Condition
 
 NAME, OTHERS = "step-skipping", "step-skipping-others"
-EXEMPT = "hackathon"
+EXEMPT = HISTORICAL
 Row = dict[str, Any]
 Raw = dict[str, NDArray[np.float32]]
 _OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset", "share")

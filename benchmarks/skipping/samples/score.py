@@ -11,6 +11,7 @@ from torch import Tensor
 from ....sampling.metrics import PSNR_CAP, capped, high_frequency_energy, latent_psnr, psnr, ssim
 from ....sampling.presets import Preset
 from . import protocol, ways
+from .averages import averages, mean, median, pooled
 from .bootstrap import paired_bootstrap
 from .fingerprint import fingerprint
 from .protocol import DECODED, Condition
@@ -84,7 +85,7 @@ class Scorer:
         for name, made in others.items():
             pictures = self._pictures(made)
             found[name] = {
-                "psnr_db": _mean(capped(psnr(pictures, reference))),
+                **averages(capped(psnr(pictures, reference))),
                 "ssim": round(float(ssim(pictures, reference).mean()), 4),
                 "high_frequencies": round(float(high_frequency_energy(pictures, reference).median()), 4),
             }
@@ -120,10 +121,12 @@ def figures(
         "seeds": protocol.seeds(),
         "computed": run.made.calls,
         "samples": len(own),
-        "psnr_db": _mean(own),
+        **averages(own),
         "worst_tenth_db": _worst_tenth(own),
         "best_plain": best,
-        "best_plain_db": _mean(near[best]),
+        "best_plain_db": mean(near[best]),
+        "best_plain_median_db": median(near[best]),
+        "best_plain_pooled_db": pooled(near[best]),
         "best_plain_computed": rival.made.calls,
         "best_plain_seconds": round(rival.seconds, 4),
         "gain_db": round(gain.mean, 3),
@@ -132,7 +135,7 @@ def figures(
         "worst_tenth_gain_db": _worst_tenth(gains),
         "seconds": round(run.seconds, 4),
         "step_seconds": compared.costs.told(),
-        "rivals_db": {name: _mean(each) for name, each in near.items()},
+        "rivals_db": {name: mean(each) for name, each in near.items()},
         "rivals_seconds": {name: round(each.seconds, 4) for name, each in compared.rivals.items()},
         "commit": commit,
     }
@@ -145,12 +148,12 @@ def closeness(made: Made, whole: Made, judged: Judged = lambda latents: latents)
 
 
 def _against_chance(randoms: Sequence[Made], whole: Made) -> Row:
-    each = [_mean(closeness(made, whole)) for made in randoms]
+    each = [mean(closeness(made, whole)) for made in randoms]
     return {"random_db": round(sum(each) / len(each), 3), "random_db_each": each}
 
 
 def _to_converged(target: Made, others: Mapping[str, Made]) -> Row:
-    found = {name: _mean(closeness(made, target)) for name, made in others.items()}
+    found = {name: mean(closeness(made, target)) for name, made in others.items()}
     row: Row = {"converged_db": found}
     if found["full"] < found["best_plain"]:
         row["full_is_further"] = True
@@ -158,11 +161,7 @@ def _to_converged(target: Made, others: Mapping[str, Made]) -> Row:
 
 
 def _worst_tenth(values: Tensor) -> float:
-    return _mean(values.sort().values[: max(1, len(values) // 10)])
-
-
-def _mean(values: Tensor) -> float:
-    return round(float(values.mean()), 3)
+    return mean(values.sort().values[: max(1, len(values) // 10)])
 
 
 def said(row: Row) -> str:

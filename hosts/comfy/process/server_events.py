@@ -15,6 +15,10 @@ SKIPPED = "slipstream.skipped"
 """A sampling run with skipped steps has ended."""
 
 
+PRESETS = "slipstream.presets"
+"""Presets of step skipping were saved: the page asks again."""
+
+
 def server_of_process() -> Any:
     """ComfyUI's server; None where there is none."""
     try:
@@ -33,3 +37,14 @@ def send(event: str, data: Mapping[str, Any]) -> None:
         server.send_sync(event, dict(data))
     except RuntimeError as error:  # its loop is closed: ComfyUI is ending
         log.debug("Slipstream: %s was not sent: %s", event, error)
+
+
+def show_text(node_id: str, text: str) -> None:
+    """Show `text` on a node of every open page while it runs, as ComfyUI's own nodes do. See `send`."""
+    server = server_of_process()
+    if server is None:
+        return
+    try:
+        server.send_progress_text(text, node_id)
+    except (RuntimeError, AttributeError) as error:  # its loop is closed; or an older ComfyUI
+        log.debug("Slipstream: %r was not shown: %s", text, error)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ....core.errors import StoreError, UnsupportedModel
+from ....runtime.planning.build_estimate import say_roughly
 from ....sampling import saved
 from ....sampling.calibration.calibrate import Pictures, calibrate
 from ....sampling.calibration.calibrated import Calibration
+from ....sampling.calibration.conclusion import built_in, conclusion
 from ....sampling.calibration.trial import mean
-from ....sampling.presets import DEFAULT, PRESETS, Selection, custom, why_too_short
+from ....sampling.presets import DEFAULT, PRESETS, Preset, Selection, custom, why_too_short
 from ....sampling.run import AfterRun
 from ....sampling.saved import SavedPreset
 from ....sampling.schedule import count_of, count_within, power_law
 from ....sampling.task import Task
 from ..process.build_waiting import throw_if_cancelled
+from ..process.server_events import PRESETS as PRESETS_CHANGED
+from ..process.server_events import send
 from . import saved_presets
 from .calibration_pictures import CalibrationPictures, Job, Picture
 from .sampling_task import model_class
@@ -51,13 +56,20 @@ class Proposal:
 
 
 def calibrate_model(
-    job: Job, positives: Sequence[Any], seed: int, seeds: int, wish: Wish, after_run: AfterRun | None = None
+    job: Job,
+    positives: Sequence[Any],
+    seed: int,
+    seeds: int,
+    wish: Wish,
+    after_run: AfterRun | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> Proposal:
     """
     Args:
         positives: the last of several is held out; of a single one, other seeds are.
         seed, seeds: the first, and how many follow one another for each prompt.
         after_run: of the proposed model, see `skip_steps`.
+        tell: told how far it is, and how long it may take yet.
 
     Raises:
         UnsupportedModel: this sampler or a run of that length skips no steps.
@@ -68,11 +80,16 @@ def calibrate_model(
     steps = _steps(job)
     fitted, held_out = _calibration_pictures(job, positives, seed, seeds)
     count = _count(held_out, steps, wish)
-    pictures = Pictures(fitted.sample, held_out.sample, held_out.shortened)
-    calibration = calibrate(pictures, steps, count, _others(steps), after_run=_bar())
+    sizes = len(fitted.pictures), len(held_out.pictures)
+    pictures = Pictures(fitted.sample, held_out.sample, held_out.shortened, sizes)
+    calibration = calibrate(pictures, steps, count, _others(steps), after_run=_progress(tell))
     preset = _saved_preset(job, calibration, wish.name)
-    lines = [_heading(job, preset, fitted, held_out, len(positives)), *calibration.lines()]
-    lines += [*_seconds(calibration, held_out), _runs(calibration, fitted), _kept(preset, wish.name)]
+    task = _task(job, steps)
+    builtin = built_in(task, preset.computed)
+    kept, reason = _kept(preset, wish.name, builtin), None if builtin is None else builtin.why_not(task)
+    lines = [conclusion(calibration, builtin, reason, wish.name, _time_saved(calibration, held_out))]
+    lines += [_heading(job, preset, fitted, held_out, len(positives)), *calibration.lines()]
+    lines += [*_seconds(calibration, held_out), _runs(calibration, fitted), kept]
     return Proposal(skip_steps(job.model, preset.preset(), after_run), calibration, "\n".join(lines))
 
 
@@ -124,17 +141,24 @@ def _count_within(seconds: float, calibration_pictures: CalibrationPictures, ste
     return count
 
 
-def _bar() -> Callable[[int, int], None]:
-    """ComfyUI's progress bar, and its cancel button."""
+def _progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:
+    """ComfyUI's progress bar and its cancel button, and how long it may take yet."""
     import comfy.utils
 
-    bar = comfy.utils.ProgressBar(1)
+    bar, started = comfy.utils.ProgressBar(1), time.monotonic()
 
-    def after_run(runs: int, most: int) -> None:
-        bar.update_absolute(runs, most)
+    def after_run(done: int, most: int) -> None:
+        bar.update_absolute(done, most)
+        left = (time.monotonic() - started) * (most - done) / done
+        tell(f"{done} of at most {most} pictures, at most about {say_roughly(left)} left" if left else "done")
         throw_if_cancelled()
 
     return after_run
+
+
+def _task(job: Job, steps: int) -> Task:
+    has_mask = job.latent.get("noise_mask") is not None
+    return Task(job.sampler, steps, guided=job.cfg > 1, has_mask=has_mask, cfg=float(job.cfg))
 
 
 def _saved_preset(job: Job, calibration: Calibration, name: str) -> SavedPreset:
@@ -168,6 +192,12 @@ def _heading(
     )
 
 
+def _time_saved(calibration: Calibration, held_out: CalibrationPictures) -> float:
+    """Share of a run's time."""
+    whole, part = held_out.measured[None], held_out.measured[calibration.choice.proposal.computed]
+    return max(0.0, 1.0 - part.seconds / whole.seconds)
+
+
 def _seconds(calibration: Calibration, held_out: CalibrationPictures) -> list[str]:
     whole, part = held_out.measured[None], held_out.measured[calibration.choice.proposal.computed]
     lines = [f"A run took {part.seconds:.3g} s in place of {whole.seconds:.3g} s."]
@@ -186,15 +216,16 @@ def _runs(calibration: Calibration, fitted: CalibrationPictures) -> str:
     )
 
 
-def _kept(preset: SavedPreset, name: str) -> str:
-    """Save it, if it has a name. What took so long to find is not lost to a full disk: the report says so."""
+def _kept(preset: SavedPreset, name: str, builtin: Preset | None) -> str:
+    """Save it, if it has a name and is nothing that there is already. What took so long to find is not lost to a full
+    disk: the report says so."""
+    if builtin is not None:
+        return f"Not saved: these are the steps of {builtin.name}."
     if not name:
         return "Not saved, since it has no name."
     try:
         saved.save(preset, saved_presets.folder())
     except StoreError as error:
         return f"NOT saved: {error}"
-    return (
-        f"Saved as {name}: choose it as the preset of Step Skip, for runs of exactly {preset.steps} steps. Reload the "
-        "page to see it in the list."
-    )
+    send(PRESETS_CHANGED, {"name": name})
+    return f"Saved as {name}: choose it as the preset of Step Skip, for runs of exactly {preset.steps} steps."

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from ....sampling.few_steps import few_step_name
 from ....sampling.task import Task
+from .model_files import model_files
 
 _DISTILLED = frozenset({"ModelSamplingDiscreteDistilled", "LCM"})
 """Of ComfyUI's nodes_model_advanced.py: by name, since its nodes may not be loaded."""
+
+_FEW_STEP_CLASSES = frozenset({"FluxSchnell"})
 
 
 def has_parts(latent_shapes: Any) -> bool:
@@ -33,18 +37,32 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
         denoise_mask: of the run; None where it inpaints nothing.
         parted: whether the latents are several that were packed into one.
     """
-    scale = getattr(guider, "cfg", None)
+    scale, patcher = getattr(guider, "cfg", None), guider.model_patcher
+    named = few_step_name(model_files(patcher))
     return Task(
         sampler=sampler_name(sampler),
         steps=len(sigmas) - 1,
         guided=_is_guided(guider),
         has_mask=denoise_mask is not None,
         has_parts=parted,
-        is_distilled=_is_distilled(guider.model_patcher),
+        is_distilled=bool(named) or _is_distilled(patcher),
+        distilled_by=named,
         sigmas=tuple(sigmas.tolist()),
         cfg=float(scale) if isinstance(scale, (int, float)) else None,
-        model=model_class(guider.model_patcher),
+        model=model_class(patcher),
+        whole_steps=_whole_steps(patcher.get_model_object("model_sampling"), sigmas),
     )
+
+
+def _whole_steps(model_sampling: Any, sigmas: torch.Tensor) -> int:
+    """How many steps a run over all of the model's times has whose steps are as long as these; 0 where times do not
+    tell, as those of models that count them by the logarithm of sigma."""
+    levels = sigmas[sigmas > 0]
+    if len(levels) < 2:
+        return 0
+    first, last = (float(model_sampling.timestep(level)) for level in (levels[0], levels[-1]))
+    share = (first - last) / float(model_sampling.timestep(torch.as_tensor(model_sampling.sigma_max)))
+    return round((len(levels) - 1) / share) + 1 if 0 < share <= 1 else 0
 
 
 def sampler_name(sampler: Any) -> str:
@@ -67,4 +85,4 @@ def _is_guided(guider: Any) -> bool:
 
 def _is_distilled(patcher: Any) -> bool:
     kinds = type(patcher.get_model_object("model_sampling")).__mro__
-    return any(kind.__name__ in _DISTILLED for kind in kinds)
+    return model_class(patcher) in _FEW_STEP_CLASSES or any(kind.__name__ in _DISTILLED for kind in kinds)

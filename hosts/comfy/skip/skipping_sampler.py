@@ -45,7 +45,7 @@ class SkippingSampler:
         # Older ComfyUIs do not tell the model; there is no other latent of that shape.
         parted = has_parts(model.latent_shapes) if hasattr(model, "latent_shapes") else are_packed(noise)
         task = task_of(model_wrap, self._sampler, sigmas, denoise_mask, parted)
-        with skipping(model_wrap, self._preset, task, self._after_run):
+        with skipping(model_wrap, self._preset, task, self._after_run, denoise_mask):
             return self._sampler.sample(
                 model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
             )

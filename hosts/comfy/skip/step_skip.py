@@ -79,16 +79,29 @@ def _sample(
     given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
     guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
     task = task_of(guider, given["sampler"], given["sigmas"], mask, has_parts(shapes))
-    with skipping(guider, preset, task, after_run):
+    with skipping(guider, preset, task, after_run, _of_size(mask, given["noise"])):
         return executor(*args, **kwargs)
 
 
+def _of_size(mask: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor | None:
+    """A mask as ComfyUI's samplers get it; older ComfyUIs bring it to the latent's size later."""
+    import comfy.utils
+
+    if mask is None or mask.ndim == noise.ndim and mask.shape[2:] == noise.shape[2:]:
+        return mask
+    resized: torch.Tensor = comfy.utils.reshape_mask(mask.float(), noise.shape)
+    return resized
+
+
 @contextmanager
-def skipping(guider: Any, preset: Preset, task: Task, after_run: AfterRun | None) -> Iterator[None]:
+def skipping(
+    guider: Any, preset: Preset, task: Task, after_run: AfterRun | None, mask: torch.Tensor | None = None
+) -> Iterator[None]:
     """A run of `guider` whose predictions are skipped as `preset` says.
 
     Args:
         task: what the run is.
+        mask: for inpainting, of the latent's size: above 0 where the picture changes.
 
     Raises:
         UnsupportedModel: something else skips steps in this run already.
@@ -97,11 +110,11 @@ def skipping(guider: Any, preset: Preset, task: Task, after_run: AfterRun | None
     _refuse_others(guider.model_options)
     steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
     remark = "" if reason else preset.remark(task)
-    run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.selection.computed(steps), rule)
+    run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.computed(task), rule, mask)
     if reason:
         log.warning("Slipstream skips no steps: %s", reason)
     if remark:
-        warn_once(log, f"Slipstream skips steps as in {preset.name}, which was {remark}")
+        warn_once(log, f"Slipstream skips steps as in {preset.name}: {remark}")
     try:
         with nullcontext() if reason else _led(guider, run):
             yield

@@ -167,7 +167,19 @@ def test_the_grid_of_models(web: Connection, put: Callable[..., Entry]) -> None:
 def test_which_steps_are_computed(web: Connection) -> None:
     data = get(web, "/step-skip?preset=balanced&steps=20&sampler=euler&cfg=7.5")
     assert data["steps"] == 20 and len(data["computed"]) == 14 and data["reason"] == ""
-    assert data["presets"]["fast"] == {"computed": 10, "reason": ""}
+    assert data["presets"]["fast"] == {"computed": 10, "reason": ""} and data["picture_db"] == pytest.approx(
+        46.8, abs=0.1
+    )
+    assert data["offered"][:5] == ["quality", "balanced", "fast", "custom", "extreme"], "and what users saved"
+    assert "hackathon" in data["presets"] and "hackathon" not in data["offered"]
+    karras = get(web, "/step-skip?preset=balanced&steps=20&sampler=dpmpp_2m&scheduler=karras&cfg=8")
+    assert len(karras["computed"]) == 17 and karras["offered"][:2] == ["balanced", "custom"]
+    normal = get(web, "/step-skip?preset=balanced&steps=20&sampler=dpmpp_2m&scheduler=normal&cfg=8")
+    assert len(normal["computed"]) == 20 and "35.0 dB, where 40 are asked for" in normal["reason"]
+    turbo = "/step-skip?steps=20&sampler=euler&files=base.safetensors|loras/sdxl_lightning_4step.safetensors"
+    assert "a distilled model (sdxl_lightning_4step.safetensors)" in get(web, f"{turbo}&preset=balanced")["reason"]
+    custom = get(web, f"{turbo}&preset=custom&share=0.5")
+    assert len(custom["computed"]) == 10 and custom["remark"].startswith("this is a distilled model")
     data = get(web, "/step-skip?preset=balanced&steps=8&sampler=euler")
     assert data["computed"] == list(range(8)) and "short" in data["reason"]
     assert len(get(web, "/step-skip?preset=custom&steps=20&share=0.5")["computed"]) == 10

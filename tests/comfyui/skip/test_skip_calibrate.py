@@ -153,7 +153,10 @@ def test_the_help_page_names_inputs_and_outputs() -> None:
 
 
 def test_the_report_says_what_was_measured(executed: Executed) -> None:
-    lines = executed.report.splitlines()
+    conclusion, *lines = executed.report.splitlines()
+    assert re.match(
+        rf"Choose {NAME}: of 12 steps 7 are computed, and your picture|Do not skip steps here: ", conclusion
+    )
     assert lines[0] == (
         "SD15, euler, normal, CFG 4, 12 steps. Pictures fitted on: 1; held out: 4, of a prompt that was not fitted on."
     )
@@ -162,10 +165,7 @@ def test_the_report_says_what_was_measured(executed: Executed) -> None:
         assert any(line.startswith(f"  {way}: ") and " held out" in line for line in lines)
     verdict = r"closer in \d of 4 held-out pictures|found nothing closer than balanced"
     assert any(re.search(verdict, line) for line in lines)
-    assert lines[-1] == (
-        f"Saved as {NAME}: choose it as the preset of Step Skip, for runs of exactly 12 steps. Reload the page to "
-        "see it in the list."
-    )
+    assert lines[-1] == f"Saved as {NAME}: choose it as the preset of Step Skip, for runs of exactly 12 steps."
     assert "better" not in executed.report
     assert list(executed.shown["text"]) == [executed.report]
 
@@ -409,6 +409,54 @@ def test_a_single_prompt_is_judged_on_other_seeds(without_search: Any, model: An
     assert "held out: 4, of the same prompt with other seeds; connect positive_2" in report
     assert "with 8 steps computed" in report, "seven in ten"
     assert report.endswith("Not saved, since it has no name.")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.inference_mode()
+def test_what_is_a_preset_of_ours_is_not_saved_as_the_users(
+    model: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    def nothing_closer(pictures: Any, steps: int, count: int, others: Any, after_run: Any) -> Calibration:
+        computed = PRESETS["balanced"].selection.computed(steps)
+        for way in (None, computed):
+            pictures.held_out(way)
+        found = Candidate("calibrated", computed, (47.0, 48.0), (49.0,))
+        choice = Choice(found, found, Candidate("shortened sigmas", computed, (30.0, 31.0)))
+        return Calibration(steps, len(computed), (choice,), 1, 2)
+
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.calibrate", nothing_closer)
+    before, sent = files(home), []
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.send", lambda *event: sent.append(event))
+    calls = Calls()
+    for sampler, said in (
+        ("euler", "Choose balanced: no steps"),
+        ("deis", "Choose custom with share 0.7 and power 1.5"),
+    ):
+        work = job(calls.of(model), prompts, sampler, steps=20)
+        calls.count = 0
+        proposal = calibrate_model(work, prompts[:2], 0, 1, Wish(name="mine"))
+        assert proposal.report.startswith(said) and "hard to tell from the one of all steps (48 dB)" in proposal.report
+        assert proposal.report.endswith("Not saved: these are the steps of balanced.")
+        assert calls.count == 4 * (20 + 14), "four held-out pictures, whole and in part"
+    assert files(home) == before and not sent
+
+
+def test_the_page_is_told_how_long_it_takes_and_what_was_saved(
+    model: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    shown: list[tuple[str, str]] = []
+    sent: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr("slipstream.hosts.comfy.process.server_events.show_text", lambda *text: shown.append(text))
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.send", lambda *event: sent.append(event))
+    execute(**inputs_of(model, prompts, computed_steps=10, name="Told"))
+    assert sent == [("slipstream.presets", {"name": "Told"})] and "Told" in saved_presets.saved_presets()
+    assert len({node for node, _ in shown}) == 1
+    told = [
+        re.fullmatch(r"(\d+) of at most (\d+) pictures, at most about (\d+ (?:s|min)) left", text) for _, text in shown
+    ]
+    assert all(told[:-1]) and len({match[2] for match in told if match}) == 1
+    done = [int(match[1]) for match in told if match]
+    assert done == sorted(done) and done[0] == 1 and done[-1] > done[0]
 
 
 @torch.inference_mode()

@@ -263,6 +263,30 @@ def test_inpainting_keeps_what_lies_outside_the_mask(model: Patcher) -> None:
 
 
 @pytest.mark.parametrize("by_sampler", [False, True], ids=["Step Skip", "Step Skip Sampler"])
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m"])
+def test_the_kept_part_of_an_inpainted_picture_has_no_say(model: Patcher, sampler: str, by_sampler: bool) -> None:
+    """The painted part is the same, whatever is kept beside it would have become."""
+    mask = torch.zeros(1, 1, 64, 64)  # of pixels, as nodes give it
+    mask[..., 32:] = 1.0
+    sigmas = schedule_of(model, sampler=sampler)
+    painted = {}
+    for name, loud in (("loud", 30.0), ("quiet", 0.0)):
+        method = comfy.samplers.sampler_object(sampler)
+
+        def predict(executor: Any, x: torch.Tensor, sigma: torch.Tensor, *rest: Any) -> torch.Tensor:
+            denoised = executor(x, sigma, *rest)
+            denoised[..., :4] += loud / (1 + float(sigma.flatten()[0]))  # noqa: B023  where it is kept
+            return denoised
+
+        seen = watched(model, None if by_sampler else ANYWHERE)
+        put_innermost(wrappers_of(seen.patcher.model_options, WrappersMP.PREDICT_NOISE), ACCELERATE, predict)
+        skipping = SkippingSampler(method, ANYWHERE, seen.said.append) if by_sampler else method
+        painted[name] = sampled(seen.patcher, skipping, sigmas, latent=sampled(model), noise_mask=mask)[..., 4:]
+        assert (seen.said[0].computed, seen.said[0].skipped, len(set(seen.sigmas))) == (14, 6, 14)
+    assert torch.equal(painted["loud"], painted["quiet"])
+
+
+@pytest.mark.parametrize("by_sampler", [False, True], ids=["Step Skip", "Step Skip Sampler"])
 def test_inpainting_computes_every_step_by_preset(model: Patcher, by_sampler: bool) -> None:
     seen, mask = watched(model, None if by_sampler else BALANCED), torch.ones(1, 8, 8)
     mask[:, 4:] = 0
@@ -523,13 +547,15 @@ def test_samplers_with_several_calls_compute_every_step(model: Patcher, sampler:
 
 
 def test_samplers_that_were_not_measured_take_custom_alone(model: Patcher) -> None:
-    for sampler in ("lcm", "euler_cfg_pp"):
+    stale = "CFG++ samplers go on from the negative prompt's part too, which a skipped step leaves as it was"
+    for sampler, why, remark in (("lcm", "not measured with this sampler", ""), ("euler_cfg_pp", stale, f"; {stale}")):
         seen = watched(model, BALANCED)
         assert torch.equal(sampled(seen.patcher, sampler), sampled(model, sampler))
-        assert "not measured with this sampler; choose custom to skip steps all the same" in str(seen.said[0])
+        assert f"{why}; choose custom to skip steps all the same" in str(seen.said[0])
         seen = watched(model, ANYWHERE)
         sampled(seen.patcher, sampler)
-        assert str(seen.said[0]) == f"custom: 14 of 20 steps computed ({sampler}, hold)"
+        assert str(seen.said[0]) == f"custom: 14 of 20 steps computed ({sampler}, hold){remark}"
+        assert len(seen.sigmas) == 14
 
 
 def test_distilled_models_take_custom_alone(model: Patcher) -> None:
@@ -629,16 +655,31 @@ def test_of_a_foreign_sampler_calls_are_counted(model: Patcher) -> None:
 
 
 def test_short_runs_compute_every_step(model: Patcher) -> None:
-    for preset in PRESETS.values():
+    for preset, steps in itertools.product(PRESETS.values(), (11, 19)):
         seen = watched(model, preset)
-        assert torch.equal(sampled(seen.patcher, steps=11), sampled(model, steps=11))
-        assert str(seen.said[0]).startswith("every step computed: a run of 11 steps is short")
+        assert torch.equal(sampled(seen.patcher, steps=steps), sampled(model, steps=steps))
+        assert str(seen.said[0]).startswith(f"every step computed: a run of {steps} steps is short: the presets were")
     seen = watched(model, custom(Selection(listed="0 2 4")))
     sampled(seen.patcher, steps=5)
     assert seen.steps(schedule_of(model, 5)) == [0, 2, 4]
+    assert seen.said[0].remark == "a run of 5 steps is short: the presets were measured with 20 and more"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "cfg", "computed"),
+    [("normal", 4.0, 14), ("normal", 8.0, 20), ("karras", 4.0, 14), ("karras", 8.0, 17), ("karras", 1.0, 14)],
+)
+def test_a_preset_computes_more_or_all_steps_where_it_was_too_far_off(
+    model: Patcher, scheduler: str, cfg: float, computed: int
+) -> None:
     seen = watched(model, BALANCED)
-    sampled(seen.patcher, steps=12)
-    assert seen.said[0].computed == 8
+    sigmas = comfy.samplers.KSampler(model, 20, torch.device("cpu"), "dpmpp_2m", scheduler, 1.0).sigmas
+    found = sampled(seen.patcher, "dpmpp_2m", sigmas, cfg=cfg)
+    assert (len(set(seen.sigmas)), seen.said[0].computed, seen.said[0].skipped) == (computed, computed, 20 - computed)
+    whole = sampled(model, "dpmpp_2m", sigmas, cfg=cfg)
+    assert torch.equal(found, whole) == (computed == 20)
+    if computed == 20:
+        assert "balanced was measured too far from the picture of all steps: 35.0 dB" in seen.said[0].reason
 
 
 # ---- parts of a schedule, and what is shown meanwhile
@@ -654,7 +695,7 @@ def test_img2img_skips_in_its_own_steps(model: Patcher) -> None:
 
 
 @pytest.mark.parametrize("start, end, computed", [(4, 20, 11), (0, 14, 10), (2, 15, 9)])
-def test_a_part_of_the_steps(model: Patcher, start: int, end: int, computed: int) -> None:
+def test_a_part_of_a_run_of_as_many_steps_as_were_measured(model: Patcher, start: int, end: int, computed: int) -> None:
     seen, latent = watched(model, BALANCED), {"samples": sampled(model)}
     (made,) = nodes.KSamplerAdvanced().sample(
         seen.patcher, "enable", 1, 20, 4.0, "euler", "normal", *prompts(), latent, start, end, "enable"

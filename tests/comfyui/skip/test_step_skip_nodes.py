@@ -22,7 +22,7 @@ from slipstream.nodes.ksampler_step_skip import KSamplerStepSkip
 from slipstream.nodes.shared.skip_inputs import AUTO_RULE, preset_names, preset_of, preset_table
 from slipstream.nodes.step_skip import SkipSigmas, StepSkip, StepSkipSampler
 from slipstream.sampling import saved
-from slipstream.sampling.measured import closeness
+from slipstream.sampling.closeness import closeness
 from slipstream.sampling.presets import CUSTOM, DEFAULT, PRESETS, Selection, custom
 from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.samplers import SamplerKind, kind_of
@@ -91,10 +91,12 @@ def test_the_ksampler_asks_for_what_comfyui_s_own_does() -> None:
 
 def test_the_table_is_that_of_the_presets() -> None:
     lines = preset_table().splitlines()
-    assert "20, 30, 50" in lines[0]
+    assert "20, 30, 50" in lines[0] and lines[0].endswith("CFG 7.5:"), (
+        "of what was measured, the nearest to the default"
+    )
     for name, preset in PRESETS.items():
         counts = ", ".join(str(len(preset.selection.computed(steps))) for steps in (20, 30, 50))
-        assert f"{name}: {counts} ({preset.note}); {closeness(name, 20)} dB" in lines
+        assert f"{name}: {counts} ({preset.note}); {closeness(preset, 20)} dB" in lines
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -104,7 +106,7 @@ def test_the_help_page_has_that_table_too(node: Any) -> None:
         assert "The help page of Step Skip" in page
         return
     for name, preset in PRESETS.items():
-        assert f"| `{name}` | {' | '.join(closeness(name, steps) for steps in (20, 30, 50))} |" in page
+        assert f"| `{name}` | {' | '.join(closeness(preset, steps) for steps in (20, 30, 50))} |" in page
         counts = " | ".join(str(len(preset.selection.computed(steps))) for steps in (20, 30, 50))
         steps = " ".join(map(str, preset.selection.computed(20)))
         assert f"| `{name}` | {counts} | {steps} |" in page
@@ -121,7 +123,7 @@ STEP_SKIP_PAGE = (DOCS / "SlipstreamStepSkip" / "en.md").read_text(encoding="utf
         Task("lcm", 20),
         Task("euler", 20, has_parts=True),
         Task("euler", 20, has_mask=True),
-        Task("euler_ancestral", 20, guided=False),
+        Task("euler_cfg_pp", 20),
         Task("euler", 8),
     ],
     ids=lambda task: PRESETS[DEFAULT].why_not(task),
@@ -129,9 +131,27 @@ STEP_SKIP_PAGE = (DOCS / "SlipstreamStepSkip" / "en.md").read_text(encoding="utf
 def test_the_help_page_quotes_each_reason_of_a_preset(task: Task) -> None:
     reason = PRESETS[DEFAULT].why_not(task)
     assert reason is not None
-    reason = re.sub(r"with \w+ samplers at CFG 1,", "with … samplers at CFG …,", reason)
-    reason = re.sub(r"; choose [\w ]+ there", "; choose … there", reason)
-    assert f"| {reason.replace(f'the time of {DEFAULT}', 'the time of …')} |" in STEP_SKIP_PAGE
+    assert f"| {re.sub(r'a run of [0-9]+ steps', 'a run of … steps', reason)} |" in STEP_SKIP_PAGE
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        (DEFAULT, Task("euler_ancestral", 20, guided=False)),
+        ("quality", Task("dpmpp_2m", 20)),
+        (DEFAULT, Task("uni_pc", 20, cfg=8.0)),
+    ],
+)
+def test_the_help_page_quotes_what_is_said_of_measurements(name: str, task: Task) -> None:
+    reason = PRESETS[name].why_not(task)
+    assert reason is not None
+    reason = re.sub(r"with \w+ samplers at CFG (1|above 1),", "with … samplers at CFG …,", reason)
+    reason = re.sub(r"(?<![\w])[0-9][0-9.]*|; choose .*|\b" + name + r"\b", _left_open, reason)
+    assert f"| {reason} |" in STEP_SKIP_PAGE
+
+
+def _left_open(match: re.Match[str]) -> str:
+    return "; choose …" if match[0].startswith(";") else "…"
 
 
 @pytest.mark.parametrize("task", [Task("euler", 20), Task("dpmpp_2m", 30)], ids=["sampler", "steps"])

@@ -21,6 +21,7 @@ from slipstream.hosts.info_text import of_engines
 from slipstream.runtime.provider import HostHooks
 from slipstream.runtime.requests.build_requests import Wanted
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
+from slipstream.sampling.presets import PRESETS
 
 
 def test_choices_are_the_nodes_own_words() -> None:
@@ -64,6 +65,24 @@ def test_the_task_of_a_run_by_sigmas() -> None:
     task = task_of(processing(), sampler("sample_dpmpp_2m"), {"sigmas": torch.tensor([3.0, 1.0, 0.0])})
     assert not isinstance(task, str)
     assert (task.sampler, task.steps, task.guided, task.sigmas) == ("dpmpp_2m", 2, True, (3.0, 1.0, 0.0))
+
+
+def test_models_for_few_steps_are_known_by_their_names() -> None:
+    given = {"sigmas": torch.tensor([3.0, 1.0, 0.0])}
+    for more in ({"sd_model_name": "sdxl_turbo"}, {"prompt": "a fox <lora:sdxl_lightning_8step:1>"}):
+        task = task_of(processing(**more), sampler("sample_euler"), given)
+        assert (
+            not isinstance(task, str)
+            and task.is_distilled
+            and task.distilled_by in ("sdxl_turbo", "sdxl_lightning_8step")
+        )
+    task = task_of(processing(sd_model_name="base", prompt="turbo <lora:detail:1>"), sampler("sample_euler"), given)
+    assert not isinstance(task, str) and not task.is_distilled
+
+
+def test_the_historical_preset_is_taken_and_not_offered() -> None:
+    assert "hackathon" not in preset_names() and "balanced" in preset_names()
+    assert Choices.of_text(preset="hackathon").preset is PRESETS["hackathon"]
 
 
 def test_the_task_of_a_hires_pass_has_its_own_guidance() -> None:

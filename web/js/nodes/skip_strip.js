@@ -8,7 +8,7 @@ import { idsOf, workflowId } from "./graph.js";
 
 const NODES = ["SlipstreamStepSkip", "SlipstreamStepSkipSampler", "SlipstreamKSamplerStepSkip", "SlipstreamSkipSigmas"];
 const OWN = ["preset", "share", "computed_steps", "power", "step_list"];
-const LEFT_OUT = ["hackathon"]; // of the list, unless it is chosen
+const FILE = /\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$/i;
 const HEIGHT = 58;
 const EVERY_MS = 1000; // what the sampler behind it is set to is told by nobody
 const MOST_DOTS = 60;
@@ -50,11 +50,16 @@ export function addSkipStrip(node) {
     ended = detail;
     if (known) strip.show(known, ended);
   };
+  const forget = () => {
+    asked = "";
+  };
   api.addEventListener("slipstream.skipped", hear);
+  api.addEventListener("slipstream.presets", forget);
   const removed = node.onRemoved;
   node.onRemoved = function () {
     clearInterval(timer);
     api.removeEventListener("slipstream.skipped", hear);
+    api.removeEventListener("slipstream.presets", forget);
     removed?.apply(this, arguments);
   };
   setTimeout(look);
@@ -68,12 +73,33 @@ function queryOf(node) {
   if (own.preset !== "custom") for (const name of OWN.slice(1)) delete own[name];
   const behind = valueOf(node, "steps") === undefined ? nodesBehind(node) : [node];
   const found = (name) => behind.map((each) => valueOf(each, name)).find((value) => value !== undefined);
-  const run = { steps: found("steps"), sampler: found("sampler_name"), cfg: found("cfg") };
+  const run = {
+    steps: found("steps"),
+    sampler: found("sampler_name"),
+    scheduler: found("scheduler"),
+    cfg: found("cfg"),
+    files: filesOf([node, ...behind]).join("|") || undefined,
+  };
   return { ...own, ...Object.fromEntries(Object.entries(run).filter(([, value]) => value !== undefined)) };
 }
 
 function valueOf(node, name) {
   return node.widgets?.find((widget) => widget.name === name)?.value;
+}
+
+/** Names of the model files in nodes and in those that their models come from: some tell of models for few steps. */
+function filesOf(nodes) {
+  const seen = [...nodes];
+  for (const each of seen) {
+    for (const input of each.inputs ?? []) {
+      if (input.type !== "MODEL" || input.link === null || input.link === undefined) continue;
+      const link = each.graph?.getLink?.(input.link) ?? each.graph?.links?.[input.link];
+      const before = link && each.graph.getNodeById(link.origin_id);
+      if (before && !seen.includes(before)) seen.push(before);
+    }
+  }
+  const values = seen.flatMap((each) => each.widgets ?? []).map((widget) => widget.value);
+  return [...new Set(values.filter((value) => typeof value === "string" && FILE.test(value)))];
 }
 
 /** The nodes that a node leads to, the nearest first. */
@@ -96,15 +122,13 @@ function nodesBehind(node) {
   return found;
 }
 
-/** The list says what each preset saves with this sampler. Its values stay those of saved workflows. */
-function relabel(list, { steps, presets }) {
+/** The list says what each preset saves with this sampler, the closest first. Its values stay those of saved workflows. */
+function relabel(list, { steps, presets, offered }) {
   if (!list?.options) return;
-  const all = list.options.slipstreamAll ?? [...list.options.values];
-  list.options.slipstreamAll = all;
-  list.options.values = all.filter((name) => !LEFT_OUT.includes(name) || name === list.value);
+  list.options.values = offered.includes(list.value) || !list.value ? offered : [...offered, list.value];
   list.options.getOptionLabel = (name) => {
     const preset = presets[name];
-    if (!preset || LEFT_OUT.includes(name)) return name ?? "";
+    if (!preset || !offered.includes(name)) return name ?? "";
     if (preset.reason) return t("saves_nothing", { name });
     return t("saves", { part: percent(1 - preset.computed / steps), name });
   };
@@ -116,13 +140,13 @@ function makeStrip() {
   const words = h("div", { class: "slipstream-state-text" });
   const element = h("div", { class: "slipstream-state slipstream-strip" }, dots, words);
 
-  function show({ steps, computed, reason }, ended) {
+  function show({ steps, computed, reason, remark, picture_db: decibels }, ended) {
     const are = new Set(computed);
     const shown = steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
     dots.replaceChildren(...shown.map((step) => h("span", { class: are.has(step) ? "computed" : "skipped" })));
-    const said = reason
-      ? t("computes_all", { why: reason })
-      : t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
+    const saves = t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
+    const said = reason ? t("computes_all", { why: reason }) : [saves, remark].filter(Boolean).join(" · ");
+    const close = decibels === null ? "" : t("as_close", { n: Math.round(decibels) });
     const last = ended
       ? ended.reason
         ? t("computed_all", { why: ended.reason })
@@ -130,7 +154,7 @@ function makeStrip() {
       : "";
     element.dataset.kind = reason || ended?.reason ? "eager" : "ready";
     say(words, last || said);
-    element.title = [said, last].filter(Boolean).join("\n");
+    element.title = [said, close, last].filter(Boolean).join("\n");
     dots.setAttribute("aria-label", said);
   }
 

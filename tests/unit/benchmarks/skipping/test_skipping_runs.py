@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.benchmarks.skipping import fit, plan
+from slipstream.benchmarks.skipping import closer, fit, plan
 from slipstream.benchmarks.skipping.samples import protocol, ways
+from slipstream.benchmarks.skipping.samples.averages import averages
 from slipstream.benchmarks.skipping.samples.costs import Costs
 from slipstream.benchmarks.skipping.samples.protocol import Condition
 from slipstream.benchmarks.skipping.samples.runs import Compared, Runs, make_all, sampled
@@ -164,7 +166,10 @@ def test_the_fit_tries_every_rule_with_every_power() -> None:
         rules = ("hold", "hold noise", "linear", "measured", "measured with bend")
         powers = ("1", "1.25", "1.5", "1.75", "2", "2.5")
         assert set(row["psnr_db"]) == {f"{rule} {power}" for rule in rules for power in powers}
+        assert set(row["median_db"]) == set(row["pooled_db"]) == set(row["psnr_db"])
         assert row["best_plain_db"] == max(row["plain_db"].values())
+        shortened = {name.rsplit(" ", 1)[1] for name in row["plain_db"] if name.startswith("shortened")}
+        assert shortened == set(powers), "a rival for every power that is tried"
         assert row["seeds"] == {"captions": 12_345, "noise": 7} and row["case"] == "fit"
 
 
@@ -175,8 +180,56 @@ def test_the_fits_table_has_the_closest_in_the_mean() -> None:
         {**row, "steps": 30, "psnr_db": {"hold 2": 42.0, "linear 1": 41.0}, "best_plain_db": 43.0},
     ]
     assert fit.table(rows)[2:] == [
-        "| one step | above 1 | 0.5 | linear 1 | 42.50 | 42.00 | -2.00 | euler, normal, 30 steps, CFG 4 |"
+        "| one step | above 1 | 0.5 | 2 | linear 1 | 42.50, –, – | 42.00 | -2.00 ‡ | euler, normal, 30 steps, CFG 4 |"
     ]
+
+
+def test_the_fits_table_counts_held_steps_as_the_schedules_that_they_are() -> None:
+    """Older rows have shortened schedules of one power, 2, beside selections of another."""
+    row = {"case": "fit", "sampler": "euler", "scheduler": "normal", "cfg": 4.0, "share": 0.75, "steps": 20}
+    near = {"hold 1.5": 54.8, "hold noise 1.5": 54.8, "measured with bend 1.5": 62.0}
+    found = {**row, "psnr_db": near, "best_plain_db": 50.6}
+    others = {"median_db": {name: 61.5 for name in near}, "pooled_db": {name: 58.25 for name in near}}
+    named = "measured with bend 1.5"
+    (line,) = fit.table([found | others])[2:]
+    assert f"| 1 | {named} | 62.00, 61.50, 58.25 | 54.80 | +7.20 |" in line, "not 11.4 ahead"
+    del near["hold 1.5"]
+    assert "| 50.60 | +11.40 ‡ |" in fit.table([found])[2], "at most"
+    assert "| 50.60 | +11.40 |" in fit.table([{**found, "plain_powers": [1.0, 1.5]}])[2]
+    multistep = {**found, "sampler": "dpmpp_2m", "psnr_db": {"hold 1.5": 54.8, named: 62.0}}
+    assert "| 50.60 | +11.40 ‡ |" in fit.table([multistep])[2], "there holding is no schedule"
+
+
+def test_the_fits_table_says_where_conditions_are_missing() -> None:
+    row = {
+        "case": "fit",
+        "scheduler": "normal",
+        "cfg": 4.0,
+        "psnr_db": {"hold 2": 40.0},
+        "best_plain_db": 41.0,
+        "steps": 20,
+    }
+    whole = [{**row, "sampler": sampler, "share": 0.5} for sampler in ("dpmpp_2m", "uni_pc")]
+    lines = fit.table([*whole, {**row, "sampler": "dpmpp_2m", "share": 0.7}])[2:]
+    assert [line.split(" | ")[3] for line in lines] == ["2", "1 of 2"]
+
+
+# ---------------------------------------------------------------------------- more steps, where a floor is missed
+
+
+def test_more_steps_are_measured_where_a_preset_misses_its_floor() -> None:
+    found = closer.cases(protocol.conditions())
+    assert [(str(condition), preset.name) for condition, preset, _ in found] == [
+        ("dpmpp_2m-normal-cfg7.5-20", "balanced"), ("dpmpp_2m-karras-cfg7.5-20", "balanced"),
+    ]  # fmt: skip
+    own, rivals = closer.ways_of(Levels(), found[1])
+    assert own.computed == 17 and {way.computed for way in rivals} == {17}
+
+
+def test_averages_do_not_hide_what_is_far_off() -> None:
+    found = averages(torch.tensor([20.0, 60.0, 61.0, 62.0]))
+    assert found["psnr_db"] == 50.75 and found["median_db"] == 60.5
+    assert found["pooled_db"] == pytest.approx(20.0 + 10 * math.log10(4), abs=2e-3)
 
 
 # ------------------------------------------------------------------------------------------- seeds, shares, the plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,12 @@ from slipstream.benchmarks.skipping.samples.results import (
     is_judged,
     read,
     read_values,
+    values_key,
 )
 from slipstream.benchmarks.skipping.shown import measured, with_figures
 from slipstream.benchmarks.subjects.rows import RESULTS
-from slipstream.sampling.measured import MEASURED, closeness
+from slipstream.sampling.closeness import CFG, closeness
+from slipstream.sampling.measured import MEASURED
 from slipstream.sampling.presets import PRESETS, Use
 from slipstream.sampling.samplers import SamplerKind
 
@@ -48,8 +49,9 @@ def test_nodes_show_the_figures_of_the_rows(rows: list[dict[str, Any]]) -> None:
     assert MEASURED.read_text(encoding="utf-8") == measured(rows)
     pages = {file.stem: file.read_text(encoding="utf-8") for file in HELP.glob("*.md")}
     for language, text in pages.items():
-        assert with_figures(text, measured(rows), language) == text
-    assert closeness("balanced", 20) in pages["en"] and "–" not in closeness("balanced", 20)
+        assert with_figures(text, language) == text
+    told = closeness(PRESETS["balanced"], 20)
+    assert told in pages["en"] and "–" not in told
 
 
 def test_presets_are_shipped_where_the_rows_say_so(rows: list[dict[str, Any]]) -> None:
@@ -91,11 +93,36 @@ def test_rows_follow_from_the_values_of_each_sample(rows: list[dict[str, Any]]) 
 
 
 def test_nodes_show_the_figures_of_pictures(rows: list[dict[str, Any]]) -> None:
-    chosen = [row for row in rows if is_judged(row) and (row["preset"], row["cfg"]) == ("balanced", 4.0)]
+    """At the CFG that is nearest to KSampler's own of 8, and of pictures that reach the floor."""
+    assert CFG == max(protocol.CFGS) == 7.5
+    chosen = [row for row in rows if is_judged(row) and (row["preset"], row["cfg"]) == ("fast", CFG)]
     found = [row["decoded"]["preset"]["psnr_db"] for row in chosen if row["steps"] in (20, 21) and row["shipped"]]
-    assert len(found) == 5, "of eight: DEIS, Euler ancestral and DPM++ 2M SDE compute every step"
-    assert json.loads(measured(rows))["balanced"]["20"] == [round(min(found)), round(max(found))]
+    assert len(found) == 3 and min(found) < PRESETS["fast"].floor, (
+        "Euler and DDIM, and Euler ancestral, which is refused"
+    )
+    reached = [each for each in found if each >= PRESETS["fast"].floor]
+    assert closeness(PRESETS["fast"], 20) == f"{round(min(reached))} to {round(max(reached))}"
+    assert closeness(PRESETS["extreme"], 20) == "–"
     assert "of the decoded picture" in (HELP / "en.md").read_text(encoding="utf-8")
+
+
+def test_medians_and_pooled_errors_follow_from_the_values_of_each_sample(rows: list[dict[str, Any]]) -> None:
+    values = read_values(RESULTS)
+    for row in (row for row in rows if is_judged(row)):
+        for what, prefix in (("preset", ""), ("best_plain", "best_plain_")):
+            found = values[f"{values_key(row)}-{what}"].astype(np.float64)
+            assert row[f"{prefix}median_db"] == pytest.approx(np.median(found), abs=0.1)
+            pooled = -10 * np.log10(np.mean(10 ** (-found / 10)))
+            assert row[f"{prefix}pooled_db"] == pytest.approx(pooled, abs=0.1)
+    text = page(rows)[0]
+    assert "| 20 | 4 | `quality` | 15 | 61.6, 62.7, 52.8 | 54.1 | shortened-15 |" in text
+
+
+def test_page_says_which_preset_misses_its_floor(rows: list[dict[str, Any]]) -> None:
+    text = page(rows)[0]
+    assert "| uni_pc, normal | `balanced` | 40 | 7.5 | 26.4 ✗ | 30.7 ✗ | 46.2 |" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| dpmpp_2m, karras | `balanced` | 40 | 7.5 |")]
+    assert "34.9 ✗, with 17 steps " in line
 
 
 def test_page_says_what_rows_without_equal_time_are(rows: list[dict[str, Any]]) -> None:

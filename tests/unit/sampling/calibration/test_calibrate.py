@@ -202,15 +202,25 @@ def test_few_steps_widen_the_gaps_that_are_measured() -> None:
 def test_its_runs_are_bounded_and_counted(steps: int, count: int, others: tuple[int, ...]) -> None:
     sampler, seen = Curved(1, steps), []
     found = calibrate(Pictures(sampler, sampler, sampler), steps, count, others, after_run=lambda *it: seen.append(it))
-    most = most_runs(steps, count, others)
+    most = sum(most_runs(steps, count, others))
     assert seen == [(number, most) for number in range(1, found.fitted_runs + found.held_out_runs + 1)]
     assert len(seen) <= most
     assert [choice.count for choice in found.choices] == sorted({count, *others})
 
 
 def test_the_bound_for_an_ordinary_run() -> None:
-    assert most_runs(20, 12) <= 3 * 20 + SWAP_RUNS + 11
-    assert most_runs(30, 18, (10, 15, 22)) <= 3 * 30 + SWAP_RUNS + 2 + 4 * 9
+    assert sum(most_runs(20, 12)) <= 3 * 20 + SWAP_RUNS + 11
+    assert sum(most_runs(30, 18, (10, 15, 22))) <= 3 * 30 + SWAP_RUNS + 2 + 4 * 9
+
+
+def test_its_progress_is_told_in_pictures() -> None:
+    """A run of the held-out ones takes longer where there are more of them."""
+    sampler, seen = Curved(1, STEPS), []
+    pictures_of = Pictures(sampler, sampler, sampler, sizes=(2, 5))
+    found = calibrate(pictures_of, STEPS, COUNT, after_run=lambda *it: seen.append(it))
+    fitted, held_out = most_runs(STEPS, COUNT)
+    assert {most for _, most in seen} == {2 * fitted + 5 * held_out}
+    assert seen[-1][0] == 2 * found.fitted_runs + 5 * found.held_out_runs <= seen[-1][1]
 
 
 @pytest.mark.parametrize("at", [1, 2, 30])
