@@ -21,7 +21,8 @@ from slipstream.core.progress import ProgressCallback, ignore_progress
 from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Quantised, Role
-from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
+from slipstream.tests.tensors import distance
+from slipstream.tests.unit.compile_backend.support import SmallArchitecture
 from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import FakeTensorRT, fake_tensorrt
 from slipstream.trt_backend.build import PlanBuilder
 from slipstream.trt_backend.engine import TensorRTEngine
@@ -132,7 +133,7 @@ def error(found: Tensors, weights: Mapping[str, torch.Tensor], inputs: Tensors) 
             SmallNet(), wide, (), {name: tensor.float() for name, tensor in inputs.items()}
         )
     assert list(found) == ["out"] and found["out"].shape == wanted.shape
-    return relative(found["out"], wanted)
+    return distance(found["out"], wanted)
 
 
 # ------------------------------------------------------------------------------------------------ on the way

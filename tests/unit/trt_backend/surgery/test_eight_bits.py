@@ -23,7 +23,8 @@ from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import Precision, Quantised
-from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
+from slipstream.tests.tensors import distance
+from slipstream.tests.unit.compile_backend.support import SmallArchitecture
 from slipstream.tests.unit.trt_backend.support import (
     CPU,
     DYNAMIC,
@@ -71,7 +72,7 @@ def off(found: Tensors, weights: Tensors, inputs: Tensors, wanted: Quantised) ->
     wide = {name: tensor.float() for name, tensor in weights.items()}
     given = {name: tensor.float() for name, tensor in inputs.items()}
     with torch.no_grad():
-        return relative(found["out"], torch.func.functional_call(net, wide, (), given)[0])
+        return distance(found["out"], torch.func.functional_call(net, wide, (), given)[0])
 
 
 @BOTH
@@ -210,7 +211,7 @@ def test_what_a_layer_reads_is_rounded_once(wanted: Quantised, dtype: torch.dtyp
     )
     layer.float()
     assert taken == ["weight"]
-    assert relative(found.float(), layer(x.float())) < 5e-4 < relative(found.float(), exact)
+    assert distance(found.float(), layer(x.float())) < 5e-4 < distance(found.float(), exact)
 
 
 @pytest.mark.usefixtures("everything_gains")
@@ -253,7 +254,7 @@ def test_only_features_by_a_weight_of_their_own_are_taken(wanted: Quantised) -> 
     case = export(Many(), x, opset=21)
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["own.weight"], "the others are read twice, have three axes, or stand on the left"
-    assert relative(case.run(model, case.weights, x), case.expected) < 0.1
+    assert distance(case.run(model, case.weights, x), case.expected) < 0.1
 
 
 @pytest.mark.usefixtures("everything_gains")
@@ -272,7 +273,7 @@ def test_what_two_layers_read_is_rounded_once_for_both(wanted: Quantised) -> Non
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["first.weight", "second.weight"]
     assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == 1
-    assert relative(case.run(model, case.weights, x), case.expected) < 5e-2
+    assert distance(case.run(model, case.weights, x), case.expected) < 5e-2
 
 
 class Modulated(nn.Module):
