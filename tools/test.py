@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from bootstrap import (
     GRADIOS,
@@ -46,6 +47,8 @@ UI_TESTS = ROOT / "tests" / "ui"
 WEBUI_TESTS = ROOT / "tests" / "webui"
 PYTEST_FOUND_NOTHING = 5
 CORES = os.cpu_count() or 1
+_SETTING_UP = Lock()
+"""Held while a tier's environment is set up, and the browser that several tiers need."""
 EVERYTHING = "--everything"
 WITHOUT_SLOW = "--without-slow"
 """An option of tests/conftest.py: slow tests are skipped."""
@@ -62,6 +65,13 @@ SEAMS = (
     "server/test_whole_workflow.py", "skip/test_step_skip.py",
 )  # fmt: skip
 """Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
+UNIT_PARTS = {
+    "unit runtime": ("runtime", "faults", "engine_cache"),
+    "unit backends": ("compile_backend", "trt_backend"),
+}
+"""Folders of the unit tests that run in a process of their own: so that cores share the work."""
+LONGEST = ("ui", "unit runtime", "unit backends")
+"""How the titles of those begin that take longest, of the tiers without ComfyUI."""
 PAGE = ("page/test_page.py", "page/test_page_templates.py", "page/test_ui.py")
 """Those that drive ComfyUI's page in a browser: a process of their own, so that two cores share the work."""
 NEWEST_WEBUI = "webui-neo"
@@ -92,7 +102,7 @@ class Result:
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit status."""
-    whole = EVERYTHING in arguments
+    started, whole = time.monotonic(), EVERYTHING in arguments
     arguments = [argument for argument in arguments if argument != EVERYTHING]
     try:
         python = project_python(whole)
@@ -101,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         print(why, file=sys.stderr)
         print("0 passed, 1 failed, 0 skipped")
         return 1
+    ready = time.monotonic()
     shutil.rmtree(RESULTS, ignore_errors=True)
     pages = _pages(python, arguments, whole)
     planned = _planned(python, hosts, arguments, pages, whole)
@@ -113,6 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     _report(checks, tiers, _left_to_others(hosts, arguments, whole), _left_out(tiers, hosts, arguments, whole))
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
+    print(f"\ntook {time.monotonic() - started:.0f} s on {CORES} cores, {ready - started:.0f} s of it for environments")
     if not passed and not failed:
         print("No test ran, which counts as a failure.")
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
@@ -200,7 +212,7 @@ def _tiers(
     pool: Executor,
 ) -> list[Result]:
     """Run what is planned, the longest first, and name the hosts that are not there."""
-    longest_first = sorted(tiers, key=lambda tier: (tier.checkout is None, not tier.gradio))
+    longest_first = sorted(tiers, key=lambda tier: (tier.checkout is None, not tier.title.startswith(LONGEST)))
     running = {tier.title: pool.submit(_run, tier) for tier in longest_first}
     results = [running[tier.title].result() for tier in tiers]
     if not hosts and not any(tier.title == "chosen" for tier in tiers):
@@ -272,9 +284,11 @@ def _plain_tiers() -> dict[str, list[str]]:
     folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
     plain = [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
     tiers = {folder.name: [str(folder)] for folder in plain}
-    backends = [str(folder) for folder in sorted((ROOT / "tests" / "unit").glob("*_backend"))]
-    tiers["unit"] += [f"--ignore={folder}" for folder in backends]
-    return {"unit backends": backends, **tiers}
+    for title, names in UNIT_PARTS.items():
+        part = [str(ROOT / "tests" / "unit" / name) for name in names]
+        tiers["unit"] += [f"--ignore={folder}" for folder in part]
+        tiers[title] = part
+    return tiers
 
 
 def _is_below(folder: Path, argument: str) -> bool:
@@ -285,12 +299,12 @@ def _run(tier: Tier) -> Result:
     """Run one tier; its output appears in one piece when it is done, since tiers run side by side."""
     report = RESULTS / f"{tier.title.replace(' ', '-')}.xml"
     folders = {"COMFYUI_DIR": str(tier.checkout or ""), "WEBUI_DIR": str(tier.webui or "")}
+    started = time.monotonic()
     try:
-        python = gradio_python(tier.gradio, tier.python) if tier.gradio else tier.python
+        python = _python_of(tier)
     except SetupError as why:
         return Result(tier.title, failed=1, note=str(why))
     command = [str(python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
-    started = time.monotonic()
     folders["SLIPSTREAM_TESTS_COMPILER_CACHE"] = str(RESULTS / "compiler-cache")
     code, output = _shown_when_done(command, ROOT, OMP_NUM_THREADS="1", **folders)
     print(f"\n== tests: {tier.title}\n{output}", end="", flush=True)
@@ -299,6 +313,14 @@ def _run(tier: Tier) -> Result:
     if code not in (0, PYTEST_FOUND_NOTHING) and not result.failed:
         result.failed, result.note = 1, f"pytest ended with {code} before it could report"
     return result
+
+
+def _python_of(tier: Tier) -> Path:
+    """Return the Python to run a tier by; its environment is set up now if need be, one at a time."""
+    if not tier.gradio:
+        return tier.python
+    with _SETTING_UP:
+        return gradio_python(tier.gradio, tier.python)
 
 
 def _read(title: str, report: Path) -> Result:
