@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from slipstream.runtime import provider as provider_module
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.diffusers.support import FIRST_USE, Built, make_inputs, make_unet
 from slipstream.tests.fakes import build_only
 from slipstream.tests.tensors import distance
 from slipstream.tests.tiny_unet import CONFIG
@@ -48,50 +48,13 @@ SDXL: dict[str, Any] = {
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 24 + 6 * 8,
 }
-FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
 MANUAL = Settings(policy=BuildPolicy.MANUAL)
-
-
-def make_unet(seed: int = 1, config: dict[str, Any] = CONFIG) -> UNet2DConditionModel:
-    """A UNet in which every tensor matters: nothing is left at zero or one."""
-    torch.manual_seed(seed)
-    unet = UNet2DConditionModel(**config).eval().requires_grad_(False)
-    for parameter in unet.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return unet
-
-
-def make_inputs(seed: int = 0, size: int = 16, batch: int = 2) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "sample": torch.randn(batch, 4, size, size, generator=generator),
-        "timestep": torch.tensor(500 + seed),
-        "encoder_hidden_states": torch.randn(batch, 77, 32, generator=generator),
-    }
-
-
-@dataclass
-class Built:
-    """A store with one engine: of `make_unet`'s architecture at `make_inputs`' shapes."""
-
-    store: EngineStore
-    entry: Entry
-    first: AcceleratedUNet
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    store = EngineStore(tmp_path_factory.mktemp("engines"))
-    accelerated = accelerate_unet(make_unet(), EngineProvider(store), FIRST_USE)
-    accelerated(**make_inputs())
-    (entry,) = store.list()
-    return Built(store, entry, accelerated)
 
 
 @pytest.fixture

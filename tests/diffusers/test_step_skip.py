@@ -19,7 +19,7 @@ pytest.importorskip("diffusers", reason="no diffusers")
 
 import diffusers
 import torch
-from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers import UNet2DModel
 from torch import Tensor
 
 from slipstream.core.errors import UnsupportedModel
@@ -37,8 +37,8 @@ from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.run import Skipped, SkippingRun
 from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
 from slipstream.sampling.saved_preset import SavedPreset
+from slipstream.tests.diffusers.support import FIRST_USE, Built, make_unet
 from slipstream.tests.tensors import distance
-from slipstream.tests.tiny_unet import CONFIG as WHOLE
 
 pytestmark = pytest.mark.diffusers
 
@@ -836,23 +836,9 @@ class RealPipeline(TinyPipeline):
         return self.unet(scaled, time, encoder_hidden_states=self.context[: len(scaled)], return_dict=False)[0]
 
 
-SMALL: dict[str, Any] = {  # without attention, which takes long to build
-    **WHOLE,
-    "block_out_channels": (32,),
-    "down_block_types": ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",),
-    "mid_block_type": None,
-}
-
-
-def make_unet(config: dict[str, Any] = SMALL) -> UNet2DConditionModel:
-    torch.manual_seed(1)
-    return UNet2DConditionModel(**config).eval().requires_grad_(False)
-
-
-def test_a_skipped_step_calls_no_engine(tmp_path: Path) -> None:
-    unet, settings = make_unet(), Settings(policy=BuildPolicy.FIRST_USE)
-    accelerated = accelerate_unet(unet, EngineProvider(EngineStore(tmp_path)), settings)
+def test_a_skipped_step_calls_no_engine(built: Built) -> None:
+    unet = make_unet()
+    accelerated = accelerate_unet(unet, EngineProvider(built.store), FIRST_USE)
     latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
     results = []
     for network in (unet, accelerated):
@@ -889,7 +875,7 @@ def parts() -> dict[str, Any]:
     vae = diffusers.AutoencoderKL(**blocks, block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4)
     rest = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder", "tokenizer"))
     text = transformers.CLIPTextModel(config)
-    return {"unet": make_unet(WHOLE), "vae": vae, "text_encoder": text, "scheduler": make("DDIMScheduler"), **rest}
+    return {"unet": make_unet(), "vae": vae, "text_encoder": text, "scheduler": make("DDIMScheduler"), **rest}
 
 
 def whole(pipe: Any, **options: Any) -> Tensor:
