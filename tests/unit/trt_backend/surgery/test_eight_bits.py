@@ -31,6 +31,7 @@ from slipstream.tests.unit.trt_backend.support import (
     STATIC,
     Bench,
     SmallNet,
+    as_exported,
     error,
     library_of,
     make_inputs,
@@ -40,7 +41,7 @@ from slipstream.tests.unit.trt_backend.support import (
 from slipstream.tests.unit.trt_backend.surgery.test_surgery import AREA, BATCH, RUNNABLE, Case, export, random
 from slipstream.trt_backend import TensorRTBackend
 from slipstream.trt_backend.backend import ALL, NEEDED, _operated
-from slipstream.trt_backend.export import bytes_of_weights, export_graph
+from slipstream.trt_backend.export import bytes_of_weights
 from slipstream.trt_backend.signature import PlanSignature
 from slipstream.trt_backend.surgery import operate
 from slipstream.trt_backend.surgery.weight_map import UNIT, Part
@@ -309,11 +310,10 @@ def names(case: Case) -> list[str]:
 
 @BOTH
 @pytest.mark.parametrize("passes", [ALL, NEEDED])
-def test_surgery_may_be_left_out(wanted: Quantised, passes: str, everything_gains: None, tmp_path: Path) -> None:
+def test_surgery_may_be_left_out(wanted: Quantised, passes: str, everything_gains: None) -> None:
     spec = make_spec(Precision.FP32, (STATIC,), wanted, surgery=passes)
-    job = BuildJob(tmp_path, spec, SmallArchitecture(SmallNet, outputs=("out",)), CPU, Environment.current(CPU))
     library, _ = library_of("11.4.0")
-    graph, _ = _operated(export_graph(job, library.opset), library, spec)
+    graph, _ = _operated(as_exported(library.opset, spec), library, spec)
     assert set(ROUNDED) <= {source.name for source in graph.weights.values() if source.eight_bits}
 
 
