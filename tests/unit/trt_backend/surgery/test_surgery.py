@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -660,10 +661,16 @@ def unet_inputs(batch: int = 2, height: int = 16, width: int = 16) -> tuple[torc
     return random(batch, 4, height, width), 100 * random(batch).abs(), random(batch, 77, 36)
 
 
+@functools.cache
+def whole_unet(opset: int) -> Case:
+    """Exported once in a session: it takes seconds."""
+    return export(WholeUNet(), *unet_inputs(), opset=opset)
+
+
 @pytest.mark.diffusers
 @pytest.mark.parametrize(("opset", "target"), [(18, 18), (18, 23), (23, 23)])
 def test_a_unet_gives_the_same_numbers_with_far_fewer_operators(opset: int, target: int) -> None:
-    case = export(WholeUNet(), *unet_inputs(), opset=opset)
+    case = whole_unet(opset)
     operated = case.operated(opset=target)
     there = operated.counts
     assert {kind: there[kind] for kind in KEPT} == KEPT
