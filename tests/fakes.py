@@ -91,6 +91,13 @@ class FakeArchitecture:
         return {name: tensor.to(device=device, dtype=dtypes[name]) for name, tensor in drawn.items()}
 
 
+class Broken(FakeArchitecture):
+    """A model whose code raises an error of its own, in two lines."""
+
+    def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:
+        raise RuntimeError("no such layer\nhere are those that there are")
+
+
 class Untraceable(FakeArchitecture):
     """A model that the build process gives up."""
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +28,9 @@ WINDOWS = os.name == "nt"
 CPU_TORCH = "2.13.0"
 CPU_TORCHVISION = "torchvision==0.28.0"
 CPU_TORCHAUDIO = "torchaudio==2.11.0"
+
+SLOW_TEST_REQUIREMENTS = ("ray; python_version < '3.14'",)
+"""Large packages, which the tests that run without `--everything` do not import."""
 
 COMFYUI_TEST_REQUIREMENTS = (
     "requests",  # ComfyUI 0.3.64 imports it without listing it
@@ -85,6 +88,10 @@ class Recipe:
     shared: Path | None = None
     """Packages of another environment with the same Python, found behind its own."""
 
+    def digests(self) -> list[str]:
+        """Return the hashes of this recipe and of those that end after one of its stages, which it serves too."""
+        return [replace(self, stages=self.stages[:count]).digest() for count in range(len(self.stages) + 1)]
+
     def digest(self) -> str:
         """Return a hash over all of the recipe."""
         parts = [self.mend_torchvision, self.inputs, [stage.arguments for stage in self.stages]]
@@ -95,9 +102,15 @@ class Recipe:
 # --------------------------------------------------------------------------------------------- environments
 
 
-def project_python() -> Path:
-    """Return the Python of the project's own `.venv`, made or brought up to date first."""
+def project_python(whole: bool = False) -> Path:
+    """Return the Python of the project's own `.venv`, made or brought up to date first.
+
+    Args:
+        whole: with the large packages that only slow tests ask for.
+    """
     stages = (*_torch_stages(), Stage("Slipstream and its developer tools", ("-e", f"{ROOT}[dev]")))
+    if whole:
+        stages += (Stage("what slow tests ask for", SLOW_TEST_REQUIREMENTS),)
     # What pip reads of it; the settings of the tools come behind.
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.ruff]")[0]
     return _ensure(ROOT / ".venv", Recipe(stages, inputs=(project,)))
@@ -253,7 +266,7 @@ def _make(venv: Path, recipe: Recipe, maker: Path) -> None:
         _mend_torchvision(venv)
     if recipe.shared:
         (_in_site_packages(venv, "pip")[0].parent / _SHARING).write_text(f"{recipe.shared}\n", encoding="utf-8")
-    stamp.write_text(recipe.digest(), encoding="utf-8")
+    stamp.write_text("\n".join(recipe.digests()), encoding="utf-8")
     _say(f"  ready after {time.monotonic() - started:.0f} s")
 
 
@@ -261,7 +274,7 @@ def _is_current(venv: Path, recipe: Recipe) -> bool:
     stamp = venv / "slipstream-stamp"
     if not (stamp.is_file() and _python_of(venv).exists()):
         return False
-    return stamp.read_text(encoding="utf-8") == recipe.digest()
+    return recipe.digest() in stamp.read_text(encoding="utf-8").split()
 
 
 def _python_of(venv: Path) -> Path:

@@ -22,9 +22,10 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from bootstrap import (
     GRADIOS,
@@ -45,6 +46,9 @@ COMFYUI_TESTS = ROOT / "tests" / "comfyui"
 UI_TESTS = ROOT / "tests" / "ui"
 WEBUI_TESTS = ROOT / "tests" / "webui"
 PYTEST_FOUND_NOTHING = 5
+CORES = os.cpu_count() or 1
+_SETTING_UP = Lock()
+"""Held while a tier's environment is set up, and the browser that several tiers need."""
 EVERYTHING = "--everything"
 WITHOUT_SLOW = "--without-slow"
 """An option of tests/conftest.py: slow tests are skipped."""
@@ -61,6 +65,13 @@ SEAMS = (
     "server/test_whole_workflow.py", "skip/test_step_skip.py",
 )  # fmt: skip
 """Those that older ComfyUIs run: where Slipstream takes hold of ComfyUI's code."""
+UNIT_PARTS = {
+    "unit runtime": ("runtime", "faults", "engine_cache"),
+    "unit backends": ("compile_backend", "trt_backend"),
+}
+"""Folders of the unit tests that run in a process of their own: so that cores share the work."""
+LONGEST = ("ui", "unit runtime", "unit backends")
+"""How the titles of those begin that take longest, of the tiers without ComfyUI."""
 PAGE = ("page/test_page.py", "page/test_page_templates.py", "page/test_ui.py")
 """Those that drive ComfyUI's page in a browser: a process of their own, so that two cores share the work."""
 NEWEST_WEBUI = "webui-neo"
@@ -91,22 +102,29 @@ class Result:
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit status."""
-    whole = EVERYTHING in arguments
+    started, whole = time.monotonic(), EVERYTHING in arguments
     arguments = [argument for argument in arguments if argument != EVERYTHING]
     try:
-        python = project_python()
+        python = project_python(whole)
         hosts = [(checkout, comfyui_python(checkout)) for checkout in find_comfyui()]
-        pages = _pages(python, arguments, whole)
     except SetupError as why:
         print(why, file=sys.stderr)
         print("0 passed, 1 failed, 0 skipped")
         return 1
+    ready = time.monotonic()
     shutil.rmtree(RESULTS, ignore_errors=True)
-    checks = _checks(python)
-    tiers = _tiers(_planned(python, hosts, arguments, pages, whole), hosts, arguments, pages)
+    pages = _pages(python, arguments, whole)
+    planned = _planned(python, hosts, arguments, pages, whole)
+    print(f"\n== checks and tests: {', '.join(tier.title for tier in planned)}, up to {CORES} at once", flush=True)
+    with ThreadPoolExecutor(CORES) as pool:
+        # Each computes on one thread, so that none waits for another's core.
+        checking = pool.submit(_checks, python)
+        tiers = _tiers(planned, hosts, arguments, pages, pool)
+        checks = checking.result()
     _report(checks, tiers, _left_to_others(hosts, arguments, whole), _left_out(tiers, hosts, arguments, whole))
     passed, skipped = sum(tier.passed for tier in tiers), sum(tier.skipped for tier in tiers)
     failed = sum(result.failed for result in (*checks, *tiers))
+    print(f"\ntook {time.monotonic() - started:.0f} s on {CORES} cores, {ready - started:.0f} s of it for environments")
     if not passed and not failed:
         print("No test ran, which counts as a failure.")
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
@@ -129,10 +147,17 @@ def _checks(python: Path) -> list[Result]:
 
 
 def _check(title: str, python: Path, folder: Path, module: Sequence[str]) -> Result:
-    print(f"\n== {title}", flush=True)
     started = time.monotonic()
-    code = subprocess.run([str(python), "-m", *module], cwd=folder).returncode
+    code, output = _shown_when_done([str(python), "-m", *module], folder)
+    print(f"\n== {title}\n{output}", end="", flush=True)
     return Result(title, failed=int(code != 0), seconds=time.monotonic() - started)
+
+
+def _shown_when_done(command: Sequence[str], folder: Path, **environment: str) -> tuple[int, str]:
+    """Run a command and return its exit status and its output: of several that run side by side, each in one piece."""
+    ours = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=folder, env=ours, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout.decode("utf-8", "replace")
 
 
 def _package_parent() -> Path:
@@ -162,36 +187,39 @@ class Tier:
     arguments: Sequence[str]
     checkout: Path | None = None
     webui: Path | None = None
+    gradio: str = ""
+    """Which of `GRADIOS` the tests want: with an environment of its own, set up before they run."""
 
 
-Page = tuple[str, "Path | str"]
-"""The name of a Gradio, and the Python that has it, or why there is none."""
+Page = tuple[str, "str | None"]
+"""The name of a Gradio, and why it cannot be had here, if so."""
 
 
 def _pages(python: Path, arguments: Sequence[str], whole: bool = False) -> list[Page]:
-    """Set up the Gradios that the tests to be run ask for."""
+    """Return the Gradios that the tests to be run ask for."""
     chosen = _chosen(arguments)
     if chosen and not any(_is_below(UI_TESTS, path) for path in chosen):
         return []
     wanted = GRADIOS if whole or chosen else [NEWEST_GRADIO]
-    return [(name, why_no_gradio(name, python) or gradio_python(name, python)) for name in wanted]
+    return [(name, why_no_gradio(name, python)) for name in wanted]
 
 
 def _tiers(
-    tiers: Sequence[Tier], hosts: Sequence[tuple[Path, Path]], arguments: Sequence[str], pages: Sequence[Page]
+    tiers: Sequence[Tier],
+    hosts: Sequence[tuple[Path, Path]],
+    arguments: Sequence[str],
+    pages: Sequence[Page],
+    pool: Executor,
 ) -> list[Result]:
-    """Run what is planned, and name the hosts that are not there."""
-    # The longest first; as many at once as there are cores, since each computes on one thread.
-    longest_first = sorted(tiers, key=lambda tier: tier.checkout is None)
-    print(f"\n== tests: {', '.join(tier.title for tier in tiers)}, up to {os.cpu_count() or 1} at once", flush=True)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        running = {tier.title: pool.submit(_run, tier) for tier in longest_first}
-        results = [running[tier.title].result() for tier in tiers]
+    """Run what is planned, the longest first, and name the hosts that are not there."""
+    longest_first = sorted(tiers, key=lambda tier: (tier.checkout is None, not tier.title.startswith(LONGEST)))
+    running = {tier.title: pool.submit(_run, tier) for tier in longest_first}
+    results = [running[tier.title].result() for tier in tiers]
     if not hosts and not any(tier.title == "chosen" for tier in tiers):
         results.append(Result("comfyui", skips=Counter({GET_COMFYUI: 1})))
     if not arguments and not any(tier.webui for tier in tiers):
         results.append(Result("webui", skips=Counter({GET_WEBUI: 1})))
-    results += [Result(f"ui gradio-{name}", skips=Counter({why: 1})) for name, why in pages if isinstance(why, str)]
+    results += [Result(f"ui gradio-{name}", skips=Counter({why: 1})) for name, why in pages if why]
     return results
 
 
@@ -223,9 +251,9 @@ def _planned(
             name = webui.parent.name if webui.name == "webui" else webui.name
             if of_webui or whole or name == NEWEST_WEBUI:
                 tiers.append(Tier(name, its_python, [*(of_webui or [str(WEBUI_TESTS)]), *options], webui=webui))
-    for name, gradio in pages:
-        if not isinstance(gradio, str):
-            tiers.append(Tier(f"ui gradio-{name}", gradio, [*(of_page or [str(UI_TESTS)]), *options]))
+    for name, why in pages:
+        if not why:
+            tiers.append(Tier(f"ui gradio-{name}", python, [*(of_page or [str(UI_TESTS)]), *options], gradio=name))
     return tiers
 
 
@@ -256,9 +284,11 @@ def _plain_tiers() -> dict[str, list[str]]:
     folders = sorted(path for path in (ROOT / "tests").iterdir() if any(path.rglob("test_*.py")))
     plain = [folder for folder in folders if folder not in (COMFYUI_TESTS, UI_TESTS, WEBUI_TESTS)]
     tiers = {folder.name: [str(folder)] for folder in plain}
-    backends = [str(folder) for folder in sorted((ROOT / "tests" / "unit").glob("*_backend"))]
-    tiers["unit"] += [f"--ignore={folder}" for folder in backends]
-    return {"unit backends": backends, **tiers}
+    for title, names in UNIT_PARTS.items():
+        part = [str(ROOT / "tests" / "unit" / name) for name in names]
+        tiers["unit"] += [f"--ignore={folder}" for folder in part]
+        tiers[title] = part
+    return tiers
 
 
 def _is_below(folder: Path, argument: str) -> bool:
@@ -269,17 +299,28 @@ def _run(tier: Tier) -> Result:
     """Run one tier; its output appears in one piece when it is done, since tiers run side by side."""
     report = RESULTS / f"{tier.title.replace(' ', '-')}.xml"
     folders = {"COMFYUI_DIR": str(tier.checkout or ""), "WEBUI_DIR": str(tier.webui or "")}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **folders}
-    command = [str(tier.python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    output = done.stdout.decode("utf-8", "replace")
+    try:
+        python = _python_of(tier)
+    except SetupError as why:
+        return Result(tier.title, failed=1, note=str(why))
+    command = [str(python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
+    folders["SLIPSTREAM_TESTS_COMPILER_CACHE"] = str(RESULTS / "compiler-cache")
+    code, output = _shown_when_done(command, ROOT, OMP_NUM_THREADS="1", **folders)
     print(f"\n== tests: {tier.title}\n{output}", end="", flush=True)
     result = _read(tier.title, report)
     result.seconds = time.monotonic() - started
-    if done.returncode not in (0, PYTEST_FOUND_NOTHING) and not result.failed:
-        result.failed, result.note = 1, f"pytest ended with {done.returncode} before it could report"
+    if code not in (0, PYTEST_FOUND_NOTHING) and not result.failed:
+        result.failed, result.note = 1, f"pytest ended with {code} before it could report"
     return result
+
+
+def _python_of(tier: Tier) -> Path:
+    """Return the Python to run a tier by; its environment is set up now if need be, one at a time."""
+    if not tier.gradio:
+        return tier.python
+    with _SETTING_UP:
+        return gradio_python(tier.gradio, tier.python)
 
 
 def _read(title: str, report: Path) -> Result:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,9 @@ from slipstream.runtime import provider as provider_module
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.diffusers.support import FIRST_USE, Built, make_inputs, make_unet
 from slipstream.tests.fakes import build_only
+from slipstream.tests.tensors import distance
 from slipstream.tests.tiny_unet import CONFIG
 
 pytestmark = pytest.mark.diffusers
@@ -47,54 +48,13 @@ SDXL: dict[str, Any] = {
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 24 + 6 * 8,
 }
-FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
 MANUAL = Settings(policy=BuildPolicy.MANUAL)
-
-
-def make_unet(seed: int = 1, config: dict[str, Any] = CONFIG) -> UNet2DConditionModel:
-    """A UNet in which every tensor matters: nothing is left at zero or one."""
-    torch.manual_seed(seed)
-    unet = UNet2DConditionModel(**config).eval().requires_grad_(False)
-    for parameter in unet.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    return unet
-
-
-def make_inputs(seed: int = 0, size: int = 16, batch: int = 2) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "sample": torch.randn(batch, 4, size, size, generator=generator),
-        "timestep": torch.tensor(500 + seed),
-        "encoder_hidden_states": torch.randn(batch, 77, 32, generator=generator),
-    }
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
-@dataclass
-class Built:
-    """A store with one engine: of `make_unet`'s architecture at `make_inputs`' shapes."""
-
-    store: EngineStore
-    entry: Entry
-    first: AcceleratedUNet
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    store = EngineStore(tmp_path_factory.mktemp("engines"))
-    accelerated = accelerate_unet(make_unet(), EngineProvider(store), FIRST_USE)
-    accelerated(**make_inputs())
-    (entry,) = store.list()
-    return Built(store, entry, accelerated)
 
 
 @pytest.fixture
@@ -136,7 +96,7 @@ def test_a_built_engine_gives_the_plain_output(built: Built) -> None:
     assert (built.first.status.engine_calls, built.first.status.eager_calls) == (1, 0)
     for seed in range(3):
         inputs = make_inputs(seed)
-        assert relative(built.first(**inputs).sample, built.first.unet(**inputs).sample) < TOLERANCE
+        assert distance(built.first(**inputs).sample, built.first.unet(**inputs).sample) < TOLERANCE
     assert (built.first.status.engine_calls, built.first.status.eager_calls) == (4, 0)
     (checked,) = built.store.lookup(built.entry.digest).manifest.verifications.values()
     assert 0 < checked.relative_error < TOLERANCE
@@ -146,7 +106,7 @@ def test_another_provider_finds_the_engine(accelerated: AcceleratedUNet, unet: U
     inputs = make_inputs()
     with accelerated.run():
         found = [accelerated(**inputs).sample for _ in range(2)]
-    assert relative(found[1], unet(**inputs).sample) < TOLERANCE
+    assert distance(found[1], unet(**inputs).sample) < TOLERANCE
     assert (accelerated.status.engine_calls, accelerated.status.eager_calls) == (2, 0)
 
 
@@ -185,7 +145,7 @@ def test_a_new_process_without_a_compiler_finds_the_engine(
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["no_compiler"], "the process found a compiler, so it proves nothing"
     assert (told["engine_calls"], told["eager_calls"]) == (1, 0), told
-    assert relative(torch.load(output), unet(**make_inputs()).sample) < TOLERANCE
+    assert distance(torch.load(output), unet(**make_inputs()).sample) < TOLERANCE
 
 
 def test_every_weight_reaches_the_engine(accelerated: AcceleratedUNet, unet: UNet2DConditionModel) -> None:
@@ -199,8 +159,8 @@ def test_every_weight_reaches_the_engine(accelerated: AcceleratedUNet, unet: UNe
             kept = parameter.clone()
             parameter.add_(torch.randn_like(parameter))
             wanted = unet(**inputs).sample
-            assert relative(wanted, before) > 10 * TOLERANCE, f"changing {name} changes nothing: this proves nothing"
-            assert relative(accelerated(**inputs).sample, wanted) < TOLERANCE, name
+            assert distance(wanted, before) > 10 * TOLERANCE, f"changing {name} changes nothing: this proves nothing"
+            assert distance(accelerated(**inputs).sample, wanted) < TOLERANCE, name
             parameter.copy_(kept)
     assert accelerated.status.eager_calls == 0
 
@@ -220,8 +180,8 @@ def test_new_weights_are_used(accelerated: AcceleratedUNet, unet: UNet2DConditio
     else:
         unet.half().float()
     wanted = unet(**inputs).sample
-    assert relative(wanted, before) > TOLERANCE
-    assert relative(accelerated(**inputs).sample, wanted) < TOLERANCE
+    assert distance(wanted, before) > TOLERANCE
+    assert distance(accelerated(**inputs).sample, wanted) < TOLERANCE
     assert accelerated.status.eager_calls == 0
 
 
@@ -233,9 +193,9 @@ def test_two_checkpoints_share_one_engine(built: Built, never_builds: None) -> N
         unet = make_unet(seed)
         accelerated = accelerate_unet(unet, provider, FIRST_USE)
         outputs.append(accelerated(**inputs).sample)
-        assert relative(outputs[-1], unet(**inputs).sample) < TOLERANCE
+        assert distance(outputs[-1], unet(**inputs).sample) < TOLERANCE
         assert accelerated.status.engine_calls == 1
-    assert relative(outputs[0], outputs[1]) > 0.1
+    assert distance(outputs[0], outputs[1]) > 0.1
     (entry,) = built.store.list()
     digests = {DiffusersUNetSource(make_unet(seed)).weights_digest() for seed in (1, 7)}
     assert digests <= set(entry.manifest.verifications)
@@ -244,7 +204,7 @@ def test_two_checkpoints_share_one_engine(built: Built, never_builds: None) -> N
 @pytest.mark.parametrize("timestep", [500, 500.0, torch.tensor(500), torch.tensor([500]), torch.tensor([500.0, 20.0])])
 def test_timesteps_come_in_every_form(accelerated: AcceleratedUNet, unet: UNet2DConditionModel, timestep: Any) -> None:
     inputs = {**make_inputs(), "timestep": timestep}
-    assert relative(accelerated(**inputs).sample, unet(**inputs).sample) < TOLERANCE
+    assert distance(accelerated(**inputs).sample, unet(**inputs).sample) < TOLERANCE
     assert accelerated.status.eager_calls == 0
 
 
@@ -261,9 +221,9 @@ def test_sdxl_class(tmp_path: Path) -> None:
     wanted = unet(**inputs, added_cond_kwargs=added).sample
     for key in added:
         moved = {**added, key: added[key].flip(-1)}
-        assert relative(unet(**inputs, added_cond_kwargs=moved).sample, wanted) > 10 * TOLERANCE, key
+        assert distance(unet(**inputs, added_cond_kwargs=moved).sample, wanted) > 10 * TOLERANCE, key
         found = accelerated(**inputs, added_cond_kwargs=moved).sample
-        assert relative(found, unet(**inputs, added_cond_kwargs=moved).sample) < TOLERANCE
+        assert distance(found, unet(**inputs, added_cond_kwargs=moved).sample) < TOLERANCE
     assert (accelerated.status.engine_calls, accelerated.status.eager_calls) == (2, 0), accelerated.status.to_json()
 
 
@@ -279,7 +239,7 @@ def test_the_demo_model_samples_the_plain_picture(tmp_path: Path) -> None:
     pipeline.unet = accelerated
     with accelerated.run():
         found = pipeline("a red circle", **options)
-    assert relative(found.latents, plain.latents) < TOLERANCE
+    assert distance(found.latents, plain.latents) < TOLERANCE
     assert (accelerated.status.engine_calls, accelerated.status.eager_calls) == (4, 0)
 
 
@@ -480,8 +440,8 @@ def test_a_lora_written_into_the_weights_takes_effect(accelerated: AcceleratedUN
     wanted = unet(**inputs).sample
     with accelerated.run():
         found = accelerated(**inputs).sample
-    assert relative(wanted, before) > 10 * TOLERANCE
-    assert relative(found, wanted) < TOLERANCE
+    assert distance(wanted, before) > 10 * TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     assert accelerated.status.eager_calls == 0
 
 
@@ -588,7 +548,7 @@ def test_the_reference_is_fp32_and_leaves_the_model_alone() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in unet.state_dict().items())
     wide = {name: tensor.float() for name, tensor in inputs.items()}
     assert found.dtype is torch.float32
-    assert relative(found, call(unet.float(), wide)["out"]) < 1e-6
+    assert distance(found, call(unet.float(), wide)["out"]) < 1e-6
 
 
 def test_weights_are_handed_out_not_copied(unet: UNet2DConditionModel) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("diffusers", reason="no diffusers")
 
 import diffusers
 import torch
-from diffusers import UNet2DConditionModel, UNet2DModel
+from diffusers import UNet2DModel
 from torch import Tensor
 
 from slipstream.core.errors import UnsupportedModel
@@ -37,7 +37,8 @@ from slipstream.sampling.reuse import Reuse
 from slipstream.sampling.run import Skipped, SkippingRun
 from slipstream.sampling.samplers import SamplerKind, kind_of, rule_for
 from slipstream.sampling.saved_preset import SavedPreset
-from slipstream.tests.tiny_unet import CONFIG as WHOLE
+from slipstream.tests.diffusers.support import FIRST_USE, Built, make_unet
+from slipstream.tests.tensors import distance
 
 pytestmark = pytest.mark.diffusers
 
@@ -174,10 +175,6 @@ class TinyPipeline:
         return network(scaled, time, prompt, residual=residual, return_dict=False)[0]
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
-
-
 class Told(list[Skipped]):
     """Collects what `skip_steps` tells."""
 
@@ -234,7 +231,7 @@ def test_hold_is_the_shortened_schedule(name: str, cfg: float) -> None:
         skipped = pipeline(cfg=cfg)
     assert pipeline.unet.calls == len(LISTED)
     shorter = pipeline(cfg=cfg, timesteps=SHORTER[name](pipeline.scheduler, list(LISTED)))
-    assert relative(skipped, shorter) < 1e-5
+    assert distance(skipped, shorter) < 1e-5
 
 
 @pytest.mark.parametrize("rule", [Reuse.HOLD, Reuse.HOLD_NOISE])
@@ -253,7 +250,7 @@ def test_hold_is_the_shortened_schedule_with_ddim(prediction: str, rule: Reuse) 
         found = denoise(terms.common(x), terms.sigma, torch.tensor([0.3, -0.5]))
         noise = terms.predicted(x, found)
         x = math.sqrt(after) * found + math.sqrt(1 - after) * noise
-    assert relative(skipped, x.float()) < 1e-5
+    assert distance(skipped, x.float()) < 1e-5
 
 
 @pytest.mark.parametrize("cfg", [1.0, 5.0])
@@ -274,7 +271,7 @@ def test_a_skipped_step_is_what_sampling_expects_of_the_guided_latent(rule: Reus
 
         denoised = run(x, sigma, guided)
         x = denoised + after / sigma * (x - denoised)
-    assert relative(found, x.float()) < 1e-4
+    assert distance(found, x.float()) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
@@ -286,7 +283,7 @@ def test_predictions_of_noise_velocity_and_latent_agree(name: str) -> None:
         with skip_steps(pipeline, listed(Reuse.MEASURED)):
             results.append(pipeline())
         assert pipeline.unet.calls == len(LISTED)
-    assert all(relative(result, results[0]) < 1e-4 for result in results[1:])
+    assert all(distance(result, results[0]) < 1e-4 for result in results[1:])
 
 
 def test_flow_and_noise_agree() -> None:
@@ -299,7 +296,7 @@ def test_flow_and_noise_agree() -> None:
         sigmas = [share / (1 - share) for share in shares]
         wanted = noise(timesteps={"sigmas": [*sigmas, 0.0]}, latents=latents / (1 - shares[0]))
     assert flow.unet.calls == noise.unet.calls == len(LISTED)
-    assert relative(found, wanted) < 1e-4
+    assert distance(found, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("terms", [Terms("noise", 0.6, 0.8), Terms("velocity", 0.6, 0.8), Terms("flow", 0.3, 0.7)])
@@ -332,7 +329,7 @@ def test_schedulers_are_known_by_their_method(name: str) -> None:
     wanted = len(BALANCED.selection.computed(STEPS))
     assert skipped.computed == pipeline.unet.calls == (wanted + 1 if name == "ipndm" else wanted)
     assert skipped.computed + skipped.skipped == calls
-    assert 0 < relative(found, plain) < (0.8 if kind in STOCHASTIC else 0.5)
+    assert 0 < distance(found, plain) < (0.8 if kind in STOCHASTIC else 0.5)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +387,7 @@ def test_zero_terminal_snr() -> None:
     plain = pipeline()
     for rule in Reuse:
         with skip_steps(pipeline, listed(rule)):
-            assert relative(pipeline(), plain) < 0.25
+            assert distance(pipeline(), plain) < 0.25
 
 
 def test_short_pictures_are_computed() -> None:
@@ -423,7 +420,7 @@ def test_the_controlnet_is_skipped_too() -> None:
     with skip_steps(pipeline, listed()):
         found = pipeline(hint=hint())
     assert pipeline.unet.calls == pipeline.controlnet.calls == len(LISTED)
-    assert 0 < relative(found, plain) < 0.25 < relative(found, pipeline())
+    assert 0 < distance(found, plain) < 0.25 < distance(found, pipeline())
 
 
 def computed_steps(pipeline: TinyPipeline, preset: Preset, **options: Any) -> list[int]:
@@ -489,7 +486,7 @@ def test_guidance_in_two_calls() -> None:
     pipeline = TinyPipeline(make("FlowMatchEulerDiscreteScheduler"))
     with skip_steps(pipeline, listed()):
         found, calls = pipeline(in_two_calls=True), pipeline.unet.calls
-        assert relative(found, pipeline()) < 1e-6
+        assert distance(found, pipeline()) < 1e-6
     assert calls == 2 * len(LISTED)
 
 
@@ -686,12 +683,12 @@ def test_a_compiled_network(how: str) -> None:
         network = torch.compile(network, backend=backend)
     pipeline = pipeline_of(network)
     with skip_steps(pipeline, EVERYTHING):
-        assert relative(pipeline(), plain) < 1e-6
+        assert distance(pipeline(), plain) < 1e-6
     seen.clear()
     with skip_steps(pipeline, listed()):
         pipeline()
     assert len(seen) == len(LISTED)
-    assert relative(pipeline(), plain) < 1e-6
+    assert distance(pipeline(), plain) < 1e-6
 
 
 class Simple(torch.nn.Module):
@@ -823,7 +820,7 @@ def test_diffusers_own_pipeline() -> None:
         sample(eta=0.5)
     assert len(calls) == 2 * len(quality.selection.computed(20)) == 2 * told[0].computed
     assert [each.rule for each in told] == ["measured with bend", "measured"]
-    assert 0 < relative(found, plain) < 0.4
+    assert 0 < distance(found, plain) < 0.4
     with skip_steps(pipe, EVERYTHING):
         assert torch.equal(sample(), plain)
 
@@ -840,23 +837,9 @@ class RealPipeline(TinyPipeline):
         return self.unet(scaled, time, encoder_hidden_states=self.context[: len(scaled)], return_dict=False)[0]
 
 
-SMALL: dict[str, Any] = {  # without attention, which takes long to build
-    **WHOLE,
-    "block_out_channels": (32,),
-    "down_block_types": ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",),
-    "mid_block_type": None,
-}
-
-
-def make_unet(config: dict[str, Any] = SMALL) -> UNet2DConditionModel:
-    torch.manual_seed(1)
-    return UNet2DConditionModel(**config).eval().requires_grad_(False)
-
-
-def test_a_skipped_step_calls_no_engine(tmp_path: Path) -> None:
-    unet, settings = make_unet(), Settings(policy=BuildPolicy.FIRST_USE)
-    accelerated = accelerate_unet(unet, EngineProvider(EngineStore(tmp_path)), settings)
+def test_a_skipped_step_calls_no_engine(built: Built) -> None:
+    unet = make_unet()
+    accelerated = accelerate_unet(unet, EngineProvider(built.store), FIRST_USE)
     latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(1))
     results = []
     for network in (unet, accelerated):
@@ -864,7 +847,7 @@ def test_a_skipped_step_calls_no_engine(tmp_path: Path) -> None:
         with accelerated.run(), skip_steps(pipeline, listed()):
             results.append(pipeline(latents=latents, batch=1))
     assert (accelerated.status.engine_calls, accelerated.status.eager_calls) == (len(LISTED), 0)
-    assert relative(results[1], results[0]) < 1e-4
+    assert distance(results[1], results[0]) < 1e-4
 
 
 def test_an_accelerated_unet_that_stays_eager_is_skipped_too(tmp_path: Path) -> None:
@@ -893,7 +876,7 @@ def parts() -> dict[str, Any]:
     vae = diffusers.AutoencoderKL(**blocks, block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4)
     rest = dict.fromkeys(("safety_checker", "feature_extractor", "image_encoder", "tokenizer"))
     text = transformers.CLIPTextModel(config)
-    return {"unet": make_unet(WHOLE), "vae": vae, "text_encoder": text, "scheduler": make("DDIMScheduler"), **rest}
+    return {"unet": make_unet(), "vae": vae, "text_encoder": text, "scheduler": make("DDIMScheduler"), **rest}
 
 
 def whole(pipe: Any, **options: Any) -> Tensor:
@@ -914,7 +897,7 @@ def test_stable_diffusion(parts: dict[str, Any]) -> None:
         assert torch.equal(whole(pipe), plain)
     calls.clear()
     with skip_steps(pipe, BALANCED, told):
-        assert 0 < relative(whole(pipe), plain) < 0.2
+        assert 0 < distance(whole(pipe), plain) < 0.2
     assert len(calls) == told[0].computed == len(BALANCED.selection.computed(20))
 
 
@@ -929,7 +912,7 @@ def test_stable_diffusion_with_a_controlnet(parts: dict[str, Any], guess_mode: b
     counted(parts["unet"], calls, "unet")
     counted(guide, calls, "controlnet")
     with skip_steps(pipe, listed(steps=(0, 1, 2, 4, 8, 12, 19))):
-        assert 0 < relative(whole(pipe, **options), plain) < 0.2
+        assert 0 < distance(whole(pipe, **options), plain) < 0.2
         assert (calls.count("unet"), calls.count("controlnet")) == (7, 7)
         calls.clear()
         whole(pipe, **options, control_guidance_end=0.5)  # ends with step 10

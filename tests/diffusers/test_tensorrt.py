@@ -70,7 +70,9 @@ def job_of(source: DiffusersUNetSource, profile: ShapeProfile, directory: Path) 
     return BuildJob(directory, spec, source.architecture, CPU, Environment.current(CPU))
 
 
-@pytest.mark.parametrize("profile", [STATIC, DYNAMIC], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "profile", [pytest.param(STATIC, id="static", marks=pytest.mark.slow), pytest.param(DYNAMIC, id="dynamic")]
+)
 def test_the_graph_computes_what_the_model_computes(
     source: DiffusersUNetSource, profile: ShapeProfile, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -79,6 +80,21 @@ def test_a_recipe_changes_with_what_it_installs(bootstrap: ModuleType) -> None:
     assert len({digest("a"), digest("b"), digest("a", mend_torchvision=True), digest("a", inputs=("x",))}) == 4
 
 
+def test_an_environment_with_more_serves_who_needs_less(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = bootstrap.Recipe((bootstrap.Stage("some", ("a",)),))
+    whole = bootstrap.Recipe((*usual.stages, bootstrap.Stage("more", ("b",))))
+    venv, installed = tmp_path / "venv", list[str]()
+    bootstrap._python_of(venv).parent.mkdir(parents=True)
+    bootstrap._python_of(venv).touch()
+    monkeypatch.setattr(bootstrap, "_runs", lambda python: True)
+    monkeypatch.setattr(bootstrap, "_pip", lambda venv, arguments: installed.extend(arguments))
+    for recipe in (usual, whole, usual):
+        bootstrap._ensure(venv, recipe)
+    assert installed == ["a", "a", "b"]
+
+
 def test_a_failing_command_shows_its_end_and_what_to_do(bootstrap: ModuleType) -> None:
     with pytest.raises(bootstrap.SetupError, match=r"(?s)the reason.*pip install failed"):
         bootstrap._run([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], "pip install")
@@ -113,7 +129,7 @@ def test_the_last_line_and_the_exit_status(
 ) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(test, encoding="utf-8")
-    monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(command, "project_python", lambda whole: Path(sys.executable))
     monkeypatch.setattr(command, "find_comfyui", lambda: [])
     monkeypatch.setattr(command, "_checks", lambda python: [])
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
@@ -128,7 +144,7 @@ def test_a_failing_check_fails_the_whole(
     command: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(command, "project_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(command, "project_python", lambda whole: Path(sys.executable))
     monkeypatch.setattr(command, "find_comfyui", lambda: [])
     monkeypatch.setattr(command, "_checks", lambda python: [command.Result("ruff check", failed=1)])
     monkeypatch.setattr(command, "_tiers", lambda *given: [command.Result("unit", passed=5)])
@@ -138,7 +154,7 @@ def test_a_failing_check_fails_the_whole(
 
 def test_the_page_is_tried_in_each_gradio(command: ModuleType, tmp_path: Path) -> None:
     python, test = Path(sys.executable), str(command.UI_TESTS / "test_page.py")
-    pages = [("4.40.0", "no such Python"), ("6", python)]
+    pages = [("4.40.0", "no such Python"), ("6", None)]
     tiers = {tier.title: list(tier.arguments) for tier in command._planned(python, [], [], pages)}
     assert (
         tiers["ui gradio-6"] == [str(command.UI_TESTS), NO_SLOW]
@@ -157,7 +173,8 @@ def test_a_gradio_of_other_pythons_is_a_loud_skip(
     assert bootstrap.why_no_gradio(bootstrap.NEWEST_GRADIO, Path(sys.executable)) is None
     why = bootstrap.why_no_gradio("3.41.2", Path(sys.executable))
     assert "needs Python 3.12 or older, and .venv has 3.13" in why
-    webui, skipped = command._tiers([], [(Path("x"), Path("y"))], [], [("3.41.2", why)])
+    with ThreadPoolExecutor(1) as pool:
+        webui, skipped = command._tiers([], [(Path("x"), Path("y"))], [], [("3.41.2", why)], pool)
     assert webui.skips == Counter({command.GET_WEBUI: 1})
     assert skipped.title == "ui gradio-3.41.2" and skipped.skips == Counter({why: 1})
 

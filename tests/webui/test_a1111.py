@@ -17,6 +17,7 @@ from slipstream.hosts.a1111.pictures import ENGINES, begin_picture, end_picture
 from slipstream.hosts.a1111.source import LdmUNetSource
 from slipstream.hosts.a1111.unet_option import add_options, config_of, module_in_use
 from slipstream.hosts.detect import Host, running_host
+from slipstream.tests.tensors import distance
 
 CONFIG = """
 model:
@@ -85,10 +86,6 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
         torch.tensor([500.0, 500.0]),
         torch.randn(2, 77, 32, generator=generator),
     )
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_the_host_is_found() -> None:

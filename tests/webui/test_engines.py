@@ -17,8 +17,9 @@ from slipstream.hosts.webui_process import provider
 from slipstream.runtime.provider import HostHooks
 from slipstream.runtime.requests.build_requests import Wanted
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings, parse_resolutions
+from slipstream.tests.tensors import distance
 from slipstream.tests.webui.support import tiny
-from slipstream.tests.webui.support.pictures import ENGINE, ENGINES, OFF, Counting, distance, picture
+from slipstream.tests.webui.support.pictures import ENGINE, ENGINES, OFF, Counting, picture
 
 TOLERANCE = 1e-4
 

@@ -15,6 +15,7 @@ from slipstream.hosts.forge.choices import Choices
 from slipstream.hosts.forge.sampling import ENGINES, STEPS, lead_next_sampling
 from slipstream.hosts.webui_process import module_of
 from slipstream.sampling.presets import PRESETS
+from slipstream.tests.tensors import distance
 
 CONFIG: dict[str, Any] = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": [1, 1],
@@ -97,10 +98,6 @@ def picture(patcher: Any, choices: tuple[str, ...], steps: int = 4) -> tuple[tor
         latent = sampler.launch_sampling(steps, lambda: sampler.func(sampler.model_wrap_cfg, x, sigmas=sigmas))
         sampling_cleanup(unet)
     return latent, p.extra_generation_params
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def engine_calls() -> int:

@@ -9,8 +9,9 @@ import torch
 from modules import scripts
 
 from slipstream.sampling.presets import PRESETS
+from slipstream.tests.tensors import distance
 from slipstream.tests.webui.support import tiny
-from slipstream.tests.webui.support.pictures import ENGINE, OFF, STEPS, Counting, distance, picture
+from slipstream.tests.webui.support.pictures import ENGINE, OFF, STEPS, Counting, picture
 
 STEPS_OF_RUN = 20
 

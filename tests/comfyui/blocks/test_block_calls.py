@@ -25,6 +25,7 @@ from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
+from slipstream.tests.tensors import distance
 
 BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
 STEPS = 5
@@ -40,10 +41,6 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvide
 def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
     module = AcceleratedModule(provider, BY_BLOCKS)
     return accelerate_model(patcher, module), module
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def forwards(model: Any) -> list[str]:

@@ -17,6 +17,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 STEPS = 4
 
@@ -33,10 +34,6 @@ def accelerated(
 ) -> tuple[Any, AcceleratedModule]:
     module = AcceleratedModule(provider, Settings(policy=policy, optimize=Optimize.BLOCKS))
     return accelerate_model(patcher, module), module
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def test_two_packages_serve_a_transformer_at_all_sizes_and_lengths(provider: EngineProvider) -> None:

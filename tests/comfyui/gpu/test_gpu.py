@@ -34,6 +34,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Resolution, Settings, ShapeChoice
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.weights import randomise_unet
+from slipstream.tests.tensors import distance
 from slipstream.trt_backend import TensorRTBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_TEST_DEVICE is not cuda")]
@@ -94,8 +95,8 @@ class Bench:
 
         TensorRT chooses itself where it sums up in fp16.
         """
-        errors = difference(found, exact), difference(plain, exact)
-        apart = difference(found, plain)
+        errors = distance(found, exact), distance(plain, exact)
+        apart = distance(found, plain)
         say(f"picture: {errors[0]:.1e} from fp32, the plain model's {errors[1]:.1e}, apart {apart:.1e}")
         least = 0.1 if self.backend is BackendChoice.TENSORRT else 0.0
         assert exact.isfinite().all() and errors[0] <= max(least, 2 * errors[1]) and errors[1] < 0.2
@@ -173,10 +174,6 @@ def _exact_convolutions() -> Iterator[None]:
         yield
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
-
-
 def test_pictures_are_the_plain_models(bench: Bench, say: Any) -> None:
     wanted = bench.picture(bench.model)
     module = bench.module()
@@ -186,17 +183,15 @@ def test_pictures_are_the_plain_models(bench: Bench, say: Any) -> None:
     assert module.status.engine_calls == STEPS
     exact = bench.picture(bench.exact)
     bench.assert_equal(found, wanted, exact, say)
-    away = difference(bench.picture(bench.exact, prompt=2), exact)
+    away = distance(bench.picture(bench.exact, prompt=2), exact)
     say(f"another prompt's picture is {away:.1e} away")
-    assert difference(found, wanted) < 0.5 * away
+    assert distance(found, wanted) < 0.5 * away
     (entry,) = bench.store.list()
     (checked,) = entry.manifest.verifications.values()
     say(
         bench.family, f"built in {entry.manifest.build.seconds:.0f} s by {entry.manifest.backend}", entry.manifest.build
     )
-    say(
-        f"error {checked.relative_error:.1e}, plain {checked.eager_error:.1e}; pictures {difference(found, wanted):.1e}"
-    )
+    say(f"error {checked.relative_error:.1e}, plain {checked.eager_error:.1e}; pictures {distance(found, wanted):.1e}")
     plain, engine = (min(bench.timed(model) for _ in range(3)) / STEPS for model in (bench.model, fast))
     say(f"a step takes {plain * 1e3:.1f} ms plain, {engine * 1e3:.1f} ms accelerated")
     assert entry.manifest.backend == BACKENDS[bench.backend], "the first of the chain was passed over"
@@ -210,7 +205,7 @@ def test_a_lora_is_switched_without_a_build_and_soon(bench: Bench, say: Any) -> 
     plain, exact = ([bench.with_lora(model, seed) for seed in (3, 4)] for model in (bench.model, bench.exact))
     fast = [accelerate_model(model, module) for model in plain]
     wanted = [bench.picture(model) for model in exact]
-    assert difference(wanted[0], wanted[1]) > 0.05
+    assert distance(wanted[0], wanted[1]) > 0.05
     for index in (0, 1, 0):
         own, ours = (bench.timed(models[index]) - bench.timed(models[index]) for models in (plain, fast))
         say(f"switched to another LoRA: {ours:.2f} s longer than the next picture, {own:.2f} s with the plain model")

@@ -31,8 +31,9 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
-from ..models.test_unet_engines import relative_difference, with_lora
+from ..models.test_unet_engines import with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_TEST_DEVICE is not cuda")]
 
@@ -90,8 +91,8 @@ class Bench:
 
     def assert_same(self, **options: Any) -> torch.Tensor:
         plain, fast = self.both(**options)
-        say(f"apart: {relative_difference(fast, plain):.1e} {sorted(options)}")
-        assert relative_difference(fast, plain) < CLOSE
+        say(f"apart: {distance(fast, plain):.1e} {sorted(options)}")
+        assert distance(fast, plain) < CLOSE
         return fast
 
     @property
@@ -121,7 +122,7 @@ def test_whole_steps_make_the_plain_picture(bench: Bench) -> None:
     assert bench.replayed_bytes > 0, "no whole step was captured"
     graphs = bench.replayed_bytes
     another = bench.assert_same(prompt=1, hint=2, seed=11)
-    assert relative_difference(another, first) > 4 * CLOSE, "the pictures are alike: no proof"
+    assert distance(another, first) > 4 * CLOSE, "the pictures are alike: no proof"
     assert bench.replayed_bytes == graphs, "another prompt and hint were captured anew"
     bench.assert_same(strength=0.4)
     bench.assert_same(cfg=3.0)
@@ -149,7 +150,7 @@ def test_later_pictures_begin_with_a_replay(bench: Bench, monkeypatch: pytest.Mo
         assert not shown, f"picture {number} showed once more what its steps consist of"
     wanted = fast.sample(with_lora(fast.model), fast.control)
     found = fast.sample(with_lora(fast.fast_model), fast.fast_control)
-    assert relative_difference(found, wanted) < CLOSE
+    assert distance(found, wanted) < CLOSE
     assert fast.calls[:2] == [5 * STEPS, 5 * STEPS]
 
 
@@ -157,29 +158,29 @@ def test_without_control_a_step_is_whole_too(bench: Bench) -> None:
     """Nothing holds these pictures together, so that rounding in fp16 moves them further than those with control."""
     plain, fast = bench.sample(bench.model), bench.sample(bench.fast_model)
     other = bench.sample(bench.model, seed=12)
-    say(f"without control: {relative_difference(fast, plain):.1e}, another {relative_difference(other, plain):.1e}")
+    say(f"without control: {distance(fast, plain):.1e}, another {distance(other, plain):.1e}")
     assert bench.calls[0] >= STEPS and bench.replayed_bytes > 0
-    assert relative_difference(fast, plain) < min(2 * CLOSE, relative_difference(other, plain) / 4)
+    assert distance(fast, plain) < min(2 * CLOSE, distance(other, plain) / 4)
 
 
 def test_lora_reaches_captured_steps(bench: Bench) -> None:
     before = bench.assert_same()
     wanted = bench.sample(with_lora(bench.model), bench.control)
     found = bench.sample(with_lora(bench.fast_model), bench.fast_control)
-    say(f"LoRA: apart {relative_difference(found, wanted):.1e}, moves {relative_difference(wanted, before):.1e}")
-    assert relative_difference(found, wanted) < CLOSE < relative_difference(wanted, before) / 2
-    assert relative_difference(bench.assert_same(), before) < 1e-3
+    say(f"LoRA: apart {distance(found, wanted):.1e}, moves {distance(wanted, before):.1e}")
+    assert distance(found, wanted) < CLOSE < distance(wanted, before) / 2
+    assert distance(bench.assert_same(), before) < 1e-3
 
 
 @torch.inference_mode()
 def test_vae_both_ways(bench: Bench) -> None:
     latent = bench.sample(bench.fast_model, bench.fast_control)
     picture, found = bench.vae.decode(latent), bench.fast_vae.decode(latent)
-    say(f"decode: apart {relative_difference(found.cpu(), picture.cpu()):.1e}")
-    assert picture.std() > 0.05 and relative_difference(found.cpu(), picture.cpu()) < CLOSE
+    say(f"decode: apart {distance(found.cpu(), picture.cpu()):.1e}")
+    assert picture.std() > 0.05 and distance(found.cpu(), picture.cpu()) < CLOSE
     wanted, found = bench.vae.encode(picture), bench.fast_vae.encode(picture)
-    say(f"encode: apart {relative_difference(found.cpu(), wanted.cpu()):.1e}")
-    assert relative_difference(found.cpu(), wanted.cpu()) < CLOSE
+    say(f"encode: apart {distance(found.cpu(), wanted.cpu()):.1e}")
+    assert distance(found.cpu(), wanted.cpu()) < CLOSE
     assert bench.calls[2] == 2
 
 
@@ -192,7 +193,7 @@ def test_a_cancel_in_the_midst_of_replays(bench: Bench) -> None:
 
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         bench.sample(bench.fast_model, bench.fast_control, callback=stop)
-    assert relative_difference(bench.sample(bench.fast_model, bench.fast_control), wanted) < 1e-3
+    assert distance(bench.sample(bench.fast_model, bench.fast_control), wanted) < 1e-3
 
 
 def test_memory_comes_back(bench: Bench) -> None:

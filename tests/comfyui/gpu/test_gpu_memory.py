@@ -30,6 +30,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.weights import randomise_unet
+from slipstream.tests.tensors import distance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(args.cpu, reason="SLIPSTREAM_TEST_DEVICE is not cuda")]
 
@@ -69,10 +70,6 @@ def picture(patcher: Any) -> torch.Tensor:
         for name, seed in (("positive", 1), ("negative", 2))
     }
     return tiny.sample(patcher, steps=STEPS, size=512, **prompts).float().cpu()
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
 
 
 def gpu() -> torch.device:
@@ -135,7 +132,7 @@ def test_comfyui_counts_the_engine_and_can_unload_it(accelerate: Any, store: Eng
     pool = module.provider.pool
     first = picture(fast)
     assert_by_engine(module, 1)
-    assert difference(first, plain) < TOLERANCE
+    assert distance(first, plain) < TOLERANCE
     size = pool.device_bytes(gpu())
     (entry,) = listed()
     assert entry.model_memory() == size > MB, "a captured graph holds memory"
@@ -144,7 +141,7 @@ def test_comfyui_counts_the_engine_and_can_unload_it(accelerate: Any, store: Eng
     management.free_memory(before + size // 2, gpu(), keep_loaded=others)
     assert pool.device_bytes(gpu()) == 0 and listed() == []
     assert left_on_device() - left > 0.8 * size, "what was told is what came back"
-    assert difference(picture(fast), first) < 1e-3
+    assert distance(picture(fast), first) < 1e-3
     assert_by_engine(module, 2)
     assert len(module.provider.history.builds()) == 1 and len(listed()) == 1
     (recorded,) = (known.device_bytes for known in store.list()[0].manifest.verifications.values())
@@ -193,11 +190,11 @@ def test_a_real_shortage_inside_the_engine_is_recognised(accelerate: Any, monkey
 
     with monkeypatch.context() as short:
         short.setattr(type(loaded.engine), "__call__", fail)
-        assert difference(picture(fast), plain) < TOLERANCE
+        assert distance(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "ran out of GPU memory (it needs about" in reason
     assert pool.device_bytes(gpu()) == 0, "the plain model had room"
-    assert difference(picture(fast), plain) < TOLERANCE
+    assert distance(picture(fast), plain) < TOLERANCE
     assert module.status.engine_calls == 2 * STEPS and module.status.eager_calls == STEPS
 
 
@@ -219,7 +216,7 @@ def test_a_full_device_falls_back_to_the_plain_model(accelerate: Any) -> None:
         found = picture(fast)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, gpu())
-    assert difference(found, plain) < TOLERANCE, "by whichever of the two"
+    assert distance(found, plain) < TOLERANCE, "by whichever of the two"
     for reason in module.status.to_json()["reasons"]:
         assert "ran out of GPU memory" in reason
 
@@ -246,16 +243,16 @@ def copied() -> set[int]:
 def assert_right_and_copied_once(accelerate: Any, model: Any) -> None:
     """The same pictures as ComfyUI's own with two LoRAs in turn, and copies made anew only when the weights change."""
     wanted = {strength: picture(with_lora(model, strength)) for strength in (1.0, -1.0)}
-    assert difference(wanted[1.0], wanted[-1.0]) > 2 * TOLERANCE, "the LoRA shows"
+    assert distance(wanted[1.0], wanted[-1.0]) > 2 * TOLERANCE, "the LoRA shows"
     fast, module = accelerate(model)
     one, other = with_lora(fast, 1.0), with_lora(fast, -1.0)
-    assert difference(picture(one), wanted[1.0]) < TOLERANCE
+    assert distance(picture(one), wanted[1.0]) < TOLERANCE
     before = copied()
     assert before and listed()[0].model_memory() >= copies.bytes(gpu()) > MB
-    assert difference(picture(one), wanted[1.0]) < TOLERANCE
+    assert distance(picture(one), wanted[1.0]) < TOLERANCE
     assert copied() == before, "nothing changed: nothing was copied"
-    assert difference(picture(other), wanted[-1.0]) < TOLERANCE, "never stale"
-    assert difference(picture(one), wanted[1.0]) < TOLERANCE
+    assert distance(picture(other), wanted[-1.0]) < TOLERANCE, "never stale"
+    assert distance(picture(one), wanted[1.0]) < TOLERANCE
     assert_by_engine(module, 4)
     management.unload_all_models()
     assert copies.bytes(gpu()) == 0
@@ -275,7 +272,7 @@ def test_a_copy_that_does_not_fit_is_a_reason(accelerate: Any, monkeypatch: pyte
     monkeypatch.setattr(
         "slipstream.hosts.comfy.process.free_memory._available", lambda _: management.minimum_inference_memory() + MB
     )
-    assert difference(picture(fast), plain) < TOLERANCE
+    assert distance(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "low VRAM mode" in reason and module.status.engine_calls == 0 and module.status.eager_calls == STEPS
 

@@ -26,6 +26,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings, parse_resolutions
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 Patcher = Any
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
@@ -361,7 +362,7 @@ def test_a_damaged_engine_is_set_aside_and_the_plain_model_runs(
     fast, module = accelerated(store, model, Settings(policy=BuildPolicy.MANUAL))
     found = tiny.sample(fast)
     assert module.status.engine_calls == 0 and module.status.eager_calls == 3
-    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-4
+    assert distance(found, wanted) < 1e-4
     assert {entry.digest for entry in store.list()} < before or damage != "flipped byte"
     assert list((tmp_path / "copy" / "quarantine").iterdir())
 
@@ -406,6 +407,6 @@ def test_every_weight_reaches_the_engine(engine_store: EngineStore) -> None:
             engine.update_weights(source.bind(source.precision).tensors)
             found, wanted = engine(**inputs)["out"], source.eager(inputs)["out"]
             parameter.copy_(kept)
-        assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5, name
+        assert distance(found, wanted) < 1e-5, name
         assert not torch.equal(found, unchanged), f"{name} does not reach the output: the test proves nothing"
     provider.pool.give_back(offer.engine)

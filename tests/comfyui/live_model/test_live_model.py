@@ -36,6 +36,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
+from slipstream.tests.tensors import distance
 
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
 Change = Callable[[Any, pytest.MonkeyPatch], None]
@@ -53,10 +54,6 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvide
 def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
     module = AcceleratedModule(provider, FIRST_USE)
     return accelerate_model(patcher, module), module
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 # -------------------------------------------------------------------------------------------------- the model

@@ -26,6 +26,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
+from slipstream.tests.tensors import distance
 
 Patcher = Any
 Mutation = Callable[[random.Random, Patcher, pytest.MonkeyPatch], Patcher]
@@ -358,10 +359,6 @@ class Trial:
         if any("in the midst of use" in reason for reason in reasons):
             return "compared"
         return "engine" if by_engine >= STEPS else "mixed" if by_engine else "eager"
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
+from slipstream.tests.tensors import distance
 
 STEPS = 20
 
@@ -28,10 +29,6 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvide
 def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
     module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE))
     return accelerate_model(patcher, module), module
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def deep_shrink(patcher: Any, after_skip: bool, end: float = 0.35) -> Any:

@@ -30,8 +30,9 @@ from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.weights import randomise, randomise_controlnet
+from slipstream.tests.tensors import distance
 
-from .test_unet_engines import relative_difference, with_lora
+from .test_unet_engines import with_lora
 
 TOLERANCE = 1e-4
 FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
@@ -158,10 +159,10 @@ def test_picture_is_the_plain_one_and_both_engines_made_it(name: str, provider: 
     fast = Fast(provider, case.family, control)
     found = tiny.sample(fast.model, case.family, **prompts(case.controls(fast.control), case.family), **case.sample)
     fast.check_all_served()
-    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    assert wanted.std() > 0.1 and distance(found, wanted) < TOLERANCE
     if name != "no strength":
         without = tiny.sample(tiny.model(case.family), case.family, **case.sample)
-        assert relative_difference(without, wanted) > 10 * TOLERANCE, "the ControlNet changes nothing: no proof"
+        assert distance(without, wanted) > 10 * TOLERANCE, "the ControlNet changes nothing: no proof"
 
 
 def test_calls_are_as_many_as_comfyui_asks_for(provider: EngineProvider) -> None:
@@ -191,10 +192,10 @@ def test_lora_on_the_model_reaches_engines_with_control(provider: EngineProvider
     fast = Fast(provider, control=control)
     found = tiny.sample(with_lora(fast.model), **prompts(applied(fast.control)))
     fast.check_all_served()
-    assert relative_difference(found, wanted) < TOLERANCE
-    assert relative_difference(wanted, plain) > 100 * TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
+    assert distance(wanted, plain) > 100 * TOLERANCE
     again = tiny.sample(fast.model, **prompts(applied(fast.control)))
-    assert relative_difference(again, plain) < TOLERANCE
+    assert distance(again, plain) < TOLERANCE
 
 
 def test_plain_controlnet_beside_an_accelerated_model(provider: EngineProvider) -> None:
@@ -203,7 +204,7 @@ def test_plain_controlnet_beside_an_accelerated_model(provider: EngineProvider) 
     fast = Fast(provider)
     found = tiny.sample(fast.model, **prompts(applied(control)))
     assert fast.calls == (3, 0) and fast.model_module.status.eager_calls == 0
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
 
 
 def test_accelerated_controlnet_beside_a_plain_model(provider: EngineProvider) -> None:
@@ -212,7 +213,7 @@ def test_accelerated_controlnet_beside_a_plain_model(provider: EngineProvider) -
     fast = Fast(provider, control=control)
     found = tiny.sample(tiny.model(), **prompts(applied(fast.control)))
     assert fast.calls == (0, 3) and fast.control_module.status.eager_calls == 0
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -221,8 +222,8 @@ def test_t2i_adapter_through_the_same_residuals(provider: EngineProvider) -> Non
     fast = Fast(provider)
     found = tiny.sample(fast.model, **prompts(applied(t2i_adapter())))
     assert fast.model_module.status.engine_calls == 3 and fast.model_module.status.eager_calls == 0
-    assert relative_difference(found, wanted) < TOLERANCE
-    assert relative_difference(tiny.sample(tiny.model()), wanted) > 10 * TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
+    assert distance(tiny.sample(tiny.model()), wanted) > 10 * TOLERANCE
 
 
 def test_all_types_of_a_union_share_one_engine(provider: EngineProvider) -> None:
@@ -238,7 +239,7 @@ def test_all_types_of_a_union_share_one_engine(provider: EngineProvider) -> None
         assert {kind: len(found[kind]) for kind in found} == {kind: len(wanted[kind]) for kind in wanted}
         for kind in wanted:
             for one, other in zip(found[kind], wanted[kind], strict=True):
-                assert relative_difference(one, other) < TOLERANCE
+                assert distance(one, other) < TOLERANCE
         answers.append(found["middle"][0])
     fast.acceleration.leave(fast)
     assert (module.status.engine_calls, module.status.eager_calls) == (3, 0), module.status.to_json()["reasons"]

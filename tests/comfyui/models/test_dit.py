@@ -28,6 +28,7 @@ from slipstream.runtime.settings.model_settings import BuildPolicy, Resolution, 
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.changes import attention_override, compiled_elsewhere
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 TOLERANCE = 1e-4
 ALL = sorted(tiny.TRANSFORMERS)
@@ -46,10 +47,6 @@ def accelerated(
 ) -> tuple[Patcher, AcceleratedModule]:
     module = AcceleratedModule(provider, Settings(policy=policy))
     return accelerate_model(patcher, module), module
-
-
-def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
 
 
 def with_lora(patcher: Patcher, strength: float = 1.0) -> Patcher:
@@ -87,7 +84,7 @@ def test_picture_is_the_plain_one_and_the_engine_made_it(family: str, provider: 
     wanted, found = (tiny.sample(patcher, family, **prompts(family)) for patcher in (model, fast))
     assert module.status.eager_calls == 0, module.status.to_json()["reasons"]
     assert module.status.engine_calls == 3
-    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    assert wanted.std() > 0.1 and distance(found, wanted) < TOLERANCE
     assert_whole(fast)
 
 
@@ -131,12 +128,12 @@ def test_pixarts_engine_follows_the_size_that_a_prompt_tells(provider: EnginePro
     pictures = []
     for told in ({}, {"width": 1024, "height": 512}, {"width": 1024, "height": 512, "aspect_ratio": 3.0}):
         wanted, found = (tiny.sample(patcher, "pixart", **prompts("pixart", **told)) for patcher in (model, fast))
-        assert relative_difference(found, wanted) < TOLERANCE
+        assert distance(found, wanted) < TOLERANCE
         pictures.append(found)
     assert module.status.eager_calls == 0 and module.status.engine_calls == 9
     assert len(module.status.to_json()["engines"]) == 1
-    assert all(relative_difference(pictures[0], other) > 10 * TOLERANCE for other in pictures[1:])
-    assert relative_difference(pictures[1], pictures[2]) > 10 * TOLERANCE
+    assert all(distance(pictures[0], other) > 10 * TOLERANCE for other in pictures[1:])
+    assert distance(pictures[1], pictures[2]) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -187,13 +184,13 @@ def test_sd3_engine_follows_a_lora_that_comes_changes_and_goes(provider: EngineP
     for strength in (0.0, 1.0, 0.25, 0.0):
         change = (lambda patcher: patcher) if not strength else (lambda patcher, s=strength: with_lora(patcher, s))
         wanted, found = tiny.sample(change(model), "sd3"), tiny.sample(change(fast), "sd3")
-        assert relative_difference(found, wanted) < TOLERANCE
+        assert distance(found, wanted) < TOLERANCE
         pictures.append(found)
     assert module.status.eager_calls == 0 and module.status.engine_calls == 12
     assert len(module.status.to_json()["engines"]) == 1
     assert torch.equal(pictures[0], pictures[3])
-    assert relative_difference(pictures[1], pictures[0]) > 100 * TOLERANCE
-    assert relative_difference(pictures[2], pictures[1]) > 10 * TOLERANCE
+    assert distance(pictures[1], pictures[0]) > 100 * TOLERANCE
+    assert distance(pictures[2], pictures[1]) > 10 * TOLERANCE
 
 
 def test_sd3_is_whole_after_an_interrupt_inside_a_call(provider: EngineProvider, monkeypatch: Any) -> None:
@@ -220,7 +217,7 @@ def test_sd3_is_whole_after_an_interrupt_inside_a_call(provider: EngineProvider,
     assert not isinstance(stand_in, torch.nn.Module), "the call did not go through a stand-in: the test proves nothing"
     assert stand_in.dtype == torch.float32
     assert_whole(fast)
-    assert relative_difference(tiny.sample(fast, "sd3"), wanted) < TOLERANCE
+    assert distance(tiny.sample(fast, "sd3"), wanted) < TOLERANCE
     assert_whole(fast)
     comfy.model_management.unload_all_models()
     names = set(fast.model.state_dict())
@@ -267,7 +264,7 @@ def test_reference_pictures_run_plain(family: str, provider: EngineProvider) -> 
     shape = tuple(tiny.latent(64, 1, family)["samples"].shape)
     reference = prompts(family, reference_latents=[torch.randn(shape, generator=torch.Generator().manual_seed(3))])
     wanted = tiny.sample(model, family, **reference)
-    assert relative_difference(wanted, tiny.sample(model, family, **prompts(family))) > 100 * TOLERANCE
+    assert distance(wanted, tiny.sample(model, family, **prompts(family))) > 100 * TOLERANCE
     fast, module = accelerated(provider, model)
     assert torch.equal(tiny.sample(fast, family, **reference), wanted)
     assert module.status.engine_calls == 0 and "'ref_latents'" in module.status.to_json()["now"]

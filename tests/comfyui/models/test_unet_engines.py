@@ -21,6 +21,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 TOLERANCE = 1e-4
 Patcher = Any
@@ -130,10 +131,6 @@ def provider(engine_store: EngineStore) -> EngineProvider:
     return EngineProvider(engine_store)
 
 
-def relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / other.norm()).item()
-
-
 def accelerated(provider: EngineProvider, patcher: Patcher) -> tuple[Patcher, AcceleratedModule]:
     module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE))
     return accelerate_model(patcher, module), module
@@ -152,7 +149,7 @@ def test_picture_is_the_plain_one_and_the_engine_made_it(name: str, provider: En
     found = tiny.sample(case.after(fast), case.family, **case.sample)
     assert module.status.engine_calls > 0
     assert module.status.eager_calls == 0, module.status.to_json()["reasons"]
-    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    assert wanted.std() > 0.1 and distance(found, wanted) < TOLERANCE
 
 
 def test_engine_follows_a_lora_that_comes_changes_and_goes(provider: EngineProvider) -> None:
@@ -163,12 +160,12 @@ def test_engine_follows_a_lora_that_comes_changes_and_goes(provider: EngineProvi
     for strength in (None, 1.0, 0.25, None, 1.0):
         change = unchanged if strength is None else lambda patcher, s=strength: with_lora(patcher, s)
         wanted, found = tiny.sample(change(model)), tiny.sample(change(fast))
-        assert relative_difference(found, wanted) < TOLERANCE
+        assert distance(found, wanted) < TOLERANCE
         pictures.append(found)
     assert module.status.eager_calls == 0
     assert torch.equal(pictures[0], pictures[3]) and torch.equal(pictures[1], pictures[4])
-    assert relative_difference(pictures[1], plain) > 100 * TOLERANCE  # the LoRA does change the picture
-    assert relative_difference(pictures[2], pictures[1]) > 10 * TOLERANCE
+    assert distance(pictures[1], plain) > 100 * TOLERANCE  # the LoRA does change the picture
+    assert distance(pictures[2], pictures[1]) > 10 * TOLERANCE
 
 
 def test_two_checkpoints_share_one_engine_and_both_pictures_are_right(provider: EngineProvider) -> None:
@@ -176,9 +173,9 @@ def test_two_checkpoints_share_one_engine_and_both_pictures_are_right(provider: 
     fast_first, module_first = accelerated(provider, first)
     fast_second, module_second = accelerated(provider, second)
     for _ in range(2):  # alternating, as a workflow with two models does
-        assert relative_difference(tiny.sample(fast_first), tiny.sample(first)) < TOLERANCE
-        assert relative_difference(tiny.sample(fast_second), tiny.sample(second)) < TOLERANCE
-    assert relative_difference(tiny.sample(first), tiny.sample(second)) > 0.1
+        assert distance(tiny.sample(fast_first), tiny.sample(first)) < TOLERANCE
+        assert distance(tiny.sample(fast_second), tiny.sample(second)) < TOLERANCE
+    assert distance(tiny.sample(first), tiny.sample(second)) > 0.1
     one, other = module_first.status.last_engine, module_second.status.last_engine
     assert one is not None and other is not None and one.digest == other.digest
     assert module_first.status.eager_calls == module_second.status.eager_calls == 0
@@ -204,7 +201,7 @@ def test_lowvram_with_lora_uses_the_weights_that_comfyui_uses(provider: EnginePr
     comfy.model_management.unload_all_models()
     assert casting, "the model was not loaded in low VRAM mode: the test proves nothing"
     assert module.status.engine_calls == 3 and module.status.eager_calls == 0
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
 
 
 def test_sampling_leaves_the_model_as_it_was(provider: EngineProvider) -> None:

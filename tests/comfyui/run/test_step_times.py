@@ -38,9 +38,10 @@ from slipstream.tests.comfyui.support.client import ComfyClient, Run
 from slipstream.tests.comfyui.support.graph import Graph, Node
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.fakes import FakeClock
+from slipstream.tests.tensors import distance
 
 from ..models.test_controlnet import applied, chained, prompts
-from ..models.test_unet_engines import accelerated, easy_cache, relative_difference
+from ..models.test_unet_engines import accelerated, easy_cache
 from ..server.test_dry_run import Page
 from ..server.test_main_job import accelerate, difference, info_of, wait_for_engines
 from .test_whole_step import Fast, replays  # noqa: F401
@@ -182,7 +183,7 @@ def test_a_few_steps_are_computed_by_the_model_and_the_picture_stays(
     for _ in range(3):
         found = tiny.sample(model, steps=12)
         assert clock.by_model() == [3, 4]
-        assert relative_difference(found, wanted) < TOLERANCE
+        assert distance(found, wanted) < TOLERANCE
         assert state_of(module).kind == "ready" and "plain" not in state_of(module).text
     assert module.status.engine_calls == 30
     assert module.status.to_json()["reasons"] == {ON_PURPOSE: 6}
@@ -221,7 +222,7 @@ def test_with_step_skip_no_skipped_step_counts(provider: EngineProvider, clock: 
     wanted = tiny.sample(skip_steps(tiny.model(), preset), steps=12)
     for change in (model, model):
         found = tiny.sample(skip_steps(change, preset), steps=12)
-        assert clock.by_model() == [3, 4] and relative_difference(found, wanted) < 10 * TOLERANCE
+        assert clock.by_model() == [3, 4] and distance(found, wanted) < 10 * TOLERANCE
     for _ in range(2):
         tiny.sample(skip_steps(model, preset), steps=12)
     assert "30 → 10 ms a step" in describe(module), "steps that call no model are no part of it"
@@ -231,7 +232,7 @@ def test_with_easycache(provider: EngineProvider, clock: Stopwatch) -> None:
     model, module = fast_model(provider)
     wanted = tiny.sample(easy_cache(tiny.model()), steps=12)
     found = tiny.sample(easy_cache(model), steps=12)
-    assert relative_difference(found, wanted) < 0.05 and module.status.engine_calls > 0
+    assert distance(found, wanted) < 0.05 and module.status.engine_calls > 0
 
 
 def test_rehearsals_are_left_alone(provider: EngineProvider, clock: Stopwatch) -> None:
@@ -282,7 +283,7 @@ def test_where_memory_runs_out_the_engine_answers(
     wanted = tiny.sample(tiny.model(), steps=12)
     model, module = fast_model(provider)
     found = tiny.sample(model, steps=12)
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     assert (module.status.engine_calls, module.status.eager_calls) == ((12, 0) if at == 3 else (11, 1))
     clock.steps.clear()
     for _ in range(3):
@@ -328,7 +329,7 @@ def test_what_breaks_in_timing_breaks_no_picture(
         with monkeypatch.context() as breaking:
             breaking.setattr(timed_steps, name, broken)
             found = tiny.sample(fast_model(provider)[0], steps=12)
-        assert relative_difference(found, wanted) < TOLERANCE and clock.by_model() == []
+        assert distance(found, wanted) < TOLERANCE and clock.by_model() == []
 
 
 # ------------------------------------------------------------------------------- whole steps, and ControlNets
@@ -352,7 +353,7 @@ def test_whole_steps_are_compared_as_they_are(
     for replayed in (9, 10, 10):
         replays.clear()
         found = tiny.sample(fast.model, steps=12, **given)
-        assert relative_difference(found, wanted) < TOLERANCE
+        assert distance(found, wanted) < TOLERANCE
         assert len(replays) == replayed
     status = fast.model_module.status
     assert status.to_json()["reasons"] == {ON_PURPOSE: 6}
@@ -446,7 +447,7 @@ def test_a_slow_engine_is_retired_until_somebody_asks_for_it(
     plain = tiny.sample(tiny.model(), steps=8)
     model, module = fast_model(provider)
     for _ in range(3):
-        assert relative_difference(tiny.sample(model, steps=8), plain) < TOLERANCE
+        assert distance(tiny.sample(model, steps=8), plain) < TOLERANCE
     assert state_of(module).kind == "ready", "it is compared once more, side by side"
     for _ in range(3):
         tiny.sample(model, steps=8)

@@ -27,9 +27,10 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Levers, Settings
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 from ..models.test_controlnet import applied, chained, hint, prompts
-from ..models.test_unet_engines import easy_cache, masked, relative_difference, with_lora
+from ..models.test_unet_engines import easy_cache, masked, with_lora
 
 TOLERANCE = 1e-4
 
@@ -138,13 +139,13 @@ def test_picture_is_the_plain_one(name: str, provider: EngineProvider, replays: 
 
     wanted = tiny.sample(case.change(model), case.family, **given(control), **sample)
     found = tiny.sample(case.change(fast.model), case.family, **given(fast.control), **sample)
-    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    assert wanted.std() > 0.1 and distance(found, wanted) < TOLERANCE
     calls, of_control = fast.calls
     assert len(replays) == case.replayed
     assert calls >= (sample["steps"] if name not in ("easycache",) else 1)
     assert bool(of_control) == bool(case.control)
     again = tiny.sample(case.change(fast.model), case.family, **given(fast.control), **sample)
-    assert relative_difference(again, wanted) < TOLERANCE
+    assert distance(again, wanted) < TOLERANCE
     known = calls if case.replayed else 0
     assert len(replays) - case.replayed in ((case.replayed, known) if name == "lora" else (known,))
     assert fast.calls == (2 * calls, 2 * of_control)
@@ -225,7 +226,7 @@ def test_code_that_another_extension_replaced_is_not_gone_round(
     monkeypatch.setattr(comfy.samplers, "cfg_function", replaced)
     fast = Fast(provider)
     wanted, found = tiny.sample(tiny.model(), steps=4), tiny.sample(fast.model, steps=4)
-    assert relative_difference(found, wanted) < TOLERANCE < relative_difference(usual, wanted) / 100
+    assert distance(found, wanted) < TOLERANCE < distance(usual, wanted) / 100
     assert not replays and fast.calls[0] == 4
 
 
@@ -244,7 +245,7 @@ def test_a_guider_that_is_changed_in_place_is_not_gone_round(provider: EnginePro
 
     fast = Fast(provider)
     wanted, found = tiny.sample(change(tiny.model()), steps=4), tiny.sample(change(fast.model), steps=4)
-    assert relative_difference(found, wanted) < TOLERANCE and not replays
+    assert distance(found, wanted) < TOLERANCE and not replays
 
 
 def test_conditioning_that_is_replaced_in_the_midst_of_a_run_counts(
@@ -263,7 +264,7 @@ def test_conditioning_that_is_replaced_in_the_midst_of_a_run_counts(
 
     fast = Fast(provider)
     wanted, found = tiny.sample(change(tiny.model()), steps=4), tiny.sample(change(fast.model), steps=4)
-    assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 3
+    assert distance(found, wanted) < TOLERANCE and len(replays) == 3
 
 
 def at_two_sizes(patcher: Any) -> Any:
@@ -283,7 +284,7 @@ def test_two_sizes_in_one_run_are_two_kinds_of_steps(provider: EngineProvider, r
     fast = Fast(provider)
     wanted = tiny.sample(at_two_sizes(tiny.model()), steps=4, **prompts(applied(tiny.controlnet())))
     found = tiny.sample(at_two_sizes(fast.model), steps=4, **prompts(applied(fast.control)))
-    assert relative_difference(found, wanted) < TOLERANCE and len({what for what, *_ in replays}) <= 2
+    assert distance(found, wanted) < TOLERANCE and len({what for what, *_ in replays}) <= 2
 
 
 def test_a_second_half_without_an_engine_leaves_the_model_whole(
@@ -300,7 +301,7 @@ def test_a_second_half_without_an_engine_leaves_the_model_whole(
     monkeypatch.setattr(Run, "ask", no_decoder)
     wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
     found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     assert asked.count("decoder") == 1 and len(replays) == 3 and fast.calls == (5, 5)
 
 
@@ -343,7 +344,7 @@ def test_halves_that_were_built_in_the_background_serve(tmp_path: Path, replays:
     assert torch.equal(first, wanted) and not replays
     assert sorted(str(ticket.plan) for ticket in ordered) == HALVES
     assert all(ticket.wait(400) for ticket in ordered)
-    assert relative_difference(picture(), wanted) < TOLERANCE and len(replays) == 4
+    assert distance(picture(), wanted) < TOLERANCE and len(replays) == 4
     assert [(each.status.engine_calls, each.status.eager_calls) for each in modules] == [(5, 5)] * 2
     assert len(provider.store.list()) == len(HALVES) and not provider.queue.pending()
 
@@ -396,7 +397,7 @@ def test_while_halves_are_being_built_a_whole_engine_that_is_there_serves(
     fast = Fast(other, levers=Levers(parallel="on"), policy=BuildPolicy.BACKGROUND)
     wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
     found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     status = fast.model_module.status
     assert (status.engine_calls, status.eager_calls) == (5, 0)
     assert ordered(other) == HALVES
@@ -407,7 +408,7 @@ def test_halves_give_the_same_picture(provider: EngineProvider, replays: list[An
     fast = Fast(provider, levers=Levers(parallel="on"))
     wanted = tiny.sample(tiny.model(), steps=5, **prompts(applied(tiny.controlnet())))
     found = tiny.sample(fast.model, steps=5, **prompts(applied(fast.control)))
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     assert fast.calls == (5, 5) and len(replays) == 4
     uses = fast.model_module.status.to_json()["engines"]
     assert sorted(use["label"].split()[1] for use in uses) == ["decoder", "encoder"]
@@ -418,7 +419,7 @@ def test_halves_switch_over_in_the_midst_of_a_run(provider: EngineProvider, repl
     sample = {"steps": 6, "sampler": "dpmpp_2m"}
     wanted = tiny.sample(tiny.model(), **sample, **prompts(applied(tiny.controlnet(), end=0.5)))
     found = tiny.sample(fast.model, **sample, **prompts(applied(fast.control, end=0.5)))
-    assert relative_difference(found, wanted) < TOLERANCE
+    assert distance(found, wanted) < TOLERANCE
     assert fast.calls[0] == 6 and 0 < fast.calls[1] < 6
 
 
@@ -435,7 +436,7 @@ def test_lora_reaches_both_halves(provider: EngineProvider, replays: list[Any]) 
     fast = Fast(provider, levers=Levers(parallel="on"))
     wanted = tiny.sample(with_lora(tiny.model()), **prompts(applied(tiny.controlnet())))
     found = tiny.sample(with_lora(fast.model), **prompts(applied(fast.control)))
-    assert relative_difference(found, wanted) < TOLERANCE and fast.calls == (3, 3)
+    assert distance(found, wanted) < TOLERANCE and fast.calls == (3, 3)
 
 
 def test_a_cancel_in_the_midst_leaves_everything_usable(provider: EngineProvider, replays: list[Any]) -> None:
@@ -473,7 +474,7 @@ def pictures(
         return picture
 
     wanted, found = made(plain, control), made(fast.model, fast.control)
-    assert wanted.std() > 0.1 and relative_difference(found, wanted) < TOLERANCE
+    assert wanted.std() > 0.1 and distance(found, wanted) < TOLERANCE
     return len(replays) - before
 
 
@@ -519,7 +520,7 @@ def test_what_another_extension_changed_since_is_not_replayed(
     usual = other.forward
     monkeypatch.setattr(other, "forward", lambda *args, **kwargs: 0.5 * usual(*args, **kwargs))
     wanted, found = tiny.sample(changed, steps=5), tiny.sample(fast.model, steps=5)
-    assert relative_difference(found, wanted) < TOLERANCE and len(replays) == 4
+    assert distance(found, wanted) < TOLERANCE and len(replays) == 4
     assert fast.model_module.status.eager_calls == 5
 
 
@@ -575,9 +576,9 @@ def guided(patcher: Any, has_negative: bool) -> torch.Tensor:
 def test_a_negative_prompt_that_comes_or_goes(provider: EngineProvider, replays: list[Any], first: bool) -> None:
     fast = Fast(provider)
     wanted = {each: guided(tiny.model(), each) for each in (True, False)}
-    assert relative_difference(wanted[True], wanted[False]) > 0.1
+    assert distance(wanted[True], wanted[False]) > 0.1
     for has_negative in (first, not first, first):
-        assert relative_difference(guided(fast.model, has_negative), wanted[has_negative]) < TOLERANCE
+        assert distance(guided(fast.model, has_negative), wanted[has_negative]) < TOLERANCE
     assert len(replays) == 3 + 3 + 4
 
 

@@ -33,7 +33,6 @@ from slipstream.sampling.samplers import SamplerKind, kind_of
 from slipstream.sampling.saved_preset import SavedPreset
 from slipstream.sampling.schedule import shortened
 from slipstream.tests.comfyui.support.skipping import (
-    distance,
     empty,
     noise_of,
     prompts,
@@ -41,6 +40,7 @@ from slipstream.tests.comfyui.support.skipping import (
     schedule_of,
     watched,
 )
+from slipstream.tests.tensors import distance
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:comfy.k_diffusion.deis"),

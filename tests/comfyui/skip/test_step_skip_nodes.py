@@ -33,7 +33,6 @@ from slipstream.tests.comfyui.support.client import ComfyClient, Run
 from slipstream.tests.comfyui.support.graph import Graph, Node
 from slipstream.tests.comfyui.support.skipping import (
     PROMPT,
-    distance,
     empty,
     prompts,
     run_node,
@@ -41,6 +40,7 @@ from slipstream.tests.comfyui.support.skipping import (
     schedule_of,
     watched,
 )
+from slipstream.tests.tensors import distance
 
 DOCS = Path(__file__).resolve().parents[3] / "web" / "js" / "docs"
 NODES = (StepSkip, StepSkipSampler, KSamplerStepSkip, SkipSigmas)

@@ -97,11 +97,6 @@ def sampled(
     )  # fmt: skip
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference, relative to what is wanted."""
-    return float((found - wanted).norm() / wanted.norm())
-
-
 def run_node(node: Any, **inputs: Any) -> tuple[Any, ...]:
     """The outputs of a node outside of a graph."""
     clone = type(node.__name__, (node,), {"hidden": SimpleNamespace(unique_id="1")})

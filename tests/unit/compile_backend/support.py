@@ -16,6 +16,7 @@ from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import Artifact, Backend, BuildJob, Engine, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
+from slipstream.tests.tensors import distance
 
 CPU = torch.device("cpu")
 SHAPES = {"context": (2, 5, 8), "hint": (1, 4), "timesteps": (2,), "x": (2, 4, 16, 16)}
@@ -81,16 +82,12 @@ def eager(weights: Mapping[str, torch.Tensor], inputs: Tensors) -> Tensors:
     return dict(zip(OUTPUTS, found, strict=True))
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def assert_right(found: Tensors, weights: Mapping[str, torch.Tensor], inputs: Tensors, tolerance: float = 1e-5) -> None:
     wanted = eager(weights, inputs)
     assert list(found) == list(OUTPUTS)
     for name in OUTPUTS:
         assert found[name].shape == wanted[name].shape
-        assert relative(found[name], wanted[name]) < tolerance, name
+        assert distance(found[name], wanted[name]) < tolerance, name
 
 
 def make_spec(backend: Backend, precision: Precision = Precision.FP32, **changes: Any) -> EngineSpec:

@@ -14,6 +14,7 @@ import torch
 from slipstream.compile_backend.layouts import LaidOutWeights
 from slipstream.core.errors import IncompatibleEngine, ShapeOutsideProfile
 from slipstream.core.protocols import Engine
+from slipstream.tests.tensors import distance
 from slipstream.tests.unit.compile_backend.support import (
     OUTPUTS,
     SHAPES,
@@ -23,7 +24,6 @@ from slipstream.tests.unit.compile_backend.support import (
     eager,
     make_inputs,
     make_weights,
-    relative,
     used_names,
 )
 
@@ -48,7 +48,7 @@ def test_every_single_tensor_can_be_changed(engine: Engine, name: str) -> None:
     weights[name] = make_weights(9)[name]
     engine.update_weights(weights)
     assert_right(engine(**INPUTS), weights, INPUTS)
-    assert any(relative(engine(**INPUTS)[output], before[output]) > 1e-3 for output in OUTPUTS)
+    assert any(distance(engine(**INPUTS)[output], before[output]) > 1e-3 for output in OUTPUTS)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -295,7 +295,7 @@ def test_weights_are_kept_alive(engine: Engine) -> None:
     gc.collect()
     litter = [torch.full((n,), float("nan")) for n in (16, 64, 128, 256, 576, 4096)] * 50
     found = engine(**INPUTS)
-    assert all(relative(found[name], wanted[name]) < 1e-5 for name in OUTPUTS)
+    assert all(distance(found[name], wanted[name]) < 1e-5 for name in OUTPUTS)
     del litter
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from slipstream.compile_backend.rewrites import rewrite, row_parts
 from slipstream.core.eight_bits import FP8, quantised, scale_of_rows
 from slipstream.core.spec import Quantised
-from slipstream.tests.unit.compile_backend.test_rewrites import Gated, off, spec_of, with_weights
+from slipstream.tests.tensors import distance
+from slipstream.tests.unit.compile_backend.test_rewrites import Gated, spec_of, with_weights
 
 MAIN = Path(__file__).resolve().parents[3] / "__main__.py"
 NUMBERS = torch.tensor([row for row in range(37) if row not in (4, 5)])
@@ -93,7 +94,7 @@ def test_a_compiled_program_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
         program = torch.export.export(module, (), example, strict=False)
         found = rewrite(program, spec_of(quantised=Quantised.FP8), example, device)
         assert any(node.target is torch.ops.slipstream.geglu_rows.default for node in found.program.graph.nodes)
-        error = off(torch.compile(with_weights(found, module))(**example), module(**example))
+        error = distance(torch.compile(with_weights(found, module))(**example), module(**example))
     assert 1e-5 < error < 0.1
 
 

@@ -37,6 +37,7 @@ from slipstream.core.eight_bits import why_not_on
 from slipstream.core.errors import UnsupportedModel
 from slipstream.core.protocols import Tensors
 from slipstream.core.spec import BackendConfig, EngineSpec, Optimize, Quantised
+from slipstream.tests.tensors import distance
 from slipstream.tests.unit.compile_backend.support import CPU, SmallModel, make_inputs, make_spec
 
 aten = torch.ops.aten
@@ -113,10 +114,6 @@ def count(found: Rewritten, *operators: object) -> int:
     return sum(node.target in operators for node in found.program.graph.nodes)
 
 
-def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def test_a_graph_that_nobody_asked_to_rewrite_stays() -> None:
     module, inputs = Block(), inputs_of()
     found = rewritten(module, inputs, spec_of(100, rewrites=False))
@@ -129,7 +126,7 @@ def test_all_passes_together_compute_the_same(side: int, many: int, monkeypatch:
     monkeypatch.setattr(group_norm, "_MANY", many)
     module, inputs = Block(), inputs_of(side)
     found = rewritten(module, inputs, spec_of(100))
-    assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+    assert distance(answer(found, module, inputs), module(**inputs)) < 1e-5
     assert not count(found, aten.group_norm.default, aten.upsample_nearest2d.vec, aten.contiguous.default)
     assert count(found, aten.linear.default) == 4  # times, query with key and value, wide, narrow
 
@@ -148,7 +145,7 @@ def test_what_attention_reads_keeps_its_channels_side_by_side() -> None:
     found = rewritten(JointAttention(), inputs, spec_of())
     (node,) = (each for each in found.program.graph.nodes if each.target is aten.scaled_dot_product_attention.default)
     assert all(each.meta["val"].stride(-1) == 1 for each in node.args[:3])
-    assert off(answer(found, JointAttention(), inputs), JointAttention()(**inputs)) < 1e-6
+    assert distance(answer(found, JointAttention(), inputs), JointAttention()(**inputs)) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 8, 8), (2, 64, 20, 12), (1, 32, 64, 64), (3, 48, 33, 31)])
@@ -162,7 +159,7 @@ def test_group_norm_is_exact_far_from_zero(shape: tuple[int, ...], affine: bool)
     wanted = F.group_norm(x.double(), 16, *((t.double() for t in (weight, bias)) if affine else ()), eps=1e-6)
     found = group_norm.group_norm(x, 16, weight, bias, 1e-6)
     usual = F.group_norm(x, 16, weight, bias, eps=1e-6)
-    assert off(found, wanted) < max(2 * off(usual, wanted), 1e-3)
+    assert distance(found, wanted) < max(2 * distance(usual, wanted), 1e-3)
 
 
 def test_group_norm_keeps_half_precision_and_layout() -> None:
@@ -189,7 +186,7 @@ def test_wide_heads_are_products(scale: float | None, scores_bytes: int, monkeyp
     module = WideAttention(scale=scale)
     found = rewritten(module, inputs, spec_of())
     assert not count(found, aten.scaled_dot_product_attention.default)
-    assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+    assert distance(answer(found, module, inputs), module(**inputs)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -210,7 +207,7 @@ def test_joined_layers_take_no_more_than_they_may() -> None:
         copies = sum(named[name].nbytes for weight in found.derived.values() for name in weight.sources)
         biases = sum(named[name].nbytes for w in found.derived.values() for name in w.sources if "bias" in name)
         assert copies - biases <= whole * percent / 100
-        assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+        assert distance(answer(found, module, inputs), module(**inputs)) < 1e-5
     assert {weight.sources for weight in found.derived.values()} == {
         ("time.0.weight", "time.1.weight", "time.2.weight"),
         ("time.0.bias", "time.1.bias", "time.2.bias"),
@@ -223,7 +220,7 @@ def test_constants_and_unsaved_buffers_survive() -> None:
     found = rewritten(module, inputs, spec_of(100))
     with torch.no_grad():
         for given, wanted in zip(found.program.module()(**inputs), module(**inputs), strict=True):
-            assert off(given, wanted) < 1e-5
+            assert distance(given, wanted) < 1e-5
 
 
 @pytest.fixture
@@ -242,7 +239,7 @@ def test_feed_forward_in_eight_bits(
     monkeypatch.setattr(eight_bits, "_LEAST_PART", 8)
     module, inputs = Block(), inputs_of()
     found = rewritten(module, inputs, spec_of(100, quantised=quantised))
-    error = off(answer(found, module, inputs), module(**inputs))
+    error = distance(answer(found, module, inputs), module(**inputs))
     assert found.eight_bits == 2 and count(found, aten.linear.default) == 2
     assert 1e-5 < error < limit
     assert not count(found, aten.ones.default), "a kernel in each layer, for a constant"
@@ -346,7 +343,7 @@ def test_a_gate_between_layers_in_fp8_is_one_kernel(kind: type[Gated], gates_in_
     module, inputs = kind(), {"x": torch.randn(2, 16, 32)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
     assert gates_in_torch == [(32, 160)] and found.eight_bits == 2
-    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+    assert 1e-5 < distance(answer(found, module, inputs), module(**inputs)) < 0.1
     assert count(found, aten.linear.default) == 0 and count(found, aten.chunk.default) == 1  # of what stands for it
     assert count(found, aten._scaled_mm.default) == 2
 
@@ -366,7 +363,7 @@ def test_what_the_kernel_does_not_compute_is_left(module: Gated, gates_in_torch:
     inputs = {"x": torch.randn(2, 16, module.wide.in_features)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
     assert not gates_in_torch and found.eight_bits
-    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+    assert 1e-5 < distance(answer(found, module, inputs), module(**inputs)) < 0.1
 
 
 @pytest.mark.usefixtures("small_layers_gain", "gates_in_torch")
@@ -377,7 +374,7 @@ def test_a_kernel_that_cannot_be_traced_is_done_without(
     module, inputs = Gated(), {"x": torch.randn(2, 16, 32)}
     found = rewritten(module, inputs, spec_of(quantised=Quantised.FP8))
     assert found.eight_bits == 2 and "is built without the fused GEGLU kernel" in caplog.text
-    assert 1e-5 < off(answer(found, module, inputs), module(**inputs)) < 0.1
+    assert 1e-5 < distance(answer(found, module, inputs), module(**inputs)) < 0.1
 
 
 def test_only_packages_have_kernels_of_ours() -> None:
@@ -420,7 +417,7 @@ def test_quantised_rows_are_near_and_finite(kind: torch.dtype) -> None:
     back = small.float() * scale
     assert back.isfinite().all() and not back[1].any()
     for row in (0, 2, 4):
-        assert off(back[row], source[row].float()) < 0.04
+        assert distance(back[row], source[row].float()) < 0.04
 
 
 @pytest.mark.parametrize(
@@ -472,7 +469,7 @@ def test_what_is_written_in_between_is_left_alone(what: str) -> None:
     x = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(5))
     inputs = {"x": x.contiguous(memory_format=torch.channels_last)}
     found = rewritten(module, inputs, spec_of(100))
-    assert off(answer(found, module, inputs), module(**inputs)) < 1e-5
+    assert distance(answer(found, module, inputs), module(**inputs)) < 1e-5
 
 
 class LongRows(nn.Module):
@@ -495,7 +492,7 @@ def test_long_rows_may_lie_anyhow(how: str, quantised: Quantised, monkeypatch: p
     monkeypatch.setattr(eight_bits, "_LONG", 32)
     module, inputs = LongRows(how), {"x": torch.randn(1, 128, 128, generator=torch.Generator().manual_seed(6))}
     found = rewritten(module, inputs, spec_of(quantised=quantised))
-    assert found.eight_bits == 1 and off(answer(found, module, inputs), module(**inputs)) < 0.05
+    assert found.eight_bits == 1 and distance(answer(found, module, inputs), module(**inputs)) < 0.05
 
 
 def test_layers_of_one_input_are_joined_only_where_they_stay_as_they_are(

@@ -1,4 +1,4 @@
-"""Clocks that jump, disks without locks, files that change under their names, and many processes: nothing breaks."""
+"""Clocks that jump, disks without locks, and files that change under their names: nothing breaks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import pytest
 from filelock import FileLock
 
 from slipstream.core.errors import StoreError
-from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import EngineStore, Entry, WeightsMemo, file_identity
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.tests.fakes import FIRST_USE, MANUAL, FakeSource, FakeWorker, NullBackend, ask, make_inputs, run_once
-from slipstream.tests.unit.engine_cache.support import make_key
 
 Put = Callable[..., Entry]
 CALL = CallShape.of(make_inputs())
@@ -165,37 +163,3 @@ def test_an_engine_of_another_comfyui_is_not_used(provider: EngineProvider, sour
     provider.make(source, CALL, MANUAL, HostHooks())
     source.architecture = replace(source.architecture, digest="f" * 64)
     assert ask(EngineProvider(EngineStore(provider.store.root), provider.backends), source, MANUAL).engine is None
-
-
-_BUSY = """
-import random
-from slipstream.core.errors import StoreError
-chance = random.Random(int(sys.argv[3]))
-store = EngineStore(sys.argv[1], limit_bytes=8000)
-artifact = Artifact(pathlib.Path(sys.argv[2]), ("model.pt2", "constants.json"))
-for _ in range(10):
-    key = make_key(64 * chance.randint(1, 4))
-    entry = store.lookup(key.digest) or store.put(key, artifact, label="x", build=BuildRecord(1))
-    try:
-        with entry.hold():
-            entry.verify_files(again=True)
-            assert entry.artifact.files and store.lookup(key.digest) is not None, "removed while held"
-    except StoreError as error:
-        assert "removed from the store meanwhile" in str(error), error
-    if chance.random() < 0.3:
-        store.prune(limit_bytes=4000)
-print("fine")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 8])
-def test_many_processes_on_one_store(
-    count: int, store: EngineStore, artifact: Artifact, python: Callable[..., Any]
-) -> None:
-    processes = [python(_BUSY, store.root, artifact.directory, seed) for seed in range(count)]
-    assert [process.communicate(timeout=200)[0].strip() for process in processes] == ["fine"] * count
-    assert all(why is None for why in store.verify_all().values())
-    for folder in ("tmp", "in_use", "quarantine"):
-        assert list((store.root / folder).iterdir()) == []
-    assert make_key().digest

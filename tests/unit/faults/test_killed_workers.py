@@ -34,8 +34,9 @@ def killer(store: EngineStore, phase: str, killed: list[int]) -> Callable[[Progr
     return progress
 
 
-@pytest.mark.parametrize("phase", ["start", "export", "compile"])
+@pytest.mark.parametrize("phase", ["start", "export"])
 def test_a_worker_that_is_killed(phase: str, store: EngineStore) -> None:
+    """In the compiler: `test_whole_build.py`."""
     plan, killed = make_plan(), list[int]()
     with pytest.raises(BuildDied, match="killed from outside"):
         build_engine(plan, store, killer(store, phase, killed), CancelToken())

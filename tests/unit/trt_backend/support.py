@@ -21,7 +21,8 @@ from slipstream.core.progress import ProgressCallback, ignore_progress
 from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Quantised, Role
-from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
+from slipstream.tests.tensors import distance
+from slipstream.tests.unit.compile_backend.support import SmallArchitecture
 from slipstream.tests.unit.trt_backend.fakes.fake_tensorrt import FakeTensorRT, fake_tensorrt
 from slipstream.trt_backend.build import PlanBuilder
 from slipstream.trt_backend.engine import TensorRTEngine
@@ -132,7 +133,7 @@ def error(found: Tensors, weights: Mapping[str, torch.Tensor], inputs: Tensors) 
             SmallNet(), wide, (), {name: tensor.float() for name, tensor in inputs.items()}
         )
     assert list(found) == ["out"] and found["out"].shape == wanted.shape
-    return relative(found["out"], wanted)
+    return distance(found["out"], wanted)
 
 
 # ------------------------------------------------------------------------------------------------ on the way
@@ -144,6 +145,20 @@ def library_of(release: str) -> tuple[Library, FakeTensorRT]:
 
 
 @functools.cache
+def _as_exported(opset: int, precision: Precision, profiles: tuple[ShapeProfile, ...]) -> ExportedGraph:
+    """For each opset once in a session: it takes seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        architecture = SmallArchitecture(SmallNet, outputs=("out",))
+        job = BuildJob(Path(folder), make_spec(precision, profiles), architecture, CPU, Environment.current(CPU))
+        return export_graph(job, opset)
+
+
+def as_exported(opset: int, spec: EngineSpec) -> ExportedGraph:
+    """`SmallNet`'s graph as torch writes it, before surgery."""
+    return _copy(_as_exported(opset, spec.precision, spec.profiles))
+
+
+@functools.cache
 def _exported(
     opset: int,
     lowered: bool,
@@ -151,11 +166,7 @@ def _exported(
     profiles: tuple[ShapeProfile, ...],
     quantised: Quantised | None,
 ) -> ExportedGraph:
-    """For each opset once in a session: it takes seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        architecture = SmallArchitecture(SmallNet, outputs=("out",))
-        job = BuildJob(Path(folder), make_spec(precision, profiles), architecture, CPU, Environment.current(CPU))
-        graph = export_graph(job, opset)
+    graph = _as_exported(opset, precision, profiles)
     weights = dict(graph.weights)
     eight_bits = DTYPES[quantised] if quantised else None
     with mock.patch.multiple("slipstream.core.eight_bits", LEAST_COLUMNS=16, LEAST_PRODUCT=1):
@@ -164,7 +175,10 @@ def _exported(
 
 
 def exported(library: Library, spec: EngineSpec) -> ExportedGraph:
-    graph = _exported(max(library.opset, 18), library.opset < 18, spec.precision, spec.profiles, spec.quantised)
+    return _copy(_exported(max(library.opset, 18), library.opset < 18, spec.precision, spec.profiles, spec.quantised))
+
+
+def _copy(graph: ExportedGraph) -> ExportedGraph:
     return ExportedGraph(copy.deepcopy(graph.model), dict(graph.weights), graph.weight_bytes)
 
 

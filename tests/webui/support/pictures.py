@@ -80,11 +80,6 @@ def picture(choices: tuple[Any, ...] = OFF, *others: Any, **options: Any) -> Pic
     return Picture(watch.latents[-1], dict(p.extra_generation_params), made.info, list(made.infotexts))
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The norm of the difference, relative to what is wanted."""
-    return float((found - wanted).norm() / wanted.norm())
-
-
 def module(choices: tuple[Any, ...] = ENGINE) -> Any:
     """The accelerated module that serves these choices."""
     from slipstream.hosts.forge.choices import Choices

@@ -15,6 +15,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
 
 from .loading import PackFailed
 
@@ -111,7 +112,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """How far two pictures are apart."""
     if found.shape != wanted.shape:
         return float("inf")
-    return float((found - wanted).double().norm() / wanted.double().norm())
+    return distance(found, wanted)
 
 
 class Measurement:

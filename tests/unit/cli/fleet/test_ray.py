@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,11 @@ import pytest
 from slipstream.engine_cache.travel.remote_store import RemoteStore
 from slipstream.tests.unit.cli.fleet.conftest import builds
 
-ray = pytest.importorskip("ray")
-
 
 @pytest.fixture
 def cluster(pretended: Path) -> Iterator[Any]:
     """Two nodes, whose processes know where builds are pretended."""
+    ray = pytest.importorskip("ray", reason="no Ray; `python tools/test.py --everything` installs it")
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -56,7 +57,7 @@ def test_a_cluster_that_is_not_there(cli, tmp_path: Path, monkeypatch: pytest.Mo
     def unreachable(**_: Any) -> None:
         raise ConnectionError("nobody answers")
 
-    monkeypatch.setattr(ray, "init", unreachable)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=unreachable))
     (tmp_path / "m.json").write_text(json.dumps({"models": [{"model": "one", "resolutions": ["64x64"]}]}))
     done = cli("build", "--matrix", tmp_path / "m.json", "--ray", "127.0.0.1:9", "--remote", tmp_path / "remote")
     assert done.status == 1 and "cannot be reached" in done.err

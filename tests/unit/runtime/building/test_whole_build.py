@@ -26,7 +26,7 @@ from slipstream.runtime.building.job_file import read_job, write_job
 from slipstream.runtime.building.worker_process import run_build
 from slipstream.runtime.planning.plan import CallShape, Plan, plans
 from slipstream.runtime.settings.model_settings import Settings
-from slipstream.tests.fakes import CPU, FakeArchitecture, Untraceable, make_inputs, wait_until
+from slipstream.tests.fakes import CPU, Broken, FakeArchitecture, Untraceable, make_inputs, wait_until
 from slipstream.tests.unit.runtime.processes import Process, in_session, workers_in
 
 pytestmark = [
@@ -220,7 +220,9 @@ def test_progress_says_what_is_going_on(history: History) -> None:
 # -------------------------------------------------------------------------------------------- host dies
 
 
-@pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
+@pytest.mark.parametrize(
+    "paused", [pytest.param(False, id="running", marks=pytest.mark.slow), pytest.param(True, id="paused")]
+)
 def test_a_worker_whose_host_died_ends_with_all_it_started(
     root: Path, job: BuildJob, slow_compiler: None, tmp_path: Path, paused: bool
 ) -> None:
@@ -242,9 +244,8 @@ def test_a_worker_whose_host_died_ends_with_all_it_started(
 
 
 def test_what_breaks_in_the_worker_is_said_in_one_line(job: BuildJob) -> None:
-    unknown = replace(job.spec.backend, options={"no_such_option": True})
-    with pytest.raises(BuildFailed, match="The engine could not be built: .*no_such_option") as caught:
-        run_build(replace(job, spec=replace(job.spec, backend=unknown)), ignore_progress, CancelToken())
+    with pytest.raises(BuildFailed, match="The engine could not be built: .*no such layer") as caught:
+        run_build(replace(job, architecture=Broken()), ignore_progress, CancelToken())
     assert not isinstance(caught.value, BuildDied) and "\n" not in str(caught.value)
     assert "Traceback" in (job.directory / "worker.log").read_text()
 

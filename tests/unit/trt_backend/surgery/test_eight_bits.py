@@ -23,13 +23,15 @@ from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import BuildJob, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import Precision, Quantised
-from slipstream.tests.unit.compile_backend.support import SmallArchitecture, relative
+from slipstream.tests.tensors import distance
+from slipstream.tests.unit.compile_backend.support import SmallArchitecture
 from slipstream.tests.unit.trt_backend.support import (
     CPU,
     DYNAMIC,
     STATIC,
     Bench,
     SmallNet,
+    as_exported,
     error,
     library_of,
     make_inputs,
@@ -39,7 +41,7 @@ from slipstream.tests.unit.trt_backend.support import (
 from slipstream.tests.unit.trt_backend.surgery.test_surgery import AREA, BATCH, RUNNABLE, Case, export, random
 from slipstream.trt_backend import TensorRTBackend
 from slipstream.trt_backend.backend import ALL, NEEDED, _operated
-from slipstream.trt_backend.export import bytes_of_weights, export_graph
+from slipstream.trt_backend.export import bytes_of_weights
 from slipstream.trt_backend.signature import PlanSignature
 from slipstream.trt_backend.surgery import operate
 from slipstream.trt_backend.surgery.weight_map import UNIT, Part
@@ -71,7 +73,7 @@ def off(found: Tensors, weights: Tensors, inputs: Tensors, wanted: Quantised) ->
     wide = {name: tensor.float() for name, tensor in weights.items()}
     given = {name: tensor.float() for name, tensor in inputs.items()}
     with torch.no_grad():
-        return relative(found["out"], torch.func.functional_call(net, wide, (), given)[0])
+        return distance(found["out"], torch.func.functional_call(net, wide, (), given)[0])
 
 
 @BOTH
@@ -210,7 +212,7 @@ def test_what_a_layer_reads_is_rounded_once(wanted: Quantised, dtype: torch.dtyp
     )
     layer.float()
     assert taken == ["weight"]
-    assert relative(found.float(), layer(x.float())) < 5e-4 < relative(found.float(), exact)
+    assert distance(found.float(), layer(x.float())) < 5e-4 < distance(found.float(), exact)
 
 
 @pytest.mark.usefixtures("everything_gains")
@@ -253,7 +255,7 @@ def test_only_features_by_a_weight_of_their_own_are_taken(wanted: Quantised) -> 
     case = export(Many(), x, opset=21)
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["own.weight"], "the others are read twice, have three axes, or stand on the left"
-    assert relative(case.run(model, case.weights, x), case.expected) < 0.1
+    assert distance(case.run(model, case.weights, x), case.expected) < 0.1
 
 
 @pytest.mark.usefixtures("everything_gains")
@@ -272,7 +274,7 @@ def test_what_two_layers_read_is_rounded_once_for_both(wanted: Quantised) -> Non
     model, taken = in_eight_bits(case, wanted)
     assert taken == ["first.weight", "second.weight"]
     assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == 1
-    assert relative(case.run(model, case.weights, x), case.expected) < 5e-2
+    assert distance(case.run(model, case.weights, x), case.expected) < 5e-2
 
 
 class Modulated(nn.Module):
@@ -308,11 +310,10 @@ def names(case: Case) -> list[str]:
 
 @BOTH
 @pytest.mark.parametrize("passes", [ALL, NEEDED])
-def test_surgery_may_be_left_out(wanted: Quantised, passes: str, everything_gains: None, tmp_path: Path) -> None:
+def test_surgery_may_be_left_out(wanted: Quantised, passes: str, everything_gains: None) -> None:
     spec = make_spec(Precision.FP32, (STATIC,), wanted, surgery=passes)
-    job = BuildJob(tmp_path, spec, SmallArchitecture(SmallNet, outputs=("out",)), CPU, Environment.current(CPU))
     library, _ = library_of("11.4.0")
-    graph, _ = _operated(export_graph(job, library.opset), library, spec)
+    graph, _ = _operated(as_exported(library.opset, spec), library, spec)
     assert set(ROUNDED) <= {source.name for source in graph.weights.values() if source.eight_bits}
 
 

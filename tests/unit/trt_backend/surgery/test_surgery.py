@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.core.errors import UnsupportedModel
+from slipstream.tests.tensors import distance
 from slipstream.tests.tiny_unet import CONFIG
 from slipstream.trt_backend.surgery import PASSES, lower_to_opset_17, operate
 from slipstream.trt_backend.surgery.weight_map import WeightMap, WeightSource
@@ -69,7 +71,7 @@ class Case:
 
     def check(self, model: onnx.ModelProto, weights: WeightMap) -> None:
         onnx.checker.check_model(filled(model, weights, self.state), full_check=True)
-        assert error(self.run(model, weights), self.expected) < TOLERANCE
+        assert distance(self.run(model, weights), self.expected) < TOLERANCE
 
 
 @dataclass
@@ -93,11 +95,6 @@ class Operated:
 
 def counts(model: onnx.ModelProto) -> Counter[str]:
     return Counter(node.op_type for node in model.graph.node)
-
-
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    assert got.shape == expected.shape
-    return float((got - expected).norm() / expected.norm())
 
 
 def filled(model: onnx.ModelProto, weights: WeightMap, state: Mapping[str, torch.Tensor]) -> onnx.ModelProto:
@@ -461,7 +458,7 @@ def test_attention_of_open_lengths_is_recovered() -> None:
     assert operated.counts == {"Attention": 1}
     others = random(3, 4, 9, 8), random(3, 4, 5, 8), random(3, 4, 5, 9)
     expected = F.scaled_dot_product_attention(*others)
-    assert error(case.run(operated.model, operated.weights, *others), expected) < TOLERANCE
+    assert distance(case.run(operated.model, operated.weights, *others), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -664,10 +661,16 @@ def unet_inputs(batch: int = 2, height: int = 16, width: int = 16) -> tuple[torc
     return random(batch, 4, height, width), 100 * random(batch).abs(), random(batch, 77, 36)
 
 
+@functools.cache
+def whole_unet(opset: int) -> Case:
+    """Exported once in a session: it takes seconds."""
+    return export(WholeUNet(), *unet_inputs(), opset=opset)
+
+
 @pytest.mark.diffusers
 @pytest.mark.parametrize(("opset", "target"), [(18, 18), (18, 23), (23, 23)])
 def test_a_unet_gives_the_same_numbers_with_far_fewer_operators(opset: int, target: int) -> None:
-    case = export(WholeUNet(), *unet_inputs(), opset=opset)
+    case = whole_unet(opset)
     operated = case.operated(opset=target)
     there = operated.counts
     assert {kind: there[kind] for kind in KEPT} == KEPT
@@ -700,7 +703,7 @@ def test_a_unet_of_open_shapes_runs_at_others(open_unet: tuple[nn.Module, Case])
     assert (operated.counts["Attention"], operated.counts["GroupNormalization"]) == (LAYERS, 21)
     assert not {"SplitToSequence", "Constant", "Softmax", "InstanceNormalization"} & set(operated.counts)
     others = unet_inputs(3, 8, 20)
-    assert error(case.run(operated.model, operated.weights, *others), module(*others)) < TOLERANCE
+    assert distance(case.run(operated.model, operated.weights, *others), module(*others)) < TOLERANCE
 
 
 def test_a_view_beside_an_open_axis_says_nothing_of_sizes_of_0() -> None:
