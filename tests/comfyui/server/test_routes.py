@@ -25,8 +25,8 @@ PREFIX = "/slipstream/v1"
 ABSENT = "0" * 64
 ENGINE = {
     "digest", "label", "role", "backend", "precision", "optimize", "bytes", "created", "build_s", "last_used", "error",
-    "speedup", "engine_ms", "eager_ms", "timed_by", "caution", "retired", "trusted", "adoptable", "base", "state", "reasons",
-    "gpu", "resolution", "batch",
+    "speedup", "engine_ms", "eager_ms", "timed_by", "caution", "retired", "trusted", "adoptable", "base", "state",
+    "reasons", "gpu", "resolution", "batch",
 }  # fmt: skip
 CHECKED = Verification(1e-6, 2e-6, 2, "fp32")
 REQUESTS = 2400
