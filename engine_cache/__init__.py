@@ -8,11 +8,12 @@ from .keyring import Keyring, PublicKey
 from .locks import WaitCallback
 from .manifest import BuildRecord, FileRecord, Manifest, Speed, Verification, is_digest
 from .memos import BuildHistory, ChoiceMemo, OverflowMemo, PastBuild, WeightsMemo
-from .signatures import signed, signer_of, why_untrusted
+from .signatures import ADOPT, signed, signer_of, why_untrusted
 from .store import DEFAULT_LIMIT_BYTES, EngineStore
 from .weights_digest import digest_tensors
 
 __all__ = [
+    "ADOPT",
     "DEFAULT_LIMIT_BYTES",
     "BuildHistory",
     "BuildRecord",

@@ -15,7 +15,7 @@ from ..core.protocols import Artifact
 from .files import Identity, identity, sha256_of, store_errors
 from .locks import Claim
 from .manifest import MANIFEST_NAME, Manifest
-from .signatures import why_untrusted
+from .signatures import origin_to_vouch_for, why_untrusted
 
 if TYPE_CHECKING:
     from .store import EngineStore
@@ -91,6 +91,11 @@ class Entry:
     def why_untrusted(self) -> str | None:
         """Why its code is not loaded on this machine, and the way out; None where it may be."""
         return why_untrusted(self.manifest, self._store.keyring)
+
+    @property
+    def adoptable(self) -> str | None:
+        """Where it is from, as `origin_to_vouch_for` says, if a person may have it loaded by `EngineStore.adopt`."""
+        return None if self.is_in_base else origin_to_vouch_for(self.manifest, self._store.keyring)
 
     @property
     def artifact(self) -> Artifact:

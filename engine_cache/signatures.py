@@ -12,6 +12,9 @@ from .key import canonical_json
 from .keyring import GET_CRYPTOGRAPHY, Keyring, PublicKey, can_sign
 from .manifest import Manifest
 
+ADOPT = "trust adopt"
+"""The command that takes over engines of no maker; its name stands in the reasons that it helps against."""
+
 _VERSION = "slipstream engine 1\n"
 _PACK = Path(__file__).resolve().parents[1]
 
@@ -49,6 +52,16 @@ def why_untrusted(manifest: Manifest, keyring: Keyring) -> str | None:
     return None
 
 
+def origin_to_vouch_for(manifest: Manifest, keyring: Keyring) -> str | None:
+    """Where an engine is from that no maker's key vouches for, so that a person may: `unsigned`, or `elsewhere` where
+    another machine or user sealed it. None where it is trusted, was changed, or names its maker's key."""
+    if manifest.signature is not None or why_untrusted(manifest, keyring) is None:
+        return None
+    if manifest.seal is None:
+        return "unsigned"
+    return None if keyring.is_own_seal(manifest.seal) else "elsewhere"
+
+
 def signer_of(manifest: Manifest) -> PublicKey | None:
     """Whose signature a manifest says it has; nothing is checked."""
     return _parts(manifest.signature)[0] if manifest.signature else None
@@ -58,14 +71,14 @@ def _of_nobody(manifest: Manifest, keyring: Keyring) -> str:
     if manifest.seal is None:
         return (
             "nobody signed it. It is from elsewhere, or from a Slipstream before engines were signed. If this machine "
-            f"built it, run {_command('trust adopt')} to keep it."
+            f"built it, run {_command(ADOPT)} to keep it."
         )
     if keyring.is_own_seal(manifest.seal):
         return "it was changed after this machine built it. Delete it, and it is built anew."
     return (
         "another machine or user built it, and did not sign it for others. Export it there with the package "
         "cryptography installed, or delete it, and it is built anew here. If this machine built it before its key was "
-        f"lost, run {_command(f'trust adopt {manifest.digest[:12]}')}, and keep the folder of keys (SLIPSTREAM_KEYS)."
+        f"lost, run {_command(f'{ADOPT} {manifest.digest[:12]}')}, and keep the folder of keys (SLIPSTREAM_KEYS)."
     )
 
 

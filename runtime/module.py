@@ -258,7 +258,7 @@ class Run:
                 self._module.status.explain_eager(result, f"{result}; none of its blocks runs on one: {by_blocks}")
             self.answers.append(Answer(is_vetoed=veto is not None))
             return computed
-        self._module.status.count_blocks(result, by_blocks.share)
+        self._module.status.count_blocks(result, by_blocks.share, by_blocks.engine)
         engine = by_blocks.engine if veto is None else None
         self.answers.append(Answer(engine, is_vetoed=engine is None))
         return computed

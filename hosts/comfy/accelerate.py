@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from ...runtime.checking.sentinel import StartAgain
@@ -100,8 +101,10 @@ def _blocks_of(
     if not settings.runs_by_blocks or why_nothing_of_it(guider.model_options) is not None:
         return None
     in_place = functools.partial(weights_in_place, guider.model_patcher, source.unet, ending=ending)
-    provider, hooks = module.provider, waiting_hooks()
-    return BlockCalls(source.unet, source.architecture, source.device, provider, settings, hooks, in_place)
+    hooks = replace(waiting_hooks(), by_hand=module.by_hand)
+    return BlockCalls(
+        source.unet, source.architecture, source.device, module.provider, settings, hooks, module.status, in_place
+    )
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

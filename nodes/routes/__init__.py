@@ -12,10 +12,13 @@ def add_routes() -> None:
     server = server_of_process()
     if server is None or any(getattr(route, "path", "").startswith(PREFIX) for route in server.routes):
         return
+    from ...hosts.comfy.process.page_language import page_language
+    from ...runtime.reporting.log_language import follow_page
     from ...runtime.reporting.recent_log import recent_log
     from . import builds, engines, health, log, models, settings, step_skip, system, ui
     from .guard import unknown
 
+    follow_page(page_language)
     recent_log()  # keeps what is logged from now on
     for module in (builds, engines, health, log, models, settings, step_skip, system, ui):
         for method, path, handler in module.ROUTES:

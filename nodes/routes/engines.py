@@ -6,14 +6,14 @@ from typing import Any
 
 from aiohttp import web
 
-from ...engine_cache import EngineStore
+from ...engine_cache import ADOPT, EngineStore, Entry
 from ...hosts.comfy.building.model_grid import names_of_files
 from ...hosts.comfy.process.server_events import ENGINES, send
 from ...hosts.comfy.process.shared_provider import provider
 from ...runtime.reporting.engine_coverage import Asked, engine_coverage
 from ...runtime.reporting.engine_info import details, overview
 from ...runtime.requests.pruning import prune
-from .guard import Answer, Route, asks, changes
+from .guard import Answer, Route, asks, changes, is_here
 from .rules import Refused, check_digest, whole_number
 
 _LARGEST = 2**20
@@ -60,6 +60,25 @@ def try_again(request: web.Request, fields: dict[str, Any]) -> Answer:
     return {"digest": digest}
 
 
+@changes("digests")
+def adopt_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
+    """Sign engines that no maker's key vouches for, since the person at this machine does; all of them, or none."""
+    if not is_here(request):
+        raise Refused(
+            "forbidden",
+            "Engines hold native code, so only a browser on the machine that runs ComfyUI may have them trusted. "
+            f"There, `{ADOPT}` of Slipstream's command line does the same.",
+        )
+    store = _store()
+    entries = [_adoptable(store, digest) for digest in _digests(fields)]
+    try:
+        for entry in entries:
+            store.adopt(entry)
+    finally:
+        send(ENGINES, {})
+    return {"adopted": [entry.digest for entry in entries]}
+
+
 @changes()
 def verify_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
     problems = _store().verify_all()
@@ -87,6 +106,7 @@ ROUTES: list[Route] = [
     ("GET", "/engines", list_engines),
     ("POST", "/engines/verify", verify_engines),
     ("POST", "/engines/prune", prune_engines),
+    ("POST", "/engines/adopt", adopt_engines),
     ("GET", "/engines/{digest}", show_engine),
     ("POST", "/engines/{digest}/verify", verify_engine),
     ("POST", "/engines/{digest}/delete", delete_engine),
@@ -113,6 +133,33 @@ def _stored(request: web.Request) -> str:
     if not _store().has(digest):
         raise _missing(digest)
     return digest
+
+
+def _digests(fields: dict[str, Any]) -> list[str]:
+    """The field `digests`, each once.
+
+    Raises:
+        Refused: it is no list of digests, or is empty.
+    """
+    listed = fields.get("digests")
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, str) for each in listed):
+        raise Refused("bad_request", "digests must be a list of the digests of engines, at least one.")
+    return [check_digest(each) for each in dict.fromkeys(listed)]
+
+
+def _adoptable(store: EngineStore, digest: str) -> Entry:
+    """The engine, once it is sure that a person may vouch for it.
+
+    Raises:
+        Refused: there is no such engine, or it is trusted, was changed, or names another maker's key.
+    """
+    entry = store.lookup(digest)
+    if entry is None:
+        raise _missing(digest)
+    if entry.adoptable is None:
+        why = entry.why_untrusted() or f"The engine {digest[:12]} is trusted already."
+        raise Refused("conflict", why)
+    return entry
 
 
 def _missing(digest: str) -> Refused:

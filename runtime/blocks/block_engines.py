@@ -54,6 +54,13 @@ _NO_FAULT = BackendUnavailable, BuildDied, BuildOutOfMemory, StoreError
 
 
 @dataclass
+class AwaitedBuild:
+    """The build that an offer waits for, or waited for last; None where it needed none so far."""
+
+    ticket: Ticket | None = None
+
+
+@dataclass
 class BlockOffer:
     """What may compute the calls of one kind of block in one form and one set of shapes.
 
@@ -66,6 +73,7 @@ class BlockOffer:
         is_trusted: whether it gave what the block itself gave, in this process.
         is_final: whether there will be none in this process; if not, a later run may ask again.
         digest: of the engine; empty where there is none.
+        build: that it waits for, or waited for.
     """
 
     architecture: BlockArchitecture
@@ -77,6 +85,7 @@ class BlockOffer:
     is_trusted: bool = False
     is_final: bool = True
     digest: str = ""
+    build: AwaitedBuild = field(default_factory=AwaitedBuild)
 
     def refuse(self, reason: str, is_final: bool = True) -> None:
         """Use no engine, in this process or until a later run asks again."""
@@ -90,6 +99,7 @@ class _Wish:
     offer: BlockOffer
     plans: list[BlockPlan]
     policy: BuildPolicy
+    by_hand: bool
 
 
 @dataclass
@@ -141,18 +151,20 @@ class BlockEngines:
         device: torch.device,
         optimize: Optimize,
         policy: BuildPolicy,
+        by_hand: bool = False,
     ) -> BlockOffer:
         """What may compute calls of this shape: filled in as soon as its engine is found, or built, and loaded.
 
         Args:
             architecture: with the call's shapes as its example.
+            by_hand: a person asked for it: earlier failures are ignored.
         """
         inputs = tuple(
             (torch.Size(shape), dtype) for shape, dtype in zip(architecture.example.values(), dtypes, strict=True)
         )
         offer = BlockOffer(architecture, inputs, precision)
         try:
-            self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, policy)
+            self._loader.submit(self._begin, offer, dtypes, precision, device, optimize, policy, by_hand)
         except RuntimeError:  # as in `_on_ticket`
             offer.refuse("this process is ending")
         return offer
@@ -165,13 +177,22 @@ class BlockEngines:
         device: torch.device,
         optimize: Optimize,
         policy: BuildPolicy,
+        by_hand: bool,
     ) -> None:
         try:
             plans = block_plans(offer.architecture, dtypes, precision, device, optimize, self.backend)
-            self._bring(_Wish(offer, plans, policy))
+            if by_hand:
+                self._forgive(plans)
+            self._bring(_Wish(offer, plans, policy, by_hand))
         except Exception as error:  # whatever it is: the block runs as it is
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             offer.refuse(str(error) or type(error).__name__)
+
+    def _forgive(self, plans: list[BlockPlan]) -> None:
+        """Forget what went wrong with engines, unless that ended a process."""
+        for plan in plans:
+            self._refused.pop(plan.key.digest, None)
+            self.queue.forget(plan)
 
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
@@ -180,7 +201,7 @@ class BlockEngines:
         for plan in wish.plans:
             digest = plan.key.digest
             found = self.store.lookup(digest)
-            if found is not None and (refusal := found.why_refused(may_build)):
+            if found is not None and not wish.by_hand and (refusal := found.why_refused(may_build)):
                 return wish.offer.refuse(refusal, is_final=False)
             if (entry := self.store.trusted(digest)) is not None:
                 engine = self._loaded(plan, entry)
@@ -228,6 +249,7 @@ class BlockEngines:
 
     def _wait_for(self, ticket: Ticket, wish: _Wish) -> None:
         wish.offer.reason = "its engine is being built"
+        wish.offer.build.ticket = ticket
         with self._lock:
             self._waiting.setdefault(ticket, []).append(wish)
         if ticket.state in ENDED:  # it ended before anybody listened

@@ -275,8 +275,20 @@ class StepTimes:
             return None
         return (
             f"engines of blocks take {say_precisely(speed.engine_ms)} ms a step where your model without Slipstream "
-            f"takes {say_precisely(speed.eager_ms)} ms, so they are not used until the next start"
+            f"takes {say_precisely(speed.eager_ms)} ms, {BLOCKS_NOT_USED}, or until you press Build engine"
         )
+
+    def speed_of_blocks(self, engine: EngineId) -> Speed | None:
+        """The figures of a model's blocks on engines; None where there are none yet."""
+        return self._of_blocks.get(engine)
+
+    def forgive_blocks(self, engine: EngineId) -> None:
+        """Somebody asks by hand for a model's blocks on engines: where they were slower, they are measured again."""
+        with self._lock:
+            speed = self._of_blocks.get(engine)
+            if speed is not None and speed.retired:
+                del self._of_blocks[engine]
+                self._forget_samples(engine)
 
     def forgive(self, entry: Entry) -> Entry:
         """Somebody asks for this engine by hand: a retired one is used and measured again."""
@@ -284,10 +296,13 @@ class StepTimes:
             speed, engine = self.speed_of(entry), id_of(entry)
             if speed is None or not speed.retired:
                 return entry
-            for step in [each for each in self._samples if engine in each.engines]:
-                del self._samples[step]
-                self._suspects.discard(step)
+            self._forget_samples(engine)
             return self._record(entry, replace(speed, retired={}))
+
+    def _forget_samples(self, engine: EngineId) -> None:
+        for step in [each for each in self._samples if engine in each.engines]:
+            del self._samples[step]
+            self._suspects.discard(step)
 
     def _record(self, entry: Entry, speed: Speed) -> Entry:
         try:
@@ -322,6 +337,9 @@ def why_retired(manifest: Manifest) -> str | None:
     speed = manifest.speed
     return say_retired(speed, manifest.timed_by) if speed and _holds(speed.retired, versions_now()) else None
 
+
+BLOCKS_NOT_USED = "so they are not used until the next start"
+"""In the reason where a model's blocks are slower on engines."""
 
 SO_NOT_USED = "so it is not used; tried again after an update of"
 """Part of what `say_retired` says, and of no other reason."""

@@ -56,6 +56,7 @@ def summary(entry: Entry) -> dict[str, Any]:
         "retired": why_retired(manifest) is not None,
         "gpu": _environment_of(manifest).get("gpu"),
         "trusted": entry.why_untrusted() is None,
+        "adoptable": entry.adoptable,
         "base": entry.is_in_base,
         **_shapes(manifest),
     }

@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from typing import Any
 
+from .log_language import InLanguage
+
 KEPT = 500
 _LONGEST = 8000
 _FORMAT = logging.Formatter("%(message)s")
@@ -50,5 +52,6 @@ def recent_log() -> RecentLog:
     """What Slipstream logs in this process, from the first call on."""
     kept = RecentLog()
     pack = __name__.removesuffix(".runtime.reporting.recent_log")  # ComfyUI loads packs under names of its own
-    logging.getLogger(pack).addHandler(kept)
+    for handler in (InLanguage(), kept):
+        logging.getLogger(pack).addHandler(handler)
     return kept

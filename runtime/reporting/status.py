@@ -7,7 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..building.build_queue import Ticket
+    from ..checking.step_times import EngineId
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Standing:
         note: said before anything ran.
         failed: a person asked for engines, and got none for `reason`.
         blocks: how much of the last call engines of blocks computed, in words; empty where none did.
+        block_engines: by which the times of these engines are known; None while some of them are compared.
     """
 
     engine: EngineUse | None = None
@@ -48,6 +53,7 @@ class Standing:
     note: str = ""
     failed: bool = False
     blocks: str = ""
+    block_engines: EngineId | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,13 @@ class Status:
     Attributes:
         on_change: called when another engine is wanted or in use.
         on_run: called when a run begins.
+        block_builds: of engines of blocks that its last run lacked, those that have ended included.
     """
 
     def __init__(self) -> None:
         self.on_change: Callable[[], None] = lambda: None
         self.on_run: Callable[[], None] = lambda: None
+        self.block_builds: Callable[[], list[Ticket]] = list
         self._wanted: dict[str, None] = {}
         self._missing: dict[str, str] = {}
         self._standing = Standing()
@@ -207,18 +215,21 @@ class Status:
             if not counted[reason]:
                 del counted[reason]
 
-    def count_blocks(self, reason: str, share: str) -> None:
+    def count_blocks(self, reason: str, share: str, engines: EngineId | None) -> None:
         """Note that the call which was just counted as eager was computed by engines of blocks.
 
         Args:
             reason: for which no engine of the whole model did.
             share: how much of it, in words.
+            engines: see `Standing.block_engines`.
         """
         with self._lock:
             self._uncount(reason)
             self._block_calls += 1
             self._last = f"blocks: {share} ({reason})"
-            self._standing = Standing(reason=reason, wanted=self._missing.get(reason), blocks=share)
+            self._standing = Standing(
+                reason=reason, wanted=self._missing.get(reason), blocks=share, block_engines=engines
+            )
 
     def count_on_purpose(self) -> None:
         """Count a call that the plain model made only so that its time is known: an engine was there for it."""

@@ -2,6 +2,7 @@
 import { app } from "./lib/comfy.js";
 import { canvasEntries, commands, keybindings, menuCommands, nodeEntries } from "./commands.js";
 import { loadStyle } from "./lib/dom.js";
+import { startSaid } from "./lib/said.js";
 import { startStore } from "./lib/store.js";
 import { adopt, startBuilder } from "./nodes/builder.js";
 import { dressNode, startNodes, updateAll } from "./nodes/nodes.js";
@@ -19,6 +20,7 @@ app.registerExtension({
   getNodeMenuItems: nodeEntries,
   async setup() {
     loadStyle();
+    await startSaid();
     registerTab();
     startNodes();
     await Promise.all([startStore(), startSettings(), startBuilder()]);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,11 +23,13 @@ from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
 from ....core.spec import Precision
 from ....core.streams import wait_for
-from ....runtime.blocks.block_engines import BlockOffer
+from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
+from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
 from ....runtime.module import ByBlocks
 from ....runtime.provider import EngineProvider, HostHooks
+from ....runtime.reporting.status import Status
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
@@ -48,6 +50,9 @@ _TF32 = 5e-3
 
 _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
+
+_CALLS_BY_HAND = 8
+"""Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 
@@ -96,6 +101,7 @@ class BlockCalls:
 
     Args:
         owner: the network's architecture.
+        status: is told which builds these calls wait for.
         in_place: gives those weights of the network that lie on its device in a dtype, by name, for the length of the
             run.
 
@@ -111,6 +117,7 @@ class BlockCalls:
         provider: EngineProvider,
         settings: Settings,
         hooks: HostHooks,
+        status: Status,
         in_place: Callable[[torch.dtype], Weights],
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
@@ -121,6 +128,9 @@ class BlockCalls:
         self._hold = Hold()
         self._led: LedNetwork | None = None
         self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
+        self._status = status
+        self._awaited: dict[int, AwaitedBuild] = {}
+        """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
         self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
         self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
@@ -132,9 +142,19 @@ class BlockCalls:
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
         self.share = BlockShare()
+        if hooks.by_hand and self._times is not None:
+            self._times.forgive_blocks(self._id)
 
     def __call__(self, compute: Callable[[], _Result]) -> _Result:
-        """What `compute` gives, which calls the network."""
+        """What `compute` gives, which calls the network; by hand again until it is known which engines serve."""
+        result = self._computing(compute)
+        for _ in range(_CALLS_BY_HAND if self._hooks.by_hand else 0):
+            if not self.share.waiting:
+                break
+            result = self._computing(compute)
+        return result
+
+    def _computing(self, compute: Callable[[], _Result]) -> _Result:
         self.share = BlockShare()
         if (reason := self._why_not()) is not None:
             self.share.eager[reason] += 1
@@ -151,6 +171,7 @@ class BlockCalls:
         self.share.eager.update(changed.values())
         self._say_reasons()
         self._settle()
+        self._tell_builds()
         if self._settings.policy is BuildPolicy.FIRST_USE:
             self._wait()
         return result
@@ -160,6 +181,14 @@ class BlockCalls:
         if not self.share.engine:
             return self.share.why_none
         return ByBlocks(str(self.share), None if self.share.waiting else self._id)
+
+    def _tell_builds(self) -> None:
+        """Let the node show the builds that this run waits for, from its first one on."""
+        self._awaited |= {number: offer.build for number, offer in self._wished.items()}
+        if self._awaited:
+            awaited = [*self._awaited.values()]
+            self._status.block_builds = lambda: tickets_of(awaited)
+            self._status.on_change()
 
     def _say_reasons(self) -> None:
         """Log each reason for which a block computes itself, once a run."""
@@ -189,7 +218,7 @@ class BlockCalls:
             return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
-        if offer is None or not (offer.is_final or offer.is_coming or id(offer) in self._asked):
+        if offer is None or self._is_to_be_asked_for_again(offer):
             offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
         if engine is None:
@@ -213,6 +242,12 @@ class BlockCalls:
         wanted = self._rest(block, args, kwargs)
         self._trials[id(offer)] = _compared(offer, found, wanted)
         return wanted
+
+    def _is_to_be_asked_for_again(self, offer: BlockOffer) -> bool:
+        """Whether an offer without an engine may have one by now: once a run, by hand whatever the reason was."""
+        if offer.engine is not None or offer.is_coming or id(offer) in self._asked:
+            return False
+        return not offer.is_final or self._hooks.by_hand
 
     def _plain(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """The block itself, whose parts may be on engines."""
@@ -241,7 +276,9 @@ class BlockCalls:
             offer.refuse(str(error))
         else:
             optimize, policy = self._settings.effort, self._settings.policy
-            offer = self._engines.offer(architecture, dtypes, precision, self._device, optimize, policy)
+            offer = self._engines.offer(
+                architecture, dtypes, precision, self._device, optimize, policy, self._hooks.by_hand
+            )
         block.keep((form, inputs, self._device, self._settings.effort), offer)
         self._asked[id(offer)] = offer
         self._tried.pop(id(offer), None)  # of one that was forgotten
@@ -320,6 +357,11 @@ class BlockCalls:
         except BaseException:
             self._engines.queue.cancel_all("the run that waited for it was interrupted")
             raise
+
+
+def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
+    """The builds, each once: blocks of a kind share theirs."""
+    return [*dict.fromkeys(each.ticket for each in awaited if each.ticket is not None)]
 
 
 def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

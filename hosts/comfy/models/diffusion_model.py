@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -202,7 +203,7 @@ def checkout_in_use() -> str:
     """The folder of the ComfyUI that this process runs."""
     import comfy.ops
 
-    return str(Path(comfy.ops.__file__).resolve().parents[1])
+    return str(Path(inspect.getfile(comfy.ops)).resolve().parents[1])
 
 
 def enter_for_layers(checkout: str) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ....core.spec import Role
 from ....runtime.building.build_queue import ENDED, Ticket, TicketState
 from ....runtime.provider import EngineProvider
 from ....runtime.reporting.build_info import describe_build
@@ -58,8 +59,8 @@ class Announcer:
         self._told: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._builds: list[dict[str, Any]] = []
         self._nodes: dict[tuple[Any, Any], dict[str, Any]] = {}
-        provider.queue.listen(self._hear)
-        provider.blocks.queue.listen(lambda ticket: self.wake())  # dozens: their ends are no news by themselves
+        for queue in provider.queues:
+            queue.listen(self._hear)
         threading.Thread(target=self._work, daemon=True, name="slipstream-announce").start()
 
     def wake(self) -> None:
@@ -106,6 +107,8 @@ class Announcer:
     def _is_to_be_compared(self, ticket: Ticket) -> bool:
         digest = ticket.plan.key.digest
         if ticket.state is not TicketState.DONE or not ticket.urgent or self._registry.is_used(digest):
+            return False
+        if ticket.plan.spec.role is Role.BLOCK:  # it is compared in the calls of its blocks
             return False
         entry = self._provider.store.lookup(digest)
         if entry is None or self._provider.what_is_wrong(entry) is not None:
@@ -154,6 +157,7 @@ def result(ticket: Ticket, places: list[NodeAddress], provider: EngineProvider) 
         "result": word if refusal is None else "failed",
         "id": digest,
         "label": label,
+        "role": ticket.plan.spec.role.value,
         "seconds": round(ticket.seconds, 1),
         "message": built if error is None else str(error),
         "nodes": [place.to_json() for place in places],

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from ....core.formatting import say_times
 from ....core.spec import Precision, Role
 from ....engine_cache import Entry
-from ....runtime.building.build_queue import Ticket, TicketState
-from ....runtime.checking.step_times import SO_NOT_USED
+from ....runtime.building.build_queue import ENDED, BuildQueue, Ticket, TicketState
+from ....runtime.checking.step_times import BLOCKS_NOT_USED, SO_NOT_USED
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.build_estimate import say_roughly
 from ....runtime.planning.plan import say_sizes
 from ....runtime.reporting.build_info import fraction_of, seconds_left
-from ....runtime.reporting.status import LastRun
+from ....runtime.reporting.status import LastRun, Standing
 from ....runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, BuildPolicy
 from .ways_out import way_out
 
@@ -52,6 +52,8 @@ class NodeState:
     eager_ms: float | None = None
     timed_by: str | None = None
     mend: str | None = None
+    blocks_built: int | None = None
+    blocks_wanted: int | None = None
 
 
 class NodeRegistry:
@@ -75,7 +77,7 @@ class NodeRegistry:
 
     def waiting_for(self, digest: str) -> list[NodeAddress]:
         """Nodes that asked for the build of an engine."""
-        return [place for place, module in self.modules().items() if digest in module.status.wanted]
+        return [place for place, module in self.modules().items() if is_awaited(module, digest)]
 
     def is_used(self, digest: str) -> bool:
         """Whether a node computes by an engine, which was compared for it."""
@@ -88,6 +90,12 @@ class NodeRegistry:
 
 
 REGISTRY = NodeRegistry()
+
+
+def is_awaited(module: AcceleratedModule, digest: str) -> bool:
+    """Whether the build of an engine, of the whole model or of its blocks, was asked for."""
+    of_blocks = (ticket.plan.key.digest for ticket in module.status.block_builds())
+    return digest in module.status.wanted or digest in of_blocks
 
 
 def state_of(module: AcceleratedModule) -> NodeState:
@@ -114,9 +122,11 @@ def _state_of(module: AcceleratedModule) -> NodeState:
         running = [ticket for ticket in tickets if ticket.state is TicketState.RUNNING]
         ticket = (running or tickets)[0]
         return _of_ticket(ticket, queue.is_held(ticket))
+    if (found := _of_block_builds(status.block_builds(), module.provider.blocks.queue)) is not None:
+        return found
     standing = status.standing
     if standing.blocks:
-        return NodeState("ready", "blocks", f"{standing.blocks}; {standing.reason}")
+        return _by_blocks(module, standing)
     if standing.failed:
         return NodeState("failed", f"failed: {standing.reason}", digest=next(iter(status.wanted), None))
     if (found := _of_mixed_run(module, status.last_run)) is not None:
@@ -133,6 +143,34 @@ def _state_of(module: AcceleratedModule) -> NodeState:
     if standing.note:
         return NodeState("eager", f"eager: {standing.note.removeprefix('eager: ')}")
     return NodeState("idle", "not run yet", "Queue the workflow, or build the engine.")
+
+
+def _of_block_builds(tickets: list[Ticket], queue: BuildQueue) -> NodeState | None:
+    """How far the builds of blocks' engines are; None where none is left."""
+    left = [ticket for ticket in tickets if ticket.state not in ENDED]
+    if not left:
+        return None
+    built, wanted = len(tickets) - len(left), len(tickets)
+    running = [ticket for ticket in left if ticket.state is TicketState.RUNNING]
+    words = f"{built} of {wanted} blocks' engines built"
+    if not running or all(map(queue.is_held, left)):
+        why = _IDLE if any(map(queue.is_held, left)) else "waits for its turn"
+        return NodeState("queued", f"queued: {words}, {why}", blocks_built=built, blocks_wanted=wanted)
+    parts = [ticket.progress.fraction or 0.0 for ticket in running]
+    tip = "\n".join(f"{ticket.plan}: {ticket.progress.message}" for ticket in running)
+    fraction = round((built + sum(parts)) / wanted, 3)
+    state = NodeState("building", f"building: {words}", tip, fraction=fraction)
+    return replace(state, blocks_built=built, blocks_wanted=wanted)
+
+
+def _by_blocks(module: AcceleratedModule, standing: Standing) -> NodeState:
+    """Engines of blocks made the last call, or a part of it."""
+    times, engines = module.provider.step_times, standing.block_engines
+    speed = None if times is None or engines is None else times.speed_of_blocks(engines)
+    state = NodeState("ready", "blocks", f"{standing.blocks}; {standing.reason}")
+    if speed is None:
+        return state
+    return replace(state, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms, timed_by="step")
 
 
 def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
@@ -196,7 +234,7 @@ def _is_asked_for(module: AcceleratedModule, entry: Entry) -> bool:
 
 
 def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> NodeState:
-    if SO_NOT_USED in reason:
+    if SO_NOT_USED in reason or BLOCKS_NOT_USED in reason:
         return NodeState("slower", f"slower: {reason}", digest=wanted)
     if wanted is not None and module.settings.policy is BuildPolicy.BACKGROUND:  # it is not being built any more
         return NodeState("idle", "not built: the build was stopped", "The next run asks for the engine again.", wanted)

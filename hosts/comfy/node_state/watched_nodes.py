@@ -53,7 +53,7 @@ def engines_that_came(node: str) -> str:
 def run_ended(module: AcceleratedModule, node: str) -> None:
     """Remember which engines the run went without, and let the page know."""
     wanted = {*module.status.last_run.wanted.values()}
-    if missed := {digest for digest in wanted if provider().store.lookup(digest) is None}:
+    if missed := {digest for digest in wanted if provider().store.trusted(digest) is None}:
         _engines.setdefault(node, _Engines()).missed |= missed
     announcer().wake()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ....compile_backend.cpp.toolchain import why_no_c_compiler, why_no_cpp_compiler
 from ....core.eight_bits import CHOOSE_AUTO
+from ....engine_cache import ADOPT as OF_NO_MAKER
 from ....runtime.module import AcceleratedModule
 from ....runtime.settings.model_settings import BackendChoice
 
@@ -18,6 +19,9 @@ BACKEND = "backend"
 
 SETTINGS = "settings"
 """Open Slipstream's settings: they switch acceleration off."""
+
+ADOPT = "adopt"
+"""Say that this machine built its engine, which no maker's key vouches for."""
 
 RETRY = "retry"
 """Build again: the next try may succeed, and says why where it does not."""
@@ -36,6 +40,8 @@ def way_out(module: AcceleratedModule, kind: str, reason: str) -> str | None:
         return None
     if any(missing and missing in reason for missing in (why_no_cpp_compiler(), why_no_c_compiler())):
         return COMPILER
+    if OF_NO_MAKER in reason:
+        return ADOPT
     if CHOOSE_AUTO in reason:
         return PRECISION if module.chosen.quantised else SETTINGS
     return RETRY if kind in ("failed", "slower") else None

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -283,8 +284,17 @@ def _blocks_of(
     if not run.settings.runs_by_blocks:
         return None
     in_place = functools.partial(weights_in_place, patcher, source.network, ending=ending)
-    provider, hooks = module.provider, waiting_hooks()
-    found = BlockCalls(source.network, source.architecture, source.device, provider, run.settings, hooks, in_place)
+    hooks = replace(waiting_hooks(), by_hand=module.by_hand)
+    found = BlockCalls(
+        source.network,
+        source.architecture,
+        source.device,
+        module.provider,
+        run.settings,
+        hooks,
+        module.status,
+        in_place,
+    )
     run.by_blocks = found.answer
     return found
 

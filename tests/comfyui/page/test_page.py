@@ -703,7 +703,6 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
 
 
 def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer) -> None:
-    """And every sentence that the page knows is still one of the server's."""
     reason = "another node replaces the attention function"
     change_settings(server.url, **{"Comfy_Locale": "zh"})
     try:
@@ -724,9 +723,6 @@ def test_fixed_reasons_are_said_in_chinese(page: ComfyPage, server: ComfyServer)
         )
     finally:
         change_settings(server.url, **{"Comfy_Locale": "en"})
-    written = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "hosts").rglob("*.py"))
-    known = re.findall(r'^  "(.+?)":', (ROOT / "web/js/lib/said.js").read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(known) > 5 and [sentence for sentence in known if f'"{sentence}"' not in written] == []
 
 
 def test_the_menu_has_the_commands(page: ComfyPage) -> None:

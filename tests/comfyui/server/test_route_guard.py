@@ -16,7 +16,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from slipstream.core.errors import EngineInUse, StoreError
 from slipstream.nodes import routes
-from slipstream.nodes.routes import settings
+from slipstream.nodes.routes import engines, settings
 from slipstream.nodes.routes.guard import asks
 
 
@@ -83,6 +83,15 @@ def test_the_folder_is_changed_from_this_machine_alone(
     assert answer.status == status, data
     if status == 403:
         assert "SLIPSTREAM_HOME" in data["error"]["message"] and "settings.json" in data["error"]["message"]
+
+
+def test_engines_are_trusted_from_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> None:
+        raise AssertionError("the store was asked")
+
+    monkeypatch.setattr(engines, "_store", asked)
+    answer = asyncio.run(posted(engines.adopt_engines, {"digests": ["0" * 64]}, "10.0.0.9"))
+    assert answer.status == 403 and "trust adopt" in json.loads(answer.text)["error"]["message"]
 
 
 async def posted(handler: Any, fields: dict[str, Any], peer: str) -> Any:

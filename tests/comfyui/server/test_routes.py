@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
+from slipstream.engine_cache.manifest import MANIFEST_NAME
 from slipstream.tests.comfyui.support.malformed import malformed_requests
 from slipstream.tests.comfyui.support.raw_http import Answer, Connection
 from slipstream.tests.comfyui.support.server import ComfyServer
@@ -24,8 +25,8 @@ PREFIX = "/slipstream/v1"
 ABSENT = "0" * 64
 ENGINE = {
     "digest", "label", "role", "backend", "precision", "optimize", "bytes", "created", "build_s", "last_used", "error",
-    "speedup", "engine_ms", "eager_ms", "timed_by", "caution", "retired", "trusted", "base", "state", "reasons", "gpu",
-    "resolution", "batch",
+    "speedup", "engine_ms", "eager_ms", "timed_by", "caution", "retired", "trusted", "adoptable", "base", "state",
+    "reasons", "gpu", "resolution", "batch",
 }  # fmt: skip
 CHECKED = Verification(1e-6, 2e-6, 2, "fp32")
 REQUESTS = 2400
@@ -114,6 +115,52 @@ def test_an_engine_that_is_not_there(web: Connection, path: str) -> None:
     for name, code in ((ABSENT, "not_found"), ("abc", "bad_request"), ("A" * 64, "bad_request")):
         answer = post(web, f"/engines/{name}{path}") if path else web.ask("GET", f"{PREFIX}/engines/{name}")
         assert refused(answer) == code
+
+
+def unsigned(entry: Entry, **maker: Any) -> Entry:
+    """The engine, as if it had been built before engines were signed, or with another seal."""
+    path = entry.directory / MANIFEST_NAME
+    facts = {**json.loads(path.read_bytes()), "seal": None, "signature": None, **maker}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    return entry
+
+
+def test_engines_of_nobody_are_trusted_by_a_person(web: Connection, put: Callable[..., Entry]) -> None:
+    sealed = f"{'0' * 16}:{'0' * 64}"
+    entries = [unsigned(put(64)), unsigned(put(72), seal=sealed)]
+    digests = [entry.digest for entry in entries]
+    told = {engine["digest"]: engine for engine in get(web, "/engines")["engines"]}
+    assert [(told[name]["adoptable"], told[name]["trusted"]) for name in digests] == [
+        ("unsigned", False),
+        ("elsewhere", False),
+    ]
+    assert post(web, "/engines/adopt", {"digests": digests}).json == {"adopted": digests}
+    for name in digests:
+        shown = get(web, f"/engines/{name}")
+        assert shown["trusted"] and shown["adoptable"] is None and shown["state"] == "ok"
+
+
+def test_engines_that_no_person_may_vouch_for_here(web: Connection, put: Callable[..., Entry]) -> None:
+    """Of several, none is trusted when one may not be."""
+    of_nobody, changed, damaged = unsigned(put(64)), put(72), unsigned(put(80))
+    path = changed.directory / MANIFEST_NAME
+    facts = {**json.loads(path.read_bytes()), "label": "Another", "signature": None}
+    path.write_text(json.dumps(facts), encoding="utf-8")
+    signed = put(88)
+    for digests, code in (
+        ([of_nobody.digest, changed.digest], "conflict"),
+        ([of_nobody.digest, signed.digest], "conflict"),
+        ([of_nobody.digest, ABSENT], "not_found"),
+        ([of_nobody.digest, "../x"], "bad_request"),
+        ([], "bad_request"),
+        ("all", "bad_request"),
+        ([1], "bad_request"),
+    ):
+        assert refused(post(web, "/engines/adopt", {"digests": digests})) == code
+    assert post(web, "/engines/adopt", {"digests": [of_nobody.digest]}, Origin="http://evil.example").status == 403
+    assert get(web, f"/engines/{of_nobody.digest}")["adoptable"] == "unsigned"
+    (damaged.directory / "engine.bin").write_bytes(b"x" * 1000)
+    assert refused(post(web, "/engines/adopt", {"digests": [damaged.digest]})) == "failed"
 
 
 def test_verify(web: Connection, put: Callable[..., Entry]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 _PREFIXES = ("/slipstream/v1", "/api/slipstream/v1")
 _READS = ("/engines", "/settings", "/system", "/log", "/builds", "/nodes", "/health")
-_CHANGES = ("/engines/verify", "/engines/prune", "/hit", "/settings", "/dry-run")
+_CHANGES = ("/engines/verify", "/engines/prune", "/engines/adopt", "/hit", "/settings", "/dry-run")
 _OF_ONE = ("/engines/{}/verify", "/engines/{}/delete", "/engines/{}/try_again", "/builds/{}/cancel")
 _METHODS = ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "FOO", "get", "POST", "GET")
 _PARTS = (
@@ -21,7 +21,19 @@ _STRANGE: tuple[Any, ...] = (
     *(None, -1, 1.5, 1e300, "", "x", "../..", "\x00", "\ud800", [], {}, [[]], {"a": 1}, 10**30, -(10**30), "a" * 5000),
     *("/etc/passwd", "relative/folder", "/proc/nope/nope", "\\\\host\\share", "～"),
 )
-_FIELDS = ("width", "height", "batch", "tokens", "limit_bytes", "backend", "precision", "background", "path", "prompt")
+_FIELDS = (
+    "width",
+    "height",
+    "batch",
+    "tokens",
+    "limit_bytes",
+    "digests",
+    "backend",
+    "precision",
+    "background",
+    "path",
+    "prompt",
+)
 _TYPES = ("", "text/plain", "application/jsonp", "multipart/form-data", "application/json; charset=utf-16", "a" * 300)
 _ORIGINS = ("null", "http://evil.example", "file://", "http://127.0.0.1:1", "http://a@127.0.0.1", "\x7f")
 # Not addresses that cannot be read, such as "http://[::1": at these ComfyUI's own check of origins breaks, before ours.

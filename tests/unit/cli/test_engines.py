@@ -49,7 +49,7 @@ def test_list_for_machines(cli, put, store) -> None:
         **{"backend": "aotinductor", "precision": "fp32", "optimize": "balanced", "build_s": 3.5},
         **{"error": 3e-6, "state": "ok", "reasons": [], "gpu": None, "resolution": "512×512", "batch": "2"},
         **{"speedup": 2.5, "engine_ms": 2.0, "eager_ms": 5.0, "timed_by": "step", "retired": False},
-        **{"trusted": True, "base": False},
+        **{"trusted": True, "adoptable": None, "base": False},
         "caution": "",
         "created": engine["created"],
         "last_used": engine["last_used"],

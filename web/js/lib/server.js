@@ -35,6 +35,7 @@ export const server = {
   tryAgain: (digest) => ask(`/engines/${digest}/try_again`, {}),
   verifyAll: () => ask("/engines/verify", {}),
   remove: (digest) => ask(`/engines/${digest}/delete`, {}),
+  adopt: (digests) => ask("/engines/adopt", { digests }),
   prune: (limit) => ask("/engines/prune", { limit_bytes: limit }),
   models: (sizes) => ask(`/models?sizes=${encodeURIComponent(sizes)}`),
   buildFor: (model, width, height) => ask("/models/build", { model, width, height }),

@@ -26,9 +26,14 @@ export function stateOf(ids, workflow) {
   return known.findLast((state) => sameWorkflow(state.workflow, workflow)) ?? null;
 }
 
-/** The build that makes an engine for a node: one that runs before one that waits. */
+/** All builds that a node waits for. */
+export function buildsOf(ids, workflow) {
+  return store.builds.filter((build) => build.nodes.some((each) => isOne(each, ids, workflow)));
+}
+
+/** The build that makes an engine for the whole of a node's model: one that runs before one that waits. */
 export function buildOf(ids, workflow) {
-  const mine = store.builds.filter((build) => build.nodes.some((each) => isOne(each, ids, workflow)));
+  const mine = buildsOf(ids, workflow).filter((build) => build.role !== "block");
   return mine.find((build) => build.state === "running") ?? mine[0] ?? null;
 }
 

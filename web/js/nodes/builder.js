@@ -2,7 +2,7 @@
 import { api, app } from "../lib/comfy.js";
 import { paced } from "../lib/paced.js";
 import { server } from "../lib/server.js";
-import { askState, buildOf, isOne, on, sameWorkflow, tell } from "../lib/store.js";
+import { askState, buildOf, buildsOf, isOne, on, sameWorkflow, tell } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { idsOf, workflowId } from "./graph.js";
@@ -91,7 +91,8 @@ export async function cancel(node) {
   const run = runOf(ids);
   if (isGoing(run)) return mayCancel(run) ? cancelRun(run) : undefined;
   const going = buildOf(ids, workflowId());
-  if (going) await cancelBuild(going.id);
+  const ended = going ? [going] : buildsOf(ids, workflowId()); // those of blocks all together
+  await Promise.all(ended.map((build) => cancelBuild(build.id)));
 }
 
 async function cancelRun(run) {
@@ -208,9 +209,10 @@ function noteResult(result) {
   const isOwn = (run) => result.nodes?.some((each) => isOne(each, [run.node], run.workflow));
   const own = [...runs].find((run) => isGoing(run) && isOwn(run));
   const mine = own ?? [...runs].find((run) => mayBeOf(result, run));
-  if (own) own.heard = result.result;
+  const isOfBlock = result.role === "block"; // one of dozens: the node says how they are
+  if (own && !isOfBlock) own.heard = result.result;
   if (mine && result.result === "built") mine.built.set(result.id, result);
-  else sayResult(result);
+  else if (!isOfBlock) sayResult(result);
 }
 
 /** Whether a click's prompt that runs may have built an engine of another node; a list of sizes names no node. */

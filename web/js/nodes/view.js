@@ -1,7 +1,7 @@
 // What a node shows of its engines, made of the click's run, the server's builds and the node's last state.
 import { capitalised, percent, roughly, speed } from "../lib/format.js";
 import { said } from "../lib/said.js";
-import { buildOf, leftOf, stateOf, store } from "../lib/store.js";
+import { buildOf, buildsOf, leftOf, stateOf, store } from "../lib/store.js";
 import { isEnglish, t } from "../lib/words.js";
 import { isGoing, mayCancel, runOf } from "./builder.js";
 import { kindOf, workflowId } from "./graph.js";
@@ -25,8 +25,9 @@ const SHOWN_ABOVE = / · [\d.]+ → [\d.]+ ms a \w+(?= · )/; // the button says
 export function viewOf(ids, node) {
   const run = runOf(ids);
   const build = buildOf(ids, workflowId());
-  const view = ofRun(run, build) ?? ofBuild(build) ?? ofState(ids, run);
-  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build, view, ids, node) };
+  const blocks = build ? null : blocksOf(ids);
+  const view = ofRun(run, build, blocks) ?? ofBuild(build) ?? ofState(ids, run);
+  return { ...view, icon: ICONS[view.kind] ?? ICONS.idle, button: buttonOf(run, build ?? blocks, view, ids, node) };
 }
 
 /** What a line shows of a thing that does not work. */
@@ -34,10 +35,25 @@ export function failure(text) {
   return { kind: "failed", icon: ICONS.failed, text, tip: "" };
 }
 
-function ofRun(run, build) {
+/** How far the engines of a model's blocks are, in the form of a build; null where none is being built. */
+function blocksOf(ids) {
+  const state = stateOf(ids, workflowId());
+  if (!state?.blocks_wanted) return null;
+  const { kind, fraction, tip, blocks_built: n, blocks_wanted: all } = state;
+  const held = kind === "queued" && buildsOf(ids, workflowId()).every((each) => each.held);
+  return { state: kind === "queued" ? "queued" : "running", held, fraction, tip, counts: t("of_blocks", { n, all }) };
+}
+
+function ofBlocks({ state, held, fraction, tip, counts }) {
+  if (state === "queued") return { kind: "queued", text: joined(t(held ? "held" : "build_queued"), counts), tip };
+  return { kind: "building", text: counts, tip, fraction };
+}
+
+function ofRun(run, build, blocks) {
   if (!isGoing(run)) return null;
   if (run.phase === "ending") return { kind: "building", text: t("cancelling"), tip: "", fraction: null };
   if (build) return ofBuild(build);
+  if (blocks) return ofBlocks(blocks);
   if (run.phase === "asking") return { kind: "building", text: t("asking"), tip: "", fraction: null };
   const kind = run.phase === "queued" ? "queued" : "building";
   const text = t(run.phase === "queued" ? "in_queue" : "first_step");
@@ -88,6 +104,8 @@ function ofState(ids, run) {
     return { kind: "eager", text: withReason(t("build_without"), run.message), tip: "" };
   }
   if (!state) return { kind: "idle", text: t("not_run"), tip: t("not_run_tip") };
+  const blocks = blocksOf(ids);
+  if (blocks) return ofBlocks(blocks);
   const fraction = state.kind === "building" ? (state.fraction ?? null) : undefined;
   return { kind: state.kind, text: textOf(state), tip: tipOf(state), fraction };
 }
@@ -147,10 +165,11 @@ function builds(label, tip = t("build_engine_tip")) {
 /** What goes on, how far it is, and that a click ends it. */
 function cancels(run, build) {
   const isQueued = build ? build.state === "queued" : run.phase === "queued";
-  const words = isQueued ? t(build?.held ? "waits_idle" : "waits") : t(build ? "building" : "test_run");
+  const building = build?.counts ?? t("building");
+  const words = isQueued ? t(build?.held ? "waits_idle" : "waits") : build ? building : t("test_run");
   const far = build && !isQueued ? [percentOf(build), timeLeft(build)] : [];
   return {
-    label: joined([words, far[0]].filter(Boolean).join(" "), far[1], t("cancel")),
+    label: joined(build?.counts ? joined(words, far[0]) : [words, far[0]].filter(Boolean).join(" "), far[1], t("cancel")),
     tip: t("cancel_tip"),
     action: "cancel",
   };

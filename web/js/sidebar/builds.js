@@ -6,6 +6,7 @@ import { t } from "../lib/words.js";
 import { cancelBuild } from "../nodes/builder.js";
 import { figuresOf, phaseOf } from "../nodes/view.js";
 import { chips, roleOf, shapeOf } from "./card.js";
+import { whileSeen } from "./seen.js";
 
 export function makeBuilds() {
   const list = h("ul", { class: "slipstream-list", "aria-label": t("view_builds") });
@@ -14,7 +15,6 @@ export function makeBuilds() {
   none.append(how);
   const element = h("div", { class: "slipstream-view" }, list, none);
   const rows = new Map();
-  let quiet = null;
 
   function draw() {
     const going = new Set(store.builds.map((build) => build.id));
@@ -37,15 +37,7 @@ export function makeBuilds() {
     return rows.get(build.id);
   }
 
-  const show = () => {
-    quiet ??= on("builds", draw);
-    draw();
-  };
-  const hide = () => {
-    quiet?.();
-    quiet = null;
-  };
-  return { element, show, hide };
+  return { element, ...whileSeen(() => on("builds", draw), draw) };
 }
 
 function makeRow(build) {

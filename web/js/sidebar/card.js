@@ -7,7 +7,7 @@ export function makeCard(engine, open) {
   const name = h("span", { class: "slipstream-card-name" }, engine.label);
   const head = h("div", { class: "slipstream-card-head" }, name, badge(engine));
   const stale = engine.state === "stale";
-  const reason = engine.caution || (stale && engine.reasons?.[0]);
+  const reason = engine.caution || (stale && (ofNobody(engine) ?? engine.reasons?.[0]));
   const why = reason ? h("div", { class: "slipstream-card-why" }, reason) : null;
   const card = h(
     "button",
@@ -21,6 +21,11 @@ export function makeCard(engine, open) {
     why,
   );
   return h("li", {}, card);
+}
+
+/** Why an engine is not loaded that no maker's key vouches for, in brief. */
+function ofNobody({ adoptable }) {
+  return adoptable ? t(`is_${adoptable}`) : null;
 }
 
 /** Which part of the pipeline an engine runs, in words. */

@@ -1,4 +1,5 @@
 // All that is known about one engine, and what can be done to it.
+import { adopt } from "../lib/adopt.js";
 import { app } from "../lib/comfy.js";
 import { button, h, replace } from "../lib/dom.js";
 import { ago, bytes, duration, error, speed, times, when } from "../lib/format.js";
@@ -36,6 +37,7 @@ function parts(engine, again, back) {
     h("div", { class: "slipstream-card-head" }, name, badge(engine)),
     chips(shapeOf(engine)),
     reasons(engine),
+    ofNobody(engine, again),
     caution(engine, again),
     actions(engine, again, back),
     section(t("facts"), table(factsOf(engine)), true),
@@ -50,6 +52,18 @@ function reasons(engine) {
   if (!engine.reasons?.length) return null;
   const list = h("ul", {}, engine.reasons.map((reason) => h("li", {}, reason)));
   return h("div", { class: "slipstream-card-why" }, h("strong", {}, t("why_missed")), list);
+}
+
+/** A way to have an engine loaded that no maker's key vouches for. */
+function ofNobody(engine, again) {
+  if (!engine.adoptable) return null;
+  const folder = engine.directory;
+  return button({
+    symbol: "key",
+    text: t("adopt", { n: 1 }),
+    key: "adopt",
+    onclick: (event) => busy(event.currentTarget, async () => (await adopt([engine], folder)) && again()),
+  });
 }
 
 /** What an earlier process came to by this engine, and a way to forget that. */

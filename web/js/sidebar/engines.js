@@ -1,4 +1,5 @@
 // The engines on disk: a filter, cards, what the store takes, and what can be done to all of them.
+import { adopt, adoptable } from "../lib/adopt.js";
 import { app } from "../lib/comfy.js";
 import { button, h, icon, progressBar, replace, say } from "../lib/dom.js";
 import { bytes } from "../lib/format.js";
@@ -9,21 +10,23 @@ import { t } from "../lib/words.js";
 import { busy } from "./busy.js";
 import { makeCard } from "./card.js";
 import { makeDetails } from "./details.js";
+import { whileSeen } from "./seen.js";
 
 /** The view: `{element, show, hide}`. */
 export function makeEngines() {
   const list = h("ul", { class: "slipstream-list", "aria-label": t("view_engines") });
   const disk = makeDisk();
   const filter = makeFilter(() => draw());
-  const page = h("div", { class: "slipstream-view" }, disk.element, filter.element, list);
+  const ofNobody = makeOfNobody();
+  const page = h("div", { class: "slipstream-view" }, disk.element, ofNobody.element, filter.element, list);
   const element = h("div", { class: "slipstream-pages" }, page);
   let report = null;
-  let quiet = null;
 
   async function load() {
     try {
       report = await server.engines();
       disk.show(report);
+      ofNobody.show(report);
       draw();
     } catch (error) {
       replace(list, empty("exclamation-triangle", error.message, button({ text: t("again"), onclick: load })));
@@ -52,15 +55,7 @@ export function makeEngines() {
     details.querySelector("button")?.focus();
   }
 
-  const show = () => {
-    quiet ??= on("engines", load);
-    load();
-  };
-  const hide = () => {
-    quiet?.();
-    quiet = null;
-  };
-  return { element, show, hide };
+  return { element, ...whileSeen(() => on("engines", load), load) };
 }
 
 function empty(symbol, text, action = null, more = "") {
@@ -114,6 +109,26 @@ function makeDisk() {
     bar.set(now.limit_bytes ? now.bytes / now.limit_bytes : 0);
     bar.element.classList.toggle("full", over);
     element.title = now.store;
+  };
+  return { element, show };
+}
+
+/** How many engines no maker's key vouches for, with a button that asks whether they are to be loaded. */
+function makeOfNobody() {
+  const words = h("p", {});
+  const ask = button({
+    symbol: "key",
+    text: t("adopt"),
+    key: "adopt",
+    onclick: (event) => busy(event.currentTarget, () => adopt(adoptable(report), report.store)),
+  });
+  const element = h("div", { class: "slipstream-card-why slipstream-of-nobody", hidden: true }, words, ask);
+  let report = null;
+  const show = (now) => {
+    report = now;
+    const { length } = adoptable(now);
+    element.hidden = !length;
+    say(words, t("not_trusted", { n: length }));
   };
   return { element, show };
 }

@@ -4,6 +4,7 @@ import { clock } from "../lib/format.js";
 import { server } from "../lib/server.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
+import { every, whileSeen } from "./seen.js";
 
 const EVERY_MS = 1500;
 const KEPT = 1000;
@@ -16,7 +17,6 @@ export function makeLog() {
   const head = h("div", { class: "slipstream-bar-of-buttons" }, copy);
   const element = h("div", { class: "slipstream-view filling" }, head, note, lines);
   let next = 0;
-  let timer = null;
   let asking = false;
 
   async function load() {
@@ -36,15 +36,7 @@ export function makeLog() {
     }
   }
 
-  const show = () => {
-    timer ??= setInterval(load, EVERY_MS);
-    load();
-  };
-  const hide = () => {
-    clearInterval(timer);
-    timer = null;
-  };
-  return { element, show, hide };
+  return { element, ...whileSeen(() => every(EVERY_MS, load), load) };
 }
 
 function add(list, lines) {

@@ -6,6 +6,7 @@ import { on } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { wrongIn } from "../nodes/sizes.js";
+import { every, whileSeen } from "./seen.js";
 
 const EVERY_MS = 2000; // while something is built
 const SHOWN = 60; // rows; the filter finds the others
@@ -39,7 +40,7 @@ export function makeModels() {
   const note = h("p", { class: "muted" }, t("models_intro"));
   const table = h("div", { class: "slipstream-grid-place" });
   const element = h("div", { class: "slipstream-view" }, note, fields, table);
-  let [report, stop, timer] = [null, null, null];
+  let [report, rest] = [null, null];
 
   async function load() {
     try {
@@ -70,15 +71,16 @@ export function makeModels() {
     follow();
   }
 
+  /** Progress of builds of this grid is asked for, as long as there are any. */
   function follow() {
     const isBuilding = report.models.some(({ cells }) => cells.some((cell) => cell.state === "building"));
-    if (isBuilding && stop) timer ??= setInterval(load, EVERY_MS);
-    else rest();
+    if (isBuilding && element.isConnected) rest ??= every(EVERY_MS, load);
+    else end();
   }
 
-  function rest() {
-    clearInterval(timer);
-    timer = null;
+  function end() {
+    rest?.();
+    rest = null;
   }
 
   async function build(model, size) {
@@ -91,16 +93,14 @@ export function makeModels() {
     await load();
   }
 
-  const show = () => {
-    stop ??= on("engines", load);
-    load();
+  const begin = () => {
+    const quiet = on("engines", load);
+    return () => {
+      quiet();
+      end();
+    };
   };
-  const hide = () => {
-    stop?.();
-    stop = null;
-    rest();
-  };
-  return { element, show, hide };
+  return { element, ...whileSeen(begin, load) };
 }
 
 function gridOf(sizes, rows, build) {

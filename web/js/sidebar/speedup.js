@@ -9,6 +9,7 @@ import { viewOf } from "../nodes/view.js";
 import { lookAt, planOf, staysEager, titleOf } from "../speedup/plan.js";
 import { isUnderWay, secondsOf, speedUp, unready } from "../speedup/speedup.js";
 import { busy } from "./busy.js";
+import { every, whileSeen } from "./seen.js";
 
 const EVERY_MS = 1500; // ComfyUI does not tell of every change of the graph
 
@@ -40,25 +41,15 @@ export function makeSpeedUp() {
     say(saved, store.savedMs >= 1000 ? t("saved", { time: duration(store.savedMs / 1000) }) : "");
   }
 
-  let stop = null;
-  const show = () => {
-    if (!stop) {
-      const quiet = [on("nodes", draw), on("builds", draw)];
-      const timer = setInterval(draw, EVERY_MS);
-      api.addEventListener("graphChanged", draw);
-      stop = () => {
-        quiet.forEach((each) => each());
-        clearInterval(timer);
-        api.removeEventListener("graphChanged", draw);
-      };
-    }
-    draw();
+  const follow = () => {
+    const ends = [on("nodes", draw), on("builds", draw), every(EVERY_MS, draw)];
+    api.addEventListener("graphChanged", draw);
+    return () => {
+      ends.forEach((end) => end());
+      api.removeEventListener("graphChanged", draw);
+    };
   };
-  const hide = () => {
-    stop?.();
-    stop = null;
-  };
-  return { element, show, hide };
+  return { element, ...whileSeen(follow, draw) };
 }
 
 function aboutOf(plan, placed, waiting) {

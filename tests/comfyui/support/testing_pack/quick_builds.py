@@ -56,7 +56,9 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     def part(name: str) -> Any:
         return importlib.import_module(f"{pack}.{name}")
 
-    part("hosts.comfy.process.shared_provider").provider().backends = [QuickBackend(part)]
+    provider = part("hosts.comfy.process.shared_provider").provider()
+    provider.backends = [QuickBackend(part)]
+    _use_quick_blocks(provider.blocks.backend, part)
     part("runtime.building.build").run_build = QuickWorker(part, pace)
     return pack
 
@@ -73,7 +75,7 @@ class QuickWorker:
         self._part, self._pace = part, pace or _Pace(0)
 
     def __call__(
-        self, job: Any, progress: Any, cancel: Any, *, expected: Any, may_run: Callable[[], bool] = lambda: True
+        self, job: Any, progress: Any, cancel: Any, *, may_run: Callable[[], bool] = lambda: True, **_: Any
     ) -> Any:
         report, ran, step = self._part("core.progress").Progress, 0.0, 0.05
         while ran < self._pace.seconds:
@@ -82,11 +84,49 @@ class QuickWorker:
             ran += step if is_running else 0.0
             progress(report("compile", 0.9 * ran / self._pace.seconds, "pretending" if is_running else "paused"))
             time.sleep(step)
+        if job.spec.role.value == "block":
+            return self._part("runtime.building.worker_process").Built(_traced_block(job, self._part), {"export": 0.1})
         model = self._part("runtime.building.job_file").as_plain((job.architecture, job.spec.precision))
         (job.directory / "model.json").write_text(json.dumps(model), encoding="utf-8")
         artifact = self._part("core.protocols").Artifact(job.directory, ("model.json",), {"nodes": 3})
         phases = {name: share * self._pace.seconds for name, share in _PHASES.items()}
         return self._part("runtime.building.worker_process").Built(artifact, phases)
+
+
+_PROGRAM = "program"
+_programs: dict[str, Any] = {}
+"""Traced blocks, by what is written into the file `_PROGRAM`."""
+
+
+def _traced_block(job: Any, part: Callable[[str], Any]) -> Any:
+    """The artifact of a block's engine: its traced program, kept in this process."""
+    crossed = part("runtime.building.job_file")
+    job = crossed.from_plain(json.loads(json.dumps(crossed.as_plain(job))))  # as it crosses to the build process
+    blocks = part("compile_backend.blocks.program")
+    program, signature = blocks.export_block(job, job.architecture)
+    signature.save(job.directory)
+    name = str(len(_programs))
+    _programs[name] = program
+    (job.directory / _PROGRAM).write_text(name)
+    details = {"nodes": signature.nodes}
+    return part("core.protocols").Artifact(job.directory, (_PROGRAM, blocks.SIGNATURE), details)
+
+
+def _use_quick_blocks(backend: Any, part: Callable[[str], Any]) -> None:
+    """Engines of blocks are what `_traced_block` made."""
+
+    def load(artifact: Any, device: torch.device) -> Any:
+        signature = part("compile_backend.blocks.program").BlockSignature.read(artifact.directory)
+        program = _programs[(artifact.directory / _PROGRAM).read_text()]
+        module, count = part("compile_backend.rewrites.traced_module").module_of(program), len(signature.dtypes)
+
+        def run(given: list[torch.Tensor]) -> Any:
+            return [*module(given[:count], given[count:])]
+
+        return part("compile_backend.blocks.engine").BlockEngine(signature, run)
+
+    backend.load_block = load
+    backend.why_cannot_build = lambda device: None
 
 
 class QuickBackend:
