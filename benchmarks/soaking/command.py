@@ -86,7 +86,7 @@ def _options(words: list[str]) -> Namespace:
     add("--comfyui", type=Path, required=True, metavar="DIR", help="the ComfyUI to run")
     add("--python", type=Path, default=Path(sys.executable), help="that starts it; default: this one")
     add("--device", choices=sorted(FLAGS), default="cpu", help="that computes; default: %(default)s")
-    add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s, a tiny one")
+    add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s")
     add("--flags", default="", metavar="WORDS", help='further flags of ComfyUI, as in --flags="--front-end-root DIR"')
     add("--prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=20261, help="of the whole soak; default: %(default)s")
