@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import shutil
+import site
 import subprocess
 import sys
 import tempfile
@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...engine_cache.keyring import FOLDER_VARIABLE, GET_CRYPTOGRAPHY, TRUSTED_VARIABLE
+from ...runtime.building.supply import REMOTE_VARIABLE, WORKER_VARIABLE
 from ...runtime.checking.measure import commit
 from ..in_server.client import Client
 from ..in_server.command import version_of
@@ -35,15 +37,18 @@ _WISH = SoakWish(
 )  # fmt: skip
 _EMPTY = (
     "HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
-    "SLIPSTREAM_KEYS",
+    FOLDER_VARIABLE,
 )  # fmt: skip
 """Variables that name a folder which is empty for a new server."""
 _PICTURE_SECONDS = 900.0
 
 
 def main(words: list[str]) -> int:
-    """Build, push, pull and serve; status 0 where engines alone made the right picture in time."""
+    """Build, push, pull and serve; 0: engines made the right picture in time, 1: not so, 2: engines stay unsigned."""
     options = _options(words)
+    if importlib.util.find_spec("cryptography") is None:
+        print(f"Engines for other machines are signed: {GET_CRYPTOGRAPHY}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="slipstream-pull-") as folder, ExitStack() as ending:
         found = _measure(options, Path(options.work or folder).resolve(), ending)
     text = json.dumps(found, indent=1)
@@ -73,8 +78,8 @@ def _options(words: list[str]) -> Namespace:
 
 def _measure(options: Namespace, work: Path, ending: ExitStack) -> dict[str, Any]:
     """Run the three servers one after another: the builder, one without Slipstream's nodes, and the one that pulls."""
-    remote, keys = f"file://{(work / 'remote').as_posix()}", work / "builder" / "keys"
-    builder = _Machine(options, work / "builder", {"SLIPSTREAM_KEYS": str(keys)})
+    remote = f"file://{(work / 'remote').as_posix()}"
+    builder = _Machine(options, work / "builder", {FOLDER_VARIABLE: str(work / "builder" / "keys")})
     client = builder.start(ending)
     built = client.run(builder.prompt(client, is_fast=True))
     _push(options, builder.variables, remote)
@@ -84,8 +89,8 @@ def _measure(options: Namespace, work: Path, ending: ExitStack) -> dict[str, Any
     without = client.run(plain.prompt(client, is_fast=False))
 
     places = _empty(work / "worker")
-    trusted = _trusted(options, builder.variables, keys, Path(places["SLIPSTREAM_KEYS"]))
-    variables = {**places, **trusted, "SLIPSTREAM_REMOTE": remote, "SLIPSTREAM_WORKER": "1"}
+    trusted = _trusted(options, builder.variables)
+    variables = {**places, **trusted, REMOTE_VARIABLE: remote, WORKER_VARIABLE: "1"}
     worker = _Machine(options, work / "worker", variables)
     client = worker.start(ending)
     first, second, wanted = (client.run(worker.prompt(client, is_fast, seed)) for is_fast, seed in _RUNS)
@@ -137,11 +142,12 @@ class _Machine:
 
 
 def _empty(work: Path) -> dict[str, str]:
-    """Variables with the folders that they name, which are made."""
+    """Variables with the empty folders that they name, and with what a new server needs of the home."""
     places = {name: work / "empty" / name.lower() for name in _EMPTY}
     for place in places.values():
         place.mkdir(parents=True)
-    return {name: str(place) for name, place in places.items()}
+    packages = {"PYTHONUSERBASE": site.getuserbase()}  # which lie in the home
+    return {**packages, **{name: str(place) for name, place in places.items()}}
 
 
 def _push(options: Namespace, variables: Mapping[str, str], remote: str) -> None:
@@ -150,14 +156,11 @@ def _push(options: Namespace, variables: Mapping[str, str], remote: str) -> None
     subprocess.run(command, env=dict(variables), check=True, stdout=subprocess.DEVNULL)
 
 
-def _trusted(options: Namespace, variables: Mapping[str, str], keys: Path, empty: Path) -> dict[str, str]:
-    """Have the new server trust the builder: by its public key, or without `cryptography` by the same secret key."""
-    if importlib.util.find_spec("cryptography") is None:
-        shutil.copytree(keys, empty, dirs_exist_ok=True)
-        return {}
+def _trusted(options: Namespace, variables: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which a new server trusts the builder's public key."""
     command = [str(options.python), str(PACK), "trust", "show"]
     done = subprocess.run(command, env=dict(variables), check=True, capture_output=True, text=True)
-    return {"SLIPSTREAM_TRUSTED_KEYS": next(word for word in done.stdout.split() if word.startswith("ed25519:"))}
+    return {TRUSTED_VARIABLE: next(word for word in done.stdout.split() if word.startswith("ed25519:"))}
 
 
 def _device(client: Client) -> str:

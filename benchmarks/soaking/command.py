@@ -34,7 +34,7 @@ TOLERANCE = 4 / 255
 """By which a picture, from 0 to 1, may differ from that of the same prompt without Slipstream: on the CPU any value of
 it, on a GPU, which computes in half precision, the root mean square."""
 RSS_GROWTH_MB, HANDLES_GROWTH = 5.0, 1.0
-"""By which memory and open files may grow in 100 prompts once all engines are loaded."""
+"""By which memory, beyond what ComfyUI's grows by itself, and open files may grow in 100 prompts of the second half."""
 _CHECK_EVERY, _COUNT_EVERY = 100, 25
 """Prompts after which the store is verified, and objects are counted."""
 
@@ -50,6 +50,7 @@ def main(words: list[str]) -> int:
     account = Account(
         options.seed, options.commit or commit() or "unknown", options.device, options.subject,
         version_of(options.comfyui), len(numbers), round(options.tolerance, 4), RSS_GROWTH_MB, HANDLES_GROWTH,
+        options.plain, options.host_growth,
     )  # fmt: skip
     report = Report(account, options.out, options.rows or options.out.with_suffix(".jsonl"))
     began, deadline = time.monotonic(), Deadline(options.limit)
@@ -85,7 +86,7 @@ def _options(words: list[str]) -> Namespace:
     add("--comfyui", type=Path, required=True, metavar="DIR", help="the ComfyUI to run")
     add("--python", type=Path, default=Path(sys.executable), help="that starts it; default: this one")
     add("--device", choices=sorted(FLAGS), default="cpu", help="that computes; default: %(default)s")
-    add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s, a tiny one")
+    add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s")
     add("--flags", default="", metavar="WORDS", help='further flags of ComfyUI, as in --flags="--front-end-root DIR"')
     add("--prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=20261, help="of the whole soak; default: %(default)s")
@@ -93,6 +94,8 @@ def _options(words: list[str]) -> Namespace:
     add("--only", type=int, nargs="+", metavar="N", help="these prompts alone, by their numbers")
     add("--limit", type=float, metavar="SECONDS", help="after which no further prompt begins; default: there is none")
     add("--tolerance", type=float, default=TOLERANCE, help="of pictures, from 0 to 1; default: 4/255")
+    add("--plain", action="store_true", help="without Slipstream's nodes, to see how much ComfyUI's memory grows")
+    add("--host-growth", type=float, default=0.0, metavar="MB", help="the rss_growth_mb that --plain has found")
     add("--models", type=Path, default=MODELS, metavar="DIR", help="of model files, made where they are missing")
     add("--work", type=Path, metavar="DIR", help="keep engines and the servers' files here")
     add("--out", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,7 @@ class SoakServers:
         try:
             client = self._client(name)
             row |= self._before(wish, client)
-            fast, plain = (client.run(prompt_of(wish, self._subject, given)) for given in (self._defaults, None))
-            row |= {"fast_s": round(fast.client_s, 3), "plain_s": round(plain.client_s, 3)}
-            row |= self._compare(wish, client, fast, plain)
+            row |= self._pictures(wish, client)
         except PictureFailed as error:
             account.errors += 1
             account.problems[str(wish.number)] = str(error)[:300]
@@ -118,13 +117,24 @@ class SoakServers:
 
     def _cancel(self, wish: SoakWish, client: Client) -> bool:
         """Queue the prompt with many steps and interrupt it; whether that came before its end."""
-        prompt = prompt_of(wish.cancelled, self._subject, self._defaults)
+        prompt = prompt_of(wish.cancelled, self._subject, None if self._account.is_plain else self._defaults)
         name = client.post("/prompt", {"prompt": prompt})["prompt_id"]
         time.sleep(wish.seed % 1000 / 1000 * _LATEST_CANCEL)
         client.post("/interrupt", {})
         while name not in (history := json.loads(client.fetch(f"/history/{name}"))):
             time.sleep(0.02)
         return any(kind == "execution_interrupted" for kind, _ in history[name]["status"]["messages"])
+
+    def _pictures(self, wish: SoakWish, client: Client) -> dict[str, Any]:
+        """Have the prompt's picture made with Slipstream and without; or two pictures, both without."""
+        if self._account.is_plain:
+            seeds = (wish.seed, wish.seed ^ 1)  # another one, since ComfyUI remembers what it has computed
+            for seed in seeds:
+                client.run(prompt_of(replace(wish, seed=seed), self._subject, None))
+            return {}
+        fast, plain = (client.run(prompt_of(wish, self._subject, given)) for given in (self._defaults, None))
+        seconds = {"fast_s": round(fast.client_s, 3), "plain_s": round(plain.client_s, 3)}
+        return {**seconds, **self._compare(wish, client, fast, plain)}
 
     def _compare(self, wish: SoakWish, client: Client, fast: Picture, plain: Picture) -> dict[str, Any]:
         account = self._account

@@ -1,4 +1,4 @@
-"""The models that a soak runs on: the demo model, or SD1.5 at full size with random weights."""
+"""The models that a soak runs on: the demo model, or model files of random weights, tiny or at full size."""
 
 from __future__ import annotations
 
@@ -54,32 +54,55 @@ class Subject:
         return [graph.add("SlipstreamDemoPrompt", text="" if number is None else _TEXTS[number]), 0]
 
 
-class FullSize(Subject):
-    """SD1.5 by stock loaders, from files of random weights."""
+class FromFiles(Subject):
+    """A model of SD1.5's class by stock loaders, from files of random weights.
 
-    sizes = ((512, 512), (640, 512))
+    Attributes:
+        family: of the files.
+    """
+
+    family: str
     cfg = 3.0  # a higher one multiplies the rounding of random models
-    files = tuple(ModelFile(folder, "sd15") for folder in (CHECKPOINT, CONTROLNET, LORA))
 
     def load(self, graph: Graph) -> tuple[Link, Link]:
         """Model and VAE."""
-        loader = graph.add("CheckpointLoaderSimple", ckpt_name=self.files[0].name)
+        loader = graph.add("CheckpointLoaderSimple", ckpt_name=ModelFile(CHECKPOINT, self.family).name)
         return [loader, 0], [loader, 2]
 
     def load_controlnet(self, graph: Graph) -> Link:
         """The ControlNet."""
-        return [graph.add("ControlNetLoader", control_net_name=self.files[1].name), 0]
+        return [graph.add("ControlNetLoader", control_net_name=ModelFile(CONTROLNET, self.family).name), 0]
 
     def add_lora(self, graph: Graph, model: Link, strength: float) -> Link:
         """The model with its LoRA."""
-        lora = {"lora_name": self.files[2].name, "strength_model": strength}
+        lora = {"lora_name": ModelFile(LORA, self.family).name, "strength_model": strength}
         return [graph.add("LoraLoaderModelOnly", model=model, **lora), 0]
 
     def add_text(self, graph: Graph, number: int | None) -> Link:
         """A conditioning of random numbers."""
-        family = FAMILIES["sd15"]
+        family = FAMILIES[self.family]
         shape = {"tokens": family.tokens, "width": family.width, "pooled": family.pooled}
         return [graph.add("SlipstreamBenchmarkPrompt", seed=0 if number is None else number + 1, nonce=0, **shape), 0]
 
 
-SUBJECTS = {"demo": Subject, "sd15": FullSize}
+def _files_of(family: str) -> tuple[ModelFile, ...]:
+    return tuple(ModelFile(folder, family) for folder in (CHECKPOINT, CONTROLNET, LORA))
+
+
+class Tiny(FromFiles):
+    """The smallest one that stock loaders take."""
+
+    family = "tiny"
+    sizes = ((64, 64), (96, 64))
+    files = _files_of("tiny")
+
+
+class FullSize(FromFiles):
+    """SD1.5 at full size."""
+
+    family = "sd15"
+    sizes = ((512, 512), (640, 512))
+    files = _files_of("sd15")
+
+
+SUBJECTS = {"demo": Subject, "tiny": Tiny, "sd15": FullSize}

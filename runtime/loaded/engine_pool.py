@@ -17,6 +17,7 @@ from ..planning.plan import Plan
 from .canary import Canary, EngineCanary
 from .cuda_graphs import CudaGraphs, GraphedEngine, Graphing
 from .device_memory import free_bytes
+from .freed_memory import FreedMemory
 
 _IDLE_ENGINES = 8
 
@@ -124,6 +125,7 @@ class EnginePool:
         self._keep = keep
         self._capture_library = capture_library
         self._canary = canary
+        self._freed = FreedMemory()
         self._idle: OrderedDict[int, LoadedEngine] = OrderedDict()
         self._used: dict[int, LoadedEngine] = {}
         self._lock = threading.Lock()
@@ -167,6 +169,7 @@ class EnginePool:
         if not is_kept:
             loaded.close()
         self._close_surplus()
+        self._freed.give_back(loaded.device)
         self.on_change(loaded.device)
 
     def discard(self, loaded: LoadedEngine) -> None:

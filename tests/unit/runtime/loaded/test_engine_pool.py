@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from slipstream.core.errors import CorruptEngine, EngineInUse, IncompatibleEngin
 from slipstream.core.progress import CancelToken, ignore_progress
 from slipstream.engine_cache import EngineStore, Entry
 from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.loaded import freed_memory
 from slipstream.runtime.loaded.canary import CAPTURE, Canary
 from slipstream.runtime.loaded.engine_pool import EnginePool, LoadedEngine
 from slipstream.runtime.planning.plan import Plan
@@ -227,6 +230,33 @@ def test_a_freed_engine_is_loaded_again(pool: EnginePool, three: list[LoadedEngi
     pool.free(CPU, 1)
     again = take(8)
     assert again is not three[0] and not again.engine.closed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no system to tell how much memory the process has")
+def test_memory_between_blocks_that_stay_goes_back_to_the_system(pool: EnginePool, take: Take) -> None:
+    loaded = [take(8), take(16)]
+    blocks = [bytearray(64 << 10) for _ in range(4000)]  # 250 MB, too small each for memory of their own
+    staying = blocks[::40]
+    blocks.clear()
+    before = resident_mb()
+    pool.give_back(loaded[0])
+    assert before - resident_mb() > 150 and len(staying) == 100
+
+
+def test_memory_goes_back_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed, now = [], [100.0]
+    monkeypatch.setattr(freed_memory, "_trim", lambda: trimmed.append)
+    monkeypatch.setattr(freed_memory.time, "monotonic", lambda: now[0])
+    freed = freed_memory.FreedMemory()
+    for now[0] in (100.0, 101.0, 109.0, 110.5, 111.0):
+        freed.give_back(CPU)
+        freed.give_back(torch.device("cuda"))
+    assert trimmed == [0, 0], "it costs some milliseconds each time"
+
+
+def resident_mb() -> float:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
 
 
 def test_changes_of_size_are_told(pool: EnginePool, take: Take) -> None:
