@@ -86,16 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for `TORCHINDUCTOR_CACHE_DIR`: the compiler's probes of this machine and its headers take many seconds.
-
-    `tools/test.py` has all processes of a run share one.
-    """
-    shared = os.environ.get("SLIPSTREAM_TESTS_COMPILER_CACHE")
-    return Path(shared) if shared else tmp_path_factory.getbasetemp() / "inductor"
-
-
-@pytest.fixture(scope="session")
 def root() -> Path:
     """The root of the repository."""
     return ROOT

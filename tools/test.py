@@ -305,7 +305,6 @@ def _run(tier: Tier) -> Result:
     except SetupError as why:
         return Result(tier.title, failed=1, note=str(why))
     command = [str(python), "-m", "pytest", "-q", f"--rootdir={ROOT}", f"--junitxml={report}", *tier.arguments]
-    folders["SLIPSTREAM_TESTS_COMPILER_CACHE"] = str(RESULTS / "compiler-cache")
     code, output = _shown_when_done(command, ROOT, OMP_NUM_THREADS="1", **folders)
     print(f"\n== tests: {tier.title}\n{output}", end="", flush=True)
     result = _read(tier.title, report)

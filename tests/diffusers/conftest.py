@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from slipstream.tests.diffusers.support import Built
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _shared_compiler_cache(compiler_cache: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache))
-        yield
 
 
 @pytest.fixture(scope="session")

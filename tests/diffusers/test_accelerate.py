@@ -131,6 +131,7 @@ print(json.dumps({**accelerated.status.to_json(), "no_compiler": why_no_cpp_comp
 """
 
 
+@pytest.mark.slow  # loading without a compiler: tests/unit/compile_backend/test_aot_inductor.py
 def test_a_new_process_without_a_compiler_finds_the_engine(
     built: Built, unet: UNet2DConditionModel, root: Path, tmp_path: Path
 ) -> None:

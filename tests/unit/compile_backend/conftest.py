@@ -30,10 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A compiler cache for builds, so that the probes of this machine, seconds each, run once.
-
-    Not `compiler_cache`: `host_cache` is copied from it while no other process writes there.
-    """
+    """A compiler cache for builds, so that the probes of this machine, seconds each, run once."""
     return tmp_path_factory.getbasetemp() / "inductor"
 
 

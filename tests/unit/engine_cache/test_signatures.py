@@ -172,7 +172,7 @@ def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
 
 def test_many_processes_make_one_key(tmp_path: Path, python: Callable[..., subprocess.Popen[str]]) -> None:
     code = "print(Keyring(pathlib.Path(sys.argv[1])).seal(b'x'))"
-    processes = [python(code, tmp_path / "keys") for _ in range(4)]
+    processes = [python(code, tmp_path / "keys") for _ in range(2)]
     assert len({process.communicate(timeout=60)[0] for process in processes}) == 1
 
 

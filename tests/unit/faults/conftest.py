@@ -1,11 +1,4 @@
 """A provider whose builds are pretended, in this process."""
 
 from slipstream.tests.unit.engine_cache.conftest import artifact, put, store  # noqa: F401
-from slipstream.tests.unit.runtime.conftest import (  # noqa: F401
-    _quick_polls,
-    _shared_compiler_cache,
-    backend,
-    provider,
-    source,
-    worker,
-)
+from slipstream.tests.unit.runtime.conftest import _quick_polls, backend, provider, source, worker  # noqa: F401

@@ -20,9 +20,10 @@ def _quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_compiler_cache(compiler_cache: Path) -> Iterator[None]:
+def _shared_compiler_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The compiler's probes of this machine, seconds each, run once in a session."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiler_cache))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
         yield
 
 
