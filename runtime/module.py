@@ -245,10 +245,9 @@ class Run:
             self.answers.append(Answer())
             return computed
         veto = veto or self.wrong
-        is_first = not self._served
+        is_first, is_due = not self._served, beside is not None and veto is None and self._is_due(inputs)
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
-            is_due = beside is not None and self._is_due(is_first)
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
         self._module.count_eager(result)
         computed = eager()
@@ -269,10 +268,12 @@ class Run:
 
         Where sampling cannot begin anew, only a call before which no engine served: so no picture has a wrong part.
         """
-        return self._is_due(not self._served)
+        is_possible = self._can_start_again or not self._served
+        return is_possible and self._module.provider.sentinel.is_due(self._case)
 
-    def _is_due(self, is_first: bool) -> bool:
-        return (self._can_start_again or is_first) and self._module.provider.sentinel.is_due(self._case)
+    def _is_due(self, inputs: Tensors) -> bool:
+        """Whether an engine answers this call, and is to be compared: else no weights are read to know the case."""
+        return self.offer_for(CallShape.of(inputs)).engine is not None and self.is_to_be_compared
 
     @functools.cached_property
     def _case(self) -> Hashable:
