@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -94,6 +95,7 @@ class QuickWorker:
 
 
 _PROGRAM = "program"
+_tracing = threading.Lock()  # torch traces in one thread at a time; else it takes itself to be tracing ever after
 _programs: dict[str, Any] = {}
 """Traced blocks, by what is written into the file `_PROGRAM`."""
 
@@ -103,7 +105,8 @@ def _traced_block(job: Any, part: Callable[[str], Any]) -> Any:
     crossed = part("runtime.building.job_file")
     job = crossed.from_plain(json.loads(json.dumps(crossed.as_plain(job))))  # as it crosses to the build process
     blocks = part("compile_backend.blocks.program")
-    program, signature = blocks.export_block(job, job.architecture)
+    with _tracing:
+        program, signature = blocks.export_block(job, job.architecture)
     signature.save(job.directory)
     name = str(len(_programs))
     _programs[name] = program
