@@ -63,4 +63,4 @@ def test_ends_soon_and_leaves_nothing(root: Path, tmp_path: Path, times: int) ->
     assert status == 130
     assert "nothing was kept" in err and "Traceback" not in err
     assert not list(tmp_path.glob("store/tmp/*")) and not list(tmp_path.glob("store/in_use/*"))
-    assert seconds < 3
+    assert seconds < 10

@@ -313,8 +313,8 @@ def test_a_worker_is_not_paused_before_its_first_word(program: Program) -> None:
 def test_pauses_do_not_count_as_running_time(program: Program) -> None:
     begun = time.monotonic()
     job = program(SPEAK, "time.sleep(0.5)", "done()")
-    run(job, timeout=2.0, may_run=lambda: time.monotonic() - begun > 4)
-    assert time.monotonic() - begun > 4
+    run(job, timeout=5.0, may_run=lambda: time.monotonic() - begun > 6)
+    assert time.monotonic() - begun > 6
 
 
 def test_a_paused_build_can_be_cancelled(program: Program, session: Session) -> None:

@@ -489,7 +489,9 @@ def test_the_page_hears_of_builds_of_blocks(provider: EngineProvider, page: Page
     assert build["held"] and build["id"] == ticket.plan.key.digest
     ticket.cancel()
     wait_until(lambda: page.of("slipstream.builds")[-1]["builds"] == [])
-    assert not page.of("slipstream.result")
+    wait_until(lambda: page.of("slipstream.result"))
+    (told,) = page.of("slipstream.result")
+    assert told["result"] == "cancelled" and told["role"] == ticket.plan.spec.role.value
 
 
 def test_many_reports_make_few_events_and_no_end_is_lost(
