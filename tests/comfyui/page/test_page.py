@@ -698,6 +698,8 @@ def test_the_page_speaks_chinese(page: ComfyPage, server: ComfyServer) -> None:
         assert page.seen()["button"].startswith("构建引擎") and page.seen()["text"] == "尚未运行"
         panel = page.open_tab("日志")
         panel.get_by_role("tab", name="引擎").wait_for()
+        page.page.evaluate("() => app.queuePrompt(0)")
+        panel.get_by_text("Slipstream：尚无").first.wait_for()
     finally:
         change_settings(server.url, **{"Comfy_Locale": "en"})
 
