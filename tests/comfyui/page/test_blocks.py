@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.tests.comfyui.support.browser import ComfyPage, example, why_no_browser
+from slipstream.tests.comfyui.page.conftest import RENDERERS
+from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, example, why_no_browser
 from slipstream.tests.comfyui.support.client import ComfyClient
+from slipstream.tests.comfyui.support.server import ComfyServer
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
 SECONDS = 120
+
+
+@pytest.fixture(scope="module", params=RENDERERS)
+def renderer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(server_of: Callable[..., ComfyServer], renderer: str) -> Iterator[ComfyServer]:
+    """One for each renderer: a process keeps engines of blocks that it built."""
+    with server_of(environment={"SLIPSTREAM_TEST_BUILD_SECONDS": "3"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def nodes2(server: ComfyServer, renderer: str) -> bool:
+    change_settings(server.url, Comfy_VueNodes_Enabled=renderer == "nodes2")
+    return renderer == "nodes2"
 
 
 def blocks(store: EngineStore) -> list[Any]:

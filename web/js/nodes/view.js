@@ -122,11 +122,15 @@ function isNewer(run, state) {
 /** Where the model itself runs the line says all of the reason. The server's words are English; in other languages the
  * facts say the same. */
 function textOf(state) {
-  const hasReason = REASONED.includes(state.kind) || isOfBlocks(state);
-  const why = hasReason ? (state.tip || state.text).replace(/^\w+: /, "") : "";
+  const why = saysReason(state) ? (state.tip || state.text).replace(/^\w+: /, "") : "";
   if (why) return said(why) ?? capitalised(why);
   if (isEnglish()) return capitalised(state.text.replace(SHOWN_ABOVE, ""));
   return said(state.text) ?? t(`state_${state.kind}`);
+}
+
+/** Whether the line says all that the server has to say. */
+function saysReason(state) {
+  return REASONED.includes(state.kind) || isOfBlocks(state);
 }
 
 /** Whether engines of single blocks compute what no engine of the whole model may. */
@@ -137,7 +141,7 @@ function isOfBlocks({ kind, text }) {
 function tipOf(state) {
   const calls = t("calls", { engine: state.engine_calls ?? 0, eager: state.eager_calls ?? 0 });
   const ran = (state.engine_calls ?? 0) + (state.eager_calls ?? 0) > 0;
-  const more = REASONED.includes(state.kind) ? "" : (said(state.tip) ?? state.tip); // the line says reasons itself
+  const more = saysReason(state) ? "" : (said(state.tip) ?? state.tip); // the line says reasons itself
   return [more, ran ? calls : ""].filter(Boolean).join("\n");
 }
 
