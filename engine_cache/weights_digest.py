@@ -73,7 +73,15 @@ def _sums(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
         return raw
     if device is not None and raw.device.type == "cpu":
         with contextlib.suppress(torch.OutOfMemoryError):
-            raw = raw.to(device)
+            return _sums_of_bytes(raw.to(device), whole)
+    return _sums_of_bytes(raw, whole)
+
+
+def _sums_of_bytes(raw: torch.Tensor, whole: int) -> torch.Tensor:
+    """
+    Args:
+        whole: bytes in whole rows.
+    """
     words = raw[:whole].view(torch.int32).view(-1, _COLUMNS)
     return torch.cat([_sums_of_columns(words).view(torch.uint8), raw[whole:]])
 

@@ -187,6 +187,8 @@ class EngineProvider:
         self._used: set[str] = set()
         """Engines that this process has called."""
         self._shortages = Shortages()
+        self._short_models: set[str] = set()
+        """Engines that ran out of memory, those of VAEs left out."""
         self._overflows = Overflows(store.root)
         self._trust = Trust(store, self._overflows)
         self.sentinel = Sentinel()
@@ -698,7 +700,7 @@ class EngineProvider:
         reason = self._shortages.why_not(plan.key.digest, plan.device)
         if reason is not None:
             self.pool.free(plan.device, math.inf)
-        elif plan.spec.role in _OF_VAES and self._shortages.is_any(plan.device):
+        elif plan.spec.role in _OF_VAES and self._shortages.is_any(plan.device, self._short_models):
             # Each picture's sampling would close it again.
             return (
                 "GPU memory did not suffice for an engine of the diffusion model, which needs what this one would hold"
@@ -707,6 +709,8 @@ class EngineProvider:
 
     def _short(self, plan: Plan, needed: int, hooks: HostHooks) -> str:
         hooks.drop_copies(plan.device)
+        if plan.spec.role not in _OF_VAES:
+            self._short_models.add(plan.key.digest)
         self.pool.free(plan.device, math.inf)  # the plain model needs the room more than engines that wait
         give_back_unused(plan.device)
         return self._shortages.note(plan.key.digest, plan.device, needed)

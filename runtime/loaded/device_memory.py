@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -101,10 +101,10 @@ class Shortages:
             known = self._standing(device).get(digest)
         return None if known is None else f"the engine ran out of GPU memory. {_left_alone(known.times)}"
 
-    def is_any(self, device: torch.device) -> bool:
-        """Whether another attempt of any engine would be in vain."""
+    def is_any(self, device: torch.device, digests: Set[str]) -> bool:
+        """Whether another attempt of any of these engines would be in vain."""
         with self._lock:
-            return bool(self._standing(device))
+            return not digests.isdisjoint(self._standing(device))
 
     def _standing(self, device: torch.device) -> dict[str, _Shortage]:
         """Those of a device that count, by their engines' digests; one since which memory became free does no more."""

@@ -24,18 +24,24 @@ def follow_page(language: Callable[[], str | None]) -> None:
 def log_language() -> str:
     """That the environment names, else the page's, else the system's; such as `en` or `zh`."""
     page = next((found for ask in _page if (found := ask())), None)
-    chosen = os.environ.get(VARIABLE) or page or locale.getlocale()[0] or ""
+    chosen = os.environ.get(VARIABLE) or page or _of_system()
     return re.split(r"[-_.]", chosen)[0].lower() or "en"
+
+
+def _of_system() -> str:
+    try:
+        return locale.getlocale()[0] or ""
+    except ValueError:  # another extension set one by a name that Python does not know, such as "en-US"
+        return ""
 
 
 class InLanguage(logging.Handler):
     """Puts records into the user's language on their way: it belongs before all other handlers that show them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (language := log_language()) == "en":
-            return
         try:
-            found = said(record.getMessage(), language)
+            language = log_language()
+            found = None if language == "en" else said(record.getMessage(), language)
         except Exception:  # of whoever logged something that cannot be formatted
             self.handleError(record)
             return

@@ -25,9 +25,9 @@ import torch
 
 from ....core.protocols import BoundWeights
 from ...architecture import Remembered
-from ...live_model.held_weights import version_of
+from ...live_model.held_weights import PLAIN, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
-from .current_weights import cast_once, current_weights, is_quantized, is_untouched, places_of, weights_token
+from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .staged_pages import Pages, hold, is_dynamic, letting_go, yielding
 
 log = logging.getLogger(__name__)
@@ -196,7 +196,9 @@ def _own_weights(network: torch.nn.Module, dtype: torch.dtype, device: torch.dev
         f"{name}.{part}" if name else part: tensor.detach()
         for name, layer in layers_of(network).items()
         for part, tensor in chain(layer._parameters.items(), layer._buffers.items())
-        if tensor is not None and tensor.dtype == dtype and tensor.device in places and is_untouched(layer, part)
+        if tensor is not None
+        and (type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places)
+        and is_untouched(layer, part)
     }
 
 
@@ -222,7 +224,7 @@ def _is_changed_at_calls(layer: Any) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is None or (tensor.dtype == dtype and not is_quantized(tensor))
+    return tensor is None or (tensor.dtype == dtype and type(tensor) in PLAIN)
 
 
 def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

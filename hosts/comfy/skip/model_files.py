@@ -18,7 +18,7 @@ def model_files(patcher: Any) -> list[str]:
     Those of LoRAs are not in the model: their weights are, without a name.
     """
     loader = getattr(patcher, "cached_patcher_init", None)  # since ComfyUI 0.16
-    loaded = [each for each in (loader[1] if loader else ()) if isinstance(each, str)]
+    loaded = [each for each in (loader and loader[1] or ()) if isinstance(each, str)]
     return [*loaded, *(name for prompt in running_prompts() for name in files_before(prompt.nodes, _sampling_node()))]
 
 

@@ -61,7 +61,8 @@ def _whole_steps(model_sampling: Any, sigmas: torch.Tensor) -> int:
     if len(levels) < 2:
         return 0
     first, last = (float(model_sampling.timestep(level)) for level in (levels[0], levels[-1]))
-    share = (first - last) / float(model_sampling.timestep(torch.as_tensor(model_sampling.sigma_max)))
+    all_of_it = float(model_sampling.timestep(torch.as_tensor(model_sampling.sigma_max)))
+    share = (first - last) / all_of_it if all_of_it else 0.0
     return round((len(levels) - 1) / share) + 1 if 0 < share <= 1 else 0
 
 

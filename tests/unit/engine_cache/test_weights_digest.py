@@ -237,6 +237,20 @@ def test_too_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         digest_tensors({"w": torch.zeros(3)})
 
 
+def test_a_device_without_room_for_the_sums_leaves_them_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor, tried, sums = torch.randn(3000, 100), [], weights_digest._sums_of_columns
+
+    def short_at_first(words: torch.Tensor) -> torch.Tensor:
+        tried.append(words)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("tried to allocate much")
+        return sums(words)
+
+    plain = digest_tensors({"w": tensor})
+    monkeypatch.setattr(weights_digest, "_sums_of_columns", short_at_first)
+    assert digest_tensors({"w": tensor}, torch.device("cpu")) == plain and len(tried) == 2
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_digest() -> None:
     net = model().half()

@@ -500,6 +500,19 @@ def test_engines_that_wait_give_their_memory_to_a_model_that_has_too_little(
     assert backend.engines[-1].closed
 
 
+def test_a_vae_that_has_too_little_memory_does_not_speak_for_others(
+    module: AcceleratedModule, backend: NullBackend
+) -> None:
+    decoder, encoder = FakeSource(), FakeSource()
+    decoder.architecture = FakeArchitecture("d" * 64, Role.VAE_DECODE)
+    encoder.architecture = FakeArchitecture("e" * 64, Role.VAE_ENCODE)
+    fail_twice(module, decoder, backend)
+    other = AcceleratedModule(module.provider, FIRST_USE)
+    with other.run(encoder) as run:
+        call(run, encoder)
+    assert counts(other) == (1, 0), reasons(other)
+
+
 def test_more_free_memory_is_worth_another_attempt(
     module: AcceleratedModule, source: FakeSource, backend: NullBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

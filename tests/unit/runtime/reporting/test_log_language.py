@@ -110,3 +110,13 @@ def test_tables_have_the_same_holes(language: str) -> None:
     assert len(table) > 25 and table.keys() <= chinese.keys()
     holes = re.compile(r"\{\w+\}")
     assert [each for each, other in table.items() if set(holes.findall(each)) != set(holes.findall(other))] == []
+
+
+def test_a_system_language_that_python_does_not_know_costs_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> tuple[str, str]:
+        raise ValueError("unknown locale: en-US")
+
+    monkeypatch.delenv(log_language.VARIABLE, raising=False)
+    monkeypatch.setattr(log_language, "_page", [])
+    monkeypatch.setattr(log_language.locale, "getlocale", unknown)
+    assert log_language.log_language() == "en"
