@@ -54,15 +54,7 @@ class AOTInductorBackend(CompilingBackend):
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)
-        with (
-            shared_cpp_runtime(job.directory),
-            headers_with_the_cache(),
-            vector_instructions(job.device, job.keep),
-            chosen_kernels(job.spec, job.device),
-        ):
-            torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
-                program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
-            )
+        compile_package(job, program)
         _check_names(job.directory, job.device)
         return Artifact(job.directory, (PACKAGE, SIGNATURE, CONSTANTS), signature.details)
 
@@ -76,6 +68,23 @@ class AOTInductorBackend(CompilingBackend):
         constants = load_constants(artifact.directory, device)
         own = sum(tensor.nbytes for tensor in constants.values())
         return CompiledEngine(signature, spec.profile, outputs, device, run, package.fill, constants, own)
+
+
+def compile_package(job: BuildJob, program: torch.export.ExportedProgram) -> None:
+    """Compile a program into the job's package.
+
+    Raises:
+        BuildFailed: this machine's C++ compiler cannot link one.
+    """
+    with (
+        shared_cpp_runtime(job.directory),
+        headers_with_the_cache(),
+        vector_instructions(job.device, job.keep),
+        chosen_kernels(job.spec, job.device),
+    ):
+        torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
+            program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
+        )
 
 
 def _check_names(directory: Path, device: torch.device) -> None:

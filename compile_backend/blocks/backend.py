@@ -11,12 +11,8 @@ from ...core.errors import IncompatibleEngine
 from ...core.progress import Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob, Engine
 from ...core.spec import EngineSpec, Optimize, Precision
-from ..aot_inductor import PACKAGE, AOTInductorBackend
-from ..cpp.headers import headers_with_the_cache
-from ..cpp.runtime_library import shared_cpp_runtime
-from ..cpp.vector_instructions import vector_instructions
-from ..inductor.kernels import chosen_kernels
-from ..inductor.options import block_options, of_compiler
+from ..aot_inductor import PACKAGE, AOTInductorBackend, compile_package
+from ..inductor.options import block_options
 from ..packages import load_package
 from .engine import BlockEngine
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
@@ -40,16 +36,8 @@ class BlockBackend(AOTInductorBackend):
         program, signature = export_block(job, cast(BlockArchitecture, job.architecture))
         signature.save(job.directory)
         progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
-        with (
-            shared_cpp_runtime(job.directory),
-            headers_with_the_cache(),
-            vector_instructions(job.device, job.keep),
-            chosen_kernels(job.spec, job.device),
-            torch._inductor.config.patch(compile_threads=1),  # as many builds as there are cores run beside this one
-        ):
-            torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
-                program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)
-            )
+        with torch._inductor.config.patch(compile_threads=1):  # as many builds as there are cores run beside this one
+            compile_package(job, program)
         details = {"nodes": signature.nodes, "open_sizes": signature.sizes.are_open}
         return Artifact(job.directory, (PACKAGE, SIGNATURE), details)
 
