@@ -121,12 +121,11 @@ def bind_staged(
         UnsupportedModel: some are missing, or copies of those that are not used where they lie do not fit.
     """
     device = torch.device(patcher.load_device)
-    pages = hold(patcher)
+    if (pages := _held(patcher, device)) is None:
+        raise torch.OutOfMemoryError(
+            "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
+        )
     try:
-        if pages is None or not _leaves_memory(device):
-            raise torch.OutOfMemoryError(
-                "The model's weights do not all fit into VRAM beside what sampling needs: ComfyUI streams them"
-            )
         known = _staged.get(network, (dtype, device, owner, prefix), _Staged)
         token = weights_token(patcher)
         if token is None or known.look is None or not known.look.finds(_Look(token, pages, network)):
@@ -138,9 +137,20 @@ def bind_staged(
             _loads.get(patcher.model, None, _Load).serials = pages.serials
         return BoundWeights(known.tensors, known.version, pages.release)
     except BaseException:
-        if pages is not None:
-            pages.release()
+        pages.release()
         raise
+
+
+def _held(patcher: Any, device: torch.device) -> Pages | None:
+    """All pages of a loaded model; None where memory does not suffice for them beside what sampling needs."""
+    if (pages := hold(patcher)) is None:
+        return None
+    with ExitStack() as undo:
+        undo.callback(pages.release)
+        if _leaves_memory(device):
+            undo.pop_all()
+            return pages
+    return None
 
 
 def _found(
@@ -174,10 +184,7 @@ def weights_in_place(
     if not is_dynamic(patcher):
         is_streamed = getattr(patcher, "is_dynamic", bool)()  # in pages that cannot be held
         return {} if is_streamed else _own_weights(network, dtype, device)
-    if (pages := hold(patcher)) is None:
-        return {}
-    if not _leaves_memory(device):
-        pages.release()
+    if (pages := _held(patcher, device)) is None:
         return {}
     ending.callback(pages.release)
     known = _staged.get(network, (dtype, device, "in place"), _Staged)
