@@ -6,21 +6,18 @@ the innermost wrapper, so that what other nodes do (EasyCache, regional prompts,
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import Any
 
 from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
-from .blocks.block_calls import BlockCalls
+from .blocks.block_calls import BlockCalls, block_calls_of
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
-from .process.build_waiting import waiting_hooks
-from .process.dynamic_vram import loading_once, weights_in_place
+from .process.dynamic_vram import loading_once
 from .run.call_wrappers import lead_calls
 from .run.model_calls import ModelCalls, halves_of
 from .run.restart import SamplingStart
@@ -98,13 +95,9 @@ def _blocks_of(
     module: AcceleratedModule, settings: Settings, source: ComfyUNetSource, guider: Any, ending: ExitStack
 ) -> BlockCalls | None:
     """The blocks of a model where they are to run on engines of their own."""
-    if not settings.runs_by_blocks or why_nothing_of_it(guider.model_options) is not None:
+    if why_nothing_of_it(guider.model_options) is not None:
         return None
-    in_place = functools.partial(weights_in_place, guider.model_patcher, source.unet, ending=ending)
-    hooks = replace(waiting_hooks(), by_hand=module.by_hand)
-    return BlockCalls(
-        source.unet, source.architecture, source.device, module.provider, settings, hooks, module.status, in_place
-    )
+    return block_calls_of(source.unet, source, module, settings, guider.model_patcher, ending)
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:

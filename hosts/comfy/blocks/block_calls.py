@@ -12,8 +12,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,20 +21,21 @@ from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
+from ....core.protocols import ModelSource
 from ....core.spec import Precision
 from ....core.streams import wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
-from ....runtime.module import ByBlocks
-from ....runtime.provider import EngineProvider, HostHooks
-from ....runtime.reporting.status import Status
+from ....runtime.module import AcceleratedModule, ByBlocks
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
 from ...model_patches import why_not_in_this_mode
+from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
+from ..process.dynamic_vram import weights_in_place
 from .block_architecture import ComfyBlock, Owner
 from .block_patches import why_patched
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
@@ -101,7 +102,7 @@ class BlockCalls:
 
     Args:
         owner: the network's architecture.
-        status: is told which builds these calls wait for.
+        module: is told which builds these calls wait for.
         in_place: gives those weights of the network that lie on its device in a dtype, by name, for the length of the
             run.
 
@@ -114,10 +115,8 @@ class BlockCalls:
         network: torch.nn.Module,
         owner: Owner,
         device: torch.device,
-        provider: EngineProvider,
+        module: AcceleratedModule,
         settings: Settings,
-        hooks: HostHooks,
-        status: Status,
         in_place: Callable[[torch.dtype], Weights],
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
@@ -127,11 +126,11 @@ class BlockCalls:
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._hold = Hold()
         self._led: LedNetwork | None = None
-        self._engines, self._settings, self._hooks = provider.blocks, settings, hooks
-        self._status = status
+        self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
+        self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
-        self._times, self._id = provider.step_times, id_of_blocks(owner.fingerprint.architecture)
+        self._times, self._id = module.provider.step_times, id_of_blocks(owner.fingerprint.architecture)
         self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
         """Offers that this run asked for."""
@@ -142,7 +141,7 @@ class BlockCalls:
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
         self.share = BlockShare()
-        if hooks.by_hand and self._times is not None:
+        if module.by_hand and self._times is not None:
             self._times.forgive_blocks(self._id)
 
     def __call__(self, compute: Callable[[], _Result]) -> _Result:
@@ -357,6 +356,27 @@ class BlockCalls:
         except BaseException:
             self._engines.queue.cancel_all("the run that waited for it was interrupted")
             raise
+
+
+def block_calls_of(
+    network: torch.nn.Module,
+    source: ModelSource,
+    module: AcceleratedModule,
+    settings: Settings,
+    patcher: Any,
+    ending: ExitStack,
+) -> BlockCalls | None:
+    """The calls of a network's blocks where these are to run on engines of their own.
+
+    Args:
+        patcher: of the network's model.
+        ending: closed when the run is over.
+    """
+    if not settings.runs_by_blocks:
+        return None
+    in_place = functools.partial(weights_in_place, patcher, network, ending=ending)
+    owner = cast(Owner, source.architecture)
+    return BlockCalls(network, owner, source.device, module, settings, in_place)
 
 
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:

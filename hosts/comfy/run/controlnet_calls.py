@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ from ....core.protocols import Tensors
 from ....runtime.module import AcceleratedModule, Run
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
-from ..blocks.block_calls import BlockCalls
+from ..blocks.block_calls import BlockCalls, block_calls_of
 from ..models.controlnet import ComfyControlNetSource
-from ..process.build_waiting import waiting_hooks
-from ..process.dynamic_vram import weights_in_place
 from .model_calls import NotServed
 from .run_start import RunRecorder, begin_run, recorded
 from .wrapper_keys import ACCELERATE
@@ -176,7 +173,12 @@ class ControlCalls:
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
         self._blocks: BlockCalls | None = None
         if not isinstance(self._begun, str):
-            self._blocks = _blocks_of(*self._begun, module, control.control_model_wrapped, self._ending)
+            run, source = self._begun
+            self._blocks = block_calls_of(
+                source.network, source, module, run.settings, control.control_model_wrapped, self._ending
+            )
+            if self._blocks is not None:
+                run.by_blocks = self._blocks.answer
 
     @property
     def run(self) -> Run | None:
@@ -275,28 +277,6 @@ class ControlCalls:
         """Give the engines back."""
         self._embedded = []
         self._ending.close()
-
-
-def _blocks_of(
-    run: Run, source: ComfyControlNetSource, module: AcceleratedModule, patcher: Any, ending: ExitStack
-) -> BlockCalls | None:
-    """The blocks of a network where they are to run on engines of their own."""
-    if not run.settings.runs_by_blocks:
-        return None
-    in_place = functools.partial(weights_in_place, patcher, source.network, ending=ending)
-    hooks = replace(waiting_hooks(), by_hand=module.by_hand)
-    found = BlockCalls(
-        source.network,
-        source.architecture,
-        source.device,
-        module.provider,
-        run.settings,
-        hooks,
-        module.status,
-        in_place,
-    )
-    run.by_blocks = found.answer
-    return found
 
 
 def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:
