@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from .samplers import SamplerKind, kind_of
@@ -49,7 +50,7 @@ class Task:
     def kind(self) -> SamplerKind:
         return kind_of(self.sampler)
 
-    @property
+    @functools.cached_property
     def schedule(self) -> str:
         """ComfyUI's name of its scheduler, of those that the presets were measured apart with; else as it was named."""
         return KARRAS if is_karras(self.sigmas) else self.named_schedule

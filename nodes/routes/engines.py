@@ -62,7 +62,7 @@ def try_again(request: web.Request, fields: dict[str, Any]) -> Answer:
 
 @changes("digests")
 def adopt_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
-    """Sign engines that no maker's key vouches for, since the person at this machine does; all of them, or none."""
+    """Sign engines that no maker's key vouches for, since the person at this machine does; none if one is refused."""
     if not is_here(request):
         raise Refused(
             "forbidden",
