@@ -383,7 +383,7 @@ def test_a_picture_of_sdxl_is_made_from_both_kinds_of_text() -> None:
 
 def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
     """And leave it as it was for the other variants."""
-    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
+    made = sd15_job(64, 20, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE)
     with torch.inference_mode(), ExitStack() as ending:
         setup_context = setup_context_in(tmp_path)
         wish = made.inputs(seed=0)
@@ -395,7 +395,7 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
             ready = job_variants.set_up(Variant.of(f"eager+{name}"), made, setup_context, ending)
             calls.clear()
             errors = errors_of(ready.compute(ready.prepare(wish)), plain)
-            assert len(calls) == ready.facts["computed"] < 12 and ready.skips
+            assert len(calls) == ready.facts["computed"] < 20 and ready.skips
             assert 1e-4 < errors["picture"] < 0.5
             counts.append(len(calls))
         assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
@@ -406,12 +406,12 @@ def test_presets_skip_steps_of_the_plain_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_presets_skip_steps_over_engines(tmp_path: Path) -> None:
     """Of several pictures at once: one call of the model, one of the decoder for each."""
-    made = sd15_job(64, 12, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE, batch=3)
+    made = sd15_job(64, 20, control=False, unet=models.TINY_SD15, vae=models.TINY_VAE, batch=3)
     with torch.inference_mode(), ExitStack() as ending:
         setup_context = setup_context_in(tmp_path)
         ready = job_variants.set_up(Variant.of("slipstream:compiled+balanced"), made, setup_context, ending)
         computed = ready.facts["computed"]
-        assert computed < 12 and ready.wanted_calls == computed + 3
+        assert computed < 20 and ready.wanted_calls == computed + 3
         for number in range(2):
             painted = ready.compute(ready.prepare(made.inputs(seed=number)))
             assert painted["picture"].shape == (3, 64, 64, 3)
