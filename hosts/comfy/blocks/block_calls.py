@@ -311,7 +311,8 @@ class BlockCalls:
         assert offer.engine is not None
         known, place = weights_of(block, offer), (block, offer.engine)
         if place not in self._given:
-            self._hold.why_changed(self._layers)
+            if not self._given:
+                self._hold.why_changed(self._layers)  # what the run begins with, see `_check_weights`
             self._given[place] = known.among(self._in_place(dtype_of(offer.precision)), block.path)
         return self._given[place] or known.of(block.module, self._device, until)
 
