@@ -32,6 +32,11 @@ from .settings.model_settings import BuildPolicy, Settings
 log = logging.getLogger(__name__)
 
 
+def say_plain(reason: str) -> None:
+    """Log why the host's own model computes."""
+    log.warning("Slipstream uses the plain model: %s", reason)
+
+
 class AcceleratedModule:
     """One accelerated model of a workflow; lives as long as the node's output.
 
@@ -69,7 +74,7 @@ class AcceleratedModule:
     def count_eager(self, reason: str) -> None:
         """Count a call that the host's own model answers, and log the reason where it is a new one."""
         if self.status.count_eager(reason):
-            log.warning("Slipstream uses the plain model: %s", reason)
+            say_plain(reason)
 
     @contextmanager
     def run(
@@ -200,7 +205,7 @@ class Run:
         self._timer: CallTimer | None = None
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
-        self.by_blocks: Callable[[], ByBlocks | str | None] = lambda: None
+        self.by_blocks: Callable[[], ByBlocks | str] | None = None
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -249,18 +254,34 @@ class Run:
         result = self.ask(inputs) if veto is None else veto
         if not isinstance(result, str):
             return self._held_against(result, inputs, beside, is_first) if beside is not None and is_due else result
-        self._module.count_eager(result)
-        computed = eager()
-        by_blocks = self.by_blocks()
-        if not isinstance(by_blocks, ByBlocks):
-            if by_blocks is not None and veto is None:
-                self._module.status.explain_eager(result, f"{result}; none of its blocks runs on one: {by_blocks}")
+        if self.by_blocks is None:
+            self._module.count_eager(result)
+            computed = eager()
             self.answers.append(Answer(is_vetoed=veto is not None))
             return computed
-        self._module.status.count_blocks(result, by_blocks.share, by_blocks.engine)
-        engine = by_blocks.engine if veto is None else None
-        self.answers.append(Answer(engine, is_vetoed=engine is None))
+        is_new = self._module.status.count_eager(result)
+        computed = eager()
+        self.answers.append(self._answer_by_blocks(self.by_blocks(), result, veto, is_new))
         return computed
+
+    def _answer_by_blocks(self, by_blocks: ByBlocks | str, reason: str, veto: str | None, is_new: bool) -> Answer:
+        """Who answered a call that was counted as eager, whose blocks may have been on engines.
+
+        Args:
+            reason: for which no engine of the whole model answered.
+            is_new: whether it is given for the first time.
+        """
+        status = self._module.status
+        if isinstance(by_blocks, ByBlocks):
+            status.count_blocks(reason, by_blocks.share, by_blocks.engine)
+            engine = by_blocks.engine if veto is None else None
+            return Answer(engine, is_vetoed=engine is None)
+        if veto is None:
+            fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
+            is_new, reason = status.explain_eager(reason, fuller), fuller
+        if is_new:
+            say_plain(reason)
+        return Answer(is_vetoed=veto is not None)
 
     @property
     def is_to_be_compared(self) -> bool:

@@ -198,8 +198,8 @@ class Status:
             self._standing = Standing(reason=reason, wanted=self._missing.get(reason))
             return self._reasons[reason] == 1
 
-    def explain_eager(self, reason: str, fuller: str) -> None:
-        """Give a fuller reason for the call that was just counted as eager."""
+    def explain_eager(self, reason: str, fuller: str) -> bool:
+        """Give a fuller reason for the call that was just counted as eager; True the first time that it is given."""
         with self._lock:
             self._uncount(reason)
             for counted in (self._reasons, self._run_reasons):
@@ -208,6 +208,7 @@ class Status:
                 self._missing[fuller] = self._missing[reason]
             self._last = f"eager: {fuller}"
             self._standing = Standing(reason=fuller, wanted=self._missing.get(fuller))
+            return self._reasons[fuller] == 1
 
     def _uncount(self, reason: str) -> None:
         for counted in (self._reasons, self._run_reasons):

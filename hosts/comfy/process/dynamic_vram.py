@@ -134,7 +134,7 @@ def bind_staged(
             known.tensors = {prefix + name: tensor for name, tensor in found.items()}
             known.look, known.version = _Look(token, pages, network), next(_versions)
         if token is not None:
-            _loads.get(patcher.model, None, _Load).serials = pages.serials
+            _note_staged(patcher, pages)
         return BoundWeights(known.tensors, known.version, pages.release)
     except BaseException:
         pages.release()
@@ -193,6 +193,7 @@ def weights_in_place(
         staged = _staged_weights(network, names, dtype, device, pages)
         known.tensors = {**_own_weights(network, dtype, device), **staged}
         known.look = _Look(token, pages, network)
+    _note_staged(patcher, pages)
     return known.tensors
 
 
@@ -271,6 +272,11 @@ class _Load:
 
 
 _loads: Remembered[_Load] = Remembered()
+
+
+def _note_staged(patcher: Any, pages: Pages) -> None:
+    """Note that all weights of a model are staged."""
+    _loads.get(patcher.model, None, _Load).serials = pages.serials
 
 
 @contextmanager

@@ -278,9 +278,14 @@ def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: p
             return cast(layer, *args)
 
         monkeypatch.setattr(block_weights, "_cast", counted)
+        loads, load = [], kind.load
+        monkeypatch.setattr(
+            kind, "load", lambda self, *args, **kwargs: (loads.append(self), load(self, *args, **kwargs))[1]
+        )
         before = module.status.block_calls
         assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
         assert module.status.block_calls == before + STEPS and not casts, "weights that stay are looked up once a run"
+        assert not loads, "what is staged is not loaded again"
         with monkeypatch.context() as short_of_memory:
             short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
             assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5

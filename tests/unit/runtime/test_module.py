@@ -16,7 +16,7 @@ from slipstream.core.protocols import Tensors
 from slipstream.core.spec import Precision, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.loaded import device_memory
-from slipstream.runtime.module import AcceleratedModule, Run
+from slipstream.runtime.module import AcceleratedModule, ByBlocks, Run
 from slipstream.runtime.planning.build_estimate import past_build
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
@@ -670,14 +670,32 @@ def test_a_part_of_a_run_has_the_settings_of_the_whole(module: AcceleratedModule
     assert counts(module) == (0, 1) and module.asked == MANUAL
 
 
-def test_why_no_block_runs_on_an_engine_is_told(provider: EngineProvider) -> None:
+def test_why_no_block_runs_on_an_engine_is_told_once(
+    provider: EngineProvider, caplog: pytest.LogCaptureFixture
+) -> None:
     module, source = AcceleratedModule(provider, MANUAL), FakeSource()
-    with module.run(source) as run:
-        run.by_blocks = lambda: "its engine is being built"
-        assert_right(call(run, source), source)
+    for _ in range(2):
+        with module.run(source) as run:
+            run.by_blocks = lambda: "its engine is being built"
+            assert_right(call(run, source), source)
     (reason,) = module.status.to_json()["reasons"]
     assert reason.startswith("no engine for") and reason.endswith(
         "none of its blocks runs on one: its engine is being built"
     )
     assert module.status.standing.reason == reason
-    assert module.status.eager_calls == 1
+    assert module.status.eager_calls == 2
+    assert [record.getMessage() for record in caplog.records if "plain model" in record.getMessage()] == [
+        f"Slipstream uses the plain model: {reason}"
+    ]
+
+
+def test_a_model_whose_blocks_run_on_engines_is_not_called_plain(
+    provider: EngineProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, source = AcceleratedModule(provider, MANUAL), FakeSource()
+    with module.run(source) as run:
+        run.by_blocks = lambda: ByBlocks("3 of 4 calls of blocks on engines", None)
+        for _ in range(3):
+            assert_right(call(run, source), source)
+    assert (module.status.block_calls, module.status.eager_calls) == (3, 0)
+    assert not [record for record in caplog.records if "plain model" in record.getMessage()]
