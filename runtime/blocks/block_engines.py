@@ -292,7 +292,7 @@ class BlockEngines:
         if (reason := self._refused.get(digest)) is not None:
             return reason
         if place not in self._engines:
-            if (death := self.canary.death_of(digest)) is not None:
+            if (death := self.canary.death_of(digest)) is not None and not death.with_graphs:
                 return self._refuse(digest, f"its engine is not used: {death}")
             try:
                 entry.verify_files()

@@ -196,16 +196,20 @@ class Canary:
 
 
 class EngineCanary:
-    """The canary of one engine.
+    """The canary of one engine, or of several whose calls are captured together.
 
     Attributes:
-        death: what the engine did to an earlier process, as it was known when this process loaded it.
+        death: what an engine did to an earlier process, as it was known when this process loaded it.
     """
 
-    def __init__(self, canary: Canary | None, digest: str) -> None:
+    def __init__(self, canary: Canary | None, *digests: str) -> None:
         self._canary = canary
-        self._digest = digest
-        self.death = canary.death_of(digest) if canary is not None else None
+        self._digests = digests
+        self.death = self._death()
+
+    def _death(self) -> Death | None:
+        deaths = map(self._canary.death_of, self._digests) if self._canary is not None else ()
+        return next(filter(None, deaths), None)
 
     @property
     def allows_graphs(self) -> bool:
@@ -214,13 +218,16 @@ class EngineCanary:
     @property
     def is_outdated(self) -> bool:
         """Whether the engine may do more by now than when it was loaded."""
-        return self._canary is not None and self.death is not None and self._canary.death_of(self._digest) is None
+        return self.death is not None and self._death() is None
 
-    def capturing(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
         """Around a stream capture and the first launch of what it gave."""
-        if self._canary is None:
-            return contextlib.nullcontext()
-        return self._canary.watching(self._digest, CAPTURE, True)
+        with contextlib.ExitStack() as marks:
+            if self._canary is not None:
+                for digest in self._digests:
+                    marks.enter_context(self._canary.watching(digest, CAPTURE, True))
+            yield
 
 
 class FirstCall:

@@ -73,7 +73,7 @@ class Graphing:
 
     def __init__(self, folder: Path | None = None, canary: EngineCanary | None = None) -> None:
         self._folder = folder
-        self.canary = canary or EngineCanary(None, "")
+        self.canary = canary or EngineCanary(None)
 
     def library(self) -> CaptureLibrary | None:
         """The library, where captures may be made; one that is missing is compiled in the background."""

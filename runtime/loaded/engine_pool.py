@@ -18,6 +18,7 @@ from .canary import Canary, EngineCanary
 from .cuda_graphs import CudaGraphs, GraphedEngine, Graphing
 from .device_memory import free_bytes
 from .freed_memory import FreedMemory
+from .network_graphs import NetworkGraphs
 
 _IDLE_ENGINES = 8
 
@@ -116,6 +117,7 @@ class EnginePool:
 
     Attributes:
         on_change: told the device after engines came, went, or may hold more or less memory there.
+        networks: graphs of networks that run by engines of their blocks; they count and give way as engines do.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class EnginePool:
         self._keep = keep
         self._capture_library = capture_library
         self._canary = canary
+        self.networks = NetworkGraphs(capture_library, canary)
         self._freed = FreedMemory()
         self._idle: OrderedDict[int, LoadedEngine] = OrderedDict()
         self._used: dict[int, LoadedEngine] = {}
@@ -185,6 +188,7 @@ class EnginePool:
             idle, self._idle = list(self._idle.values()), OrderedDict()
         for loaded in idle:
             loaded.close()
+        self.networks.clear()
         for device in {loaded.device for loaded in idle}:
             self.on_change(device)
 
@@ -201,7 +205,8 @@ class EnginePool:
         """What all engines hold on `device` themselves, weights of the host not counted."""
         with self._lock:
             engines = [*self._idle.values(), *self._used.values()]
-        return sum(loaded.device_bytes for loaded in engines if loaded.device == device)
+        held = sum(loaded.device_bytes for loaded in engines if loaded.device == device)
+        return held + self.networks.device_bytes(device)
 
     def in_use(self, device: torch.device) -> bool:
         """Whether a run owns an engine on `device` at this moment."""
@@ -209,12 +214,13 @@ class EnginePool:
             return any(loaded.device == device for loaded in self._used.values())
 
     def free(self, device: torch.device, wanted: float) -> int:
-        """Close idle engines, those that were used longest ago first, until `wanted` bytes are free that were not.
+        """Drop graphs of networks, then idle engines, those that were used longest ago first, until `wanted` bytes are
+        free that were not.
 
         Returns:
             Bytes freed: less than wanted where the rest is in use.
         """
-        freed = 0
+        freed = self.networks.free(device, wanted)
         while freed < wanted and (loaded := self._pop_oldest_with_memory(device)) is not None:
             freed += _close_and_measure(loaded)
         if freed:

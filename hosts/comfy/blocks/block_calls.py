@@ -21,7 +21,7 @@ from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
-from ....core.protocols import ModelSource
+from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Precision
 from ....core.streams import wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
@@ -38,6 +38,7 @@ from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import ComfyBlock, Owner
 from .block_patches import why_patched
+from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class BlockCalls:
         module: is told which builds these calls wait for.
         in_place: gives those weights of the network that lie on its device in a dtype, by name, for the length of the
             run.
+        ending: closed when the run is over.
 
     Attributes:
         share: of the last call of the network.
@@ -118,6 +120,7 @@ class BlockCalls:
         module: AcceleratedModule,
         settings: Settings,
         in_place: Callable[[torch.dtype], Weights],
+        ending: ExitStack,
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
         self._in_place: Callable[[torch.dtype], Weights] = functools.cache(in_place)
@@ -125,7 +128,12 @@ class BlockCalls:
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._hold = Hold()
+        self._is_held = False
         self._led: LedNetwork | None = None
+        self._graphed: GraphedNetwork | None = None
+        self._served: dict[int, BlockOffer] = {}
+        """Offers whose engines computed blocks in the last call of the network."""
+        self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
@@ -141,11 +149,19 @@ class BlockCalls:
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
         self.share = BlockShare()
+        self._was_called = False
+        ending.enter_context(module.provider.pool.networks.running(network))
+        ending.callback(self._end)
         if module.by_hand and self._times is not None:
             self._times.forgive_blocks(self._id)
 
+    def _end(self) -> None:
+        if not self._was_called:  # an engine of the whole network serves: a graph would hold memory for nothing
+            self._module.provider.pool.networks.drop(self._network)
+
     def __call__(self, compute: Callable[[], _Result]) -> _Result:
         """What `compute` gives, which calls the network; by hand again until it is known which engines serve."""
+        self._was_called = True
         result = self._computing(compute)
         for _ in range(_CALLS_BY_HAND if self._hooks.by_hand else 0):
             if not self.share.waiting:
@@ -153,16 +169,44 @@ class BlockCalls:
             result = self._computing(compute)
         return result
 
+    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors) -> torch.Tensor:
+        """The same for a network's call with which nothing but tensors has to do: by one CUDA graph where it has one.
+
+        Args:
+            call: all that the network is given, by name.
+        """
+        graphed = self._graphs() if self._why_not() is None else None
+        if graphed is None:
+            return self(compute)
+        if self._hooks.by_hand:
+            graphed.forget()
+            return self(compute)
+        self._was_called = True
+        self._check_weights()
+        if (found := graphed(call, lambda: self(compute))) is not None:
+            result, whole = found
+            self.share = BlockShare(whole.blocks)
+            return result
+        result = self(compute)
+        if self.share.engine and not (self.share.waiting or self.share.eager):
+            graphed.note(call, self._served, self.share.engine)
+        return result
+
+    def _graphs(self) -> GraphedNetwork | None:
+        """Those of the network's whole calls; None where its blocks are not led, or graphs are not wanted."""
+        if self._graphed is None and self._settings.levers.one_graph and not isinstance(led := self._blocks(), str):
+            self._graphed = GraphedNetwork(self._network, led, self._device, self._module, self._settings, self._lying)
+        return self._graphed
+
     def _computing(self, compute: Callable[[], _Result]) -> _Result:
         self.share = BlockShare()
+        self._served.clear()
         if (reason := self._why_not()) is not None:
             self.share.eager[reason] += 1
             return compute()
-        try:  # a block that is replaced later is one that was changed, see `LedNetwork.leading`
-            led = self._led = self._led or led_network(self._network, self._owner)
-        except UnsupportedModel as error:
-            log.debug("Slipstream: no blocks are led: %s", error)
-            self.share.eager[str(error)] += 1
+        led = self._blocks()
+        if isinstance(led, str):
+            self.share.eager[led] += 1
             return compute()
         self._check_weights()
         with led.leading(self._network, self._lead) as changed:
@@ -174,6 +218,16 @@ class BlockCalls:
         if self._settings.policy is BuildPolicy.FIRST_USE:
             self._wait()
         return result
+
+    def _blocks(self) -> LedNetwork | str:
+        """The network's blocks; or why none are led."""
+        if self._led is None:  # one that is replaced later is one that was changed, see `LedNetwork.leading`
+            try:
+                self._led = led_network(self._network, self._owner)
+            except UnsupportedModel as error:
+                log.debug("Slipstream: no blocks are led: %s", error)
+                return str(error)
+        return self._led
 
     def answer(self) -> ByBlocks | str:
         """What engines had to do with the last call; or why nothing."""
@@ -237,6 +291,7 @@ class BlockCalls:
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
+            self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
         self._trials[id(offer)] = _compared(offer, found, wanted)
@@ -311,14 +366,19 @@ class BlockCalls:
         assert offer.engine is not None
         known, place = weights_of(block, offer), (block, offer.engine)
         if place not in self._given:
-            if not self._given:
-                self._hold.why_changed(self._layers)  # what the run begins with, see `_check_weights`
-            self._given[place] = known.among(self._in_place(dtype_of(offer.precision)), block.path)
+            self._given[place] = known.among(self._lying(dtype_of(offer.precision)), block.path)
         return self._given[place] or known.of(block.module, self._device, until)
+
+    def _lying(self, dtype: torch.dtype) -> Weights:
+        """Those weights of the network that lie where they stay for the run, by name."""
+        if not self._is_held:
+            self._is_held = True
+            self._hold.why_changed(self._layers)  # what the run begins with, see `_check_weights`
+        return self._in_place(dtype)
 
     def _check_weights(self) -> None:
         """Look weights up anew, at each call, once others changed them in the midst of the run."""
-        if self._given and self._hold.why_changed(self._layers):
+        if self._is_held and self._hold.why_changed(self._layers):
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
 
@@ -377,7 +437,7 @@ def block_calls_of(
         return None
     in_place = functools.partial(weights_in_place, patcher, network, ending=ending)
     owner = cast(Owner, source.architecture)
-    return BlockCalls(network, owner, source.device, module, settings, in_place)
+    return BlockCalls(network, owner, source.device, module, settings, in_place, ending)
 
 
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:

@@ -147,7 +147,7 @@ def _held(patcher: Any, device: torch.device) -> Pages | None:
         return None
     with ExitStack() as undo:
         undo.callback(pages.release)
-        if _leaves_memory(device):
+        if leaves_memory(device):
             undo.pop_all()
             return pages
     return None
@@ -248,7 +248,7 @@ def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Ten
             torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
 
 
-def _leaves_memory(device: torch.device) -> bool:
+def leaves_memory(device: torch.device) -> bool:
     """Whether sampling has what it needs beside this model; what is staged of others gives way."""
     import comfy.model_management as management
 

@@ -92,7 +92,9 @@ class ModelCalls:
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
-            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs))["out"]
+            if self._blocks is None or self._why_not(module, inputs, given) is not None:
+                return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs))["out"]
+            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, inputs))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
@@ -106,10 +108,12 @@ class ModelCalls:
             residuals = residuals_of(control, inputs["x"])
         if isinstance(residuals, str):
             veto, residuals = residuals, {}
-        if coming is not None and not self._has_whole({**inputs, **residuals}):
+        inputs |= residuals
+        tensors_alone = inputs if veto is None else None
+        if coming is not None and not self._has_whole(inputs):
             veto = veto or coming
         beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
-        return self.whole({**inputs, **residuals}, lambda: self._by_blocks(plain, args, kwargs), veto, beside)["out"]
+        return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, tensors_alone), veto, beside)["out"]
 
     @property
     def runs(self) -> list[Run]:
@@ -154,11 +158,19 @@ class ModelCalls:
         known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
         return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
 
-    def _by_blocks(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
-        """The plain model, whose blocks may be on engines."""
+    def _by_blocks(
+        self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], tensors_alone: Tensors | None = None
+    ) -> Tensors:
+        """The plain model, whose blocks may be on engines.
+
+        Args:
+            tensors_alone: all tensors of the call by name, where nothing else has to do with what the model gives.
+        """
         if self._blocks is None:
             return self._plain(plain, args, kwargs)
-        return self._blocks(lambda: self._plain(plain, args, kwargs))
+        if tensors_alone is None or self.engines_only:
+            return self._blocks(lambda: self._plain(plain, args, kwargs))
+        return {"out": self._blocks.whole(lambda: self._plain(plain, args, kwargs)["out"], tensors_alone)}
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +31,9 @@ STEPS = 5
 """Of which the first asks for engines where there are none, and the next one compares them."""
 
 
-@pytest.fixture(scope="module")
-def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
-    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
-        yield made
+@pytest.fixture
+def provider(shared_provider: EngineProvider) -> EngineProvider:
+    return shared_provider
 
 
 def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:

@@ -49,6 +49,7 @@ class Wish:
         checkpoint: seed of its weights.
         lora: strength; None for none.
         control: strength of a ControlNet; None for none.
+        by_blocks: the fast one runs by engines of the model's blocks.
     """
 
     seed: int = 7
@@ -60,6 +61,12 @@ class Wish:
     checkpoint: int = 1
     lora: float | None = None
     control: float | None = None
+    by_blocks: bool = False
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Of our nodes."""
+        return {**CHOICES, "optimize": "blocks"} if self.by_blocks else CHOICES
 
 
 class Server:
@@ -77,13 +84,13 @@ class Server:
         if wish.lora is not None:
             model = add("LoraLoaderModelOnly", model=model, lora_name=self.files.lora("sd15"), strength_model=wish.lora)
         if fast:
-            model = add(NODE, model=model, build="first use", **CHOICES)
+            model = add(NODE, model=model, build="first use", **wish.choices)
         positive, negative = graph.conditioning(1), graph.conditioning(2)
         prompts: dict[str, Any] = {"positive": positive, "negative": negative}
         if wish.control is not None:
             control = add("ControlNetLoader", control_net_name=self.files.controlnet("sd15"))
             if fast:
-                control = add("SlipstreamAccelerateControlNet", control_net=control, build="first use", **CHOICES)
+                control = add("SlipstreamAccelerateControlNet", control_net=control, build="first use", **wish.choices)
             image = add("EmptyImage", width=wish.size, height=wish.size, batch_size=1, color=0x404040)
             conditioned = add(
                 "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control, image=image,
@@ -98,7 +105,7 @@ class Server:
         return graph
 
     def plain(self, wish: Wish) -> np.ndarray:
-        if wish not in self._plain:
+        if (wish := replace(wish, by_blocks=False)) not in self._plain:
             run = self.client.run(self.graph(wish, fast=False), timeout=BUILDING)
             assert run.ok, run.error
             (self._plain[wish],) = run.latents()
@@ -123,10 +130,11 @@ class Server:
 
 
 def counts(run: Run) -> tuple[int, int]:
-    """Calls of the model's engine and of the model itself."""
+    """Calls of the model that its engine, or those of its blocks, computed, and calls of the model itself."""
     fields = [json.loads(metadata["slipstream"]) for metadata in run.metadata()]
     runs = [what for name, each in fields[0].items() if name != "run" for what in each]
-    return sum(what["engine_calls"] for what in runs), sum(what["eager_calls"] for what in runs)
+    by_engines = sum(what["engine_calls"] + what.get("block_calls", 0) for what in runs)
+    return by_engines, sum(what["eager_calls"] for what in runs)
 
 
 def reasons(run: Run) -> str:
@@ -273,6 +281,50 @@ def _assert_survives(server: Server, where: str, how: str) -> None:
     assert_by_engine(server, Wish(seed=33), server.fast(Wish(seed=33)))
     if on_gpu() or where not in ON_A_GPU:
         assert failed, "nothing failed"
+
+
+BLOCKS = Wish(steps=12, by_blocks=True)
+"""Enough steps for its engines to be asked for, compared and captured."""
+IN_ONE_GRAPH = "are one CUDA graph from here on"
+
+
+def _until_blocks_serve(server: Server) -> None:
+    """The first pictures ask for engines, wait for them, and compare them."""
+    for seed in (60, 61):
+        assert_right(server, replace(BLOCKS, seed=seed), server.fast(replace(BLOCKS, seed=seed)))
+
+
+def test_blocks_serve_every_step(server: Server) -> None:
+    _until_blocks_serve(server)
+    for wish in (BLOCKS, replace(BLOCKS, seed=62, lora=0.5), replace(BLOCKS, seed=63), replace(BLOCKS, checkpoint=2)):
+        assert_by_engine(server, wish, server.fast(wish))
+    for wish in (replace(BLOCKS, size=96), replace(BLOCKS, batch=2), replace(BLOCKS, control=0.7)):
+        assert_right(server, wish, server.fast(wish))
+        again = replace(wish, seed=64)
+        assert_by_engine(server, again, server.fast(again))
+
+
+@pytest.mark.skipif(not on_gpu(), reason="nothing is captured without a GPU")
+def test_blocks_are_one_graph_which_free_drops(server: Server) -> None:
+    _until_blocks_serve(server)
+    assert IN_ONE_GRAPH in server.process.log()
+    server.client.free()
+    time.sleep(1)
+    for seed in (65, 66):
+        assert_by_engine(server, replace(BLOCKS, seed=seed), server.fast(replace(BLOCKS, seed=seed)))
+
+
+@pytest.mark.skipif(not on_gpu(), reason="nothing is captured without a GPU")
+@pytest.mark.parametrize("how", IN_CAPTURE)
+def test_a_capture_of_blocks_that_fails(how: str, server: Server) -> None:
+    """The picture is right, its blocks stay on engines, and so they do afterwards."""
+    wish = replace(BLOCKS, size=128 + 32 * IN_CAPTURE.index(how), steps=30)  # a size that has no graph yet
+    _until_blocks_serve(server)
+    before = len(server.client.fail("capture", how))
+    assert_right(server, wish, server.fast(wish))
+    assert server.client.fail(None)[before:], "nothing failed"
+    for seed in (67, 68):
+        assert_by_engine(server, replace(wish, seed=seed), server.fast(replace(wish, seed=seed)))
 
 
 def test_two_hundred_mixed_prompts(server: Server) -> None:

@@ -99,6 +99,7 @@ class Failures:
             return importlib.import_module(f"{pack}.{name}")
 
         self._around(part("compile_backend.engine").CompiledEngine, "__call__", self._before_call, after=True)
+        self._around(part("compile_backend.blocks.engine").BlockEngine, "__call__", self._before_call, after=True)
         self._around(part("compile_backend.engine").CompiledEngine, "_bind", lambda: self.at("bind"))
         self._around(part("compile_backend.aot_inductor").AOTInductorBackend, "load", lambda: self.at("load"))
         self._around(part("runtime.capture.arena").Graph, "launch", lambda: self.at("launch"))
@@ -108,8 +109,8 @@ class Failures:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             self.at(where)
 
-    def _before_call(self, results: dict[str, torch.Tensor]) -> None:
-        x = next(iter(results.values()))
+    def _before_call(self, results: Any) -> None:
+        x = results if isinstance(results, torch.Tensor) else next(iter(getattr(results, "values", lambda: results)()))
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.at("capture", x)
         else:

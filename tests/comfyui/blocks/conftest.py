@@ -1,0 +1,17 @@
+"""Engines of blocks that several files of tests use: each kind is traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.engine_cache import EngineStore
+from slipstream.runtime.provider import EngineProvider
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+
+
+@pytest.fixture(scope="package")
+def shared_provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
+    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
+        yield made

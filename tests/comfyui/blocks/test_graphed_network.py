@@ -1,0 +1,313 @@
+"""A network's whole call over engines of its blocks by one graph: which calls have one, and that pictures stay right.
+
+What is captured, and of what, is real; only that a replay launches kernels is not: here it computes the captured work
+again, with the addresses of its capture. In a CUDA GPU's server: tests/comfyui/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import comfy.model_management
+import pytest
+import torch
+
+from slipstream.core.protocols import Tensors
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.process import dynamic_vram
+from slipstream.runtime.capture.library import CaptureError
+from slipstream.runtime.loaded.network_graphs import NetworkGraphs
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, patched
+from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.tensors import distance
+
+STEPS = 9
+BEFORE = 4
+"""Steps of a first picture before the capture: engines are asked for, then compared, then two by blocks."""
+
+
+class HostGraphs:
+    """In the place of `CudaGraphs`, on a CPU.
+
+    Attributes:
+        captures, replays: how often.
+        factor: by which replays are wrong.
+        error: that captures raise.
+    """
+
+    are_possible = True
+    bytes = 0
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        self.factor = 1.0
+        self.error: Exception | None = None
+        self._made: dict[Hashable, tuple[Hashable, Callable[..., Tensors], Tensors]] = {}
+
+    def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
+        return what in self._made and self._made[what][0] == generation
+
+    def run(
+        self, compute: Callable[..., Tensors], generation: Hashable, tensors: Tensors, what: Hashable, or_raise: bool
+    ) -> Tensors:
+        if not self.holds(generation, tensors, what):
+            if self.error is not None:
+                raise self.error
+            self.captures += 1
+            places = {name: tensor.clone() for name, tensor in tensors.items()}
+            compute(**places)
+            self._made[what] = generation, compute, places
+        _, captured, places = self._made[what]
+        for name, tensor in tensors.items():
+            places[name].copy_(tensor)
+        self.replays += 1
+        return {name: tensor * self.factor for name, tensor in captured(**places).items()}
+
+    def forget(self, what: Hashable, for_good: bool = False) -> None:
+        self._made.pop(what, None)
+
+    def drop(self) -> None:
+        self._made.clear()
+
+
+class HostNetworks(NetworkGraphs):
+    """Whose graphs are those of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = HostGraphs()
+
+    def of(self, network: Any, device: Any, digests: frozenset[str]) -> Any:
+        assert digests
+        return self.graphs
+
+    def drop(self, network: Any) -> None:
+        self.graphs.drop()
+
+
+@pytest.fixture
+def provider(shared_provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> EngineProvider:
+    monkeypatch.setattr(shared_provider.pool, "networks", HostNetworks())
+    return shared_provider
+
+
+def graphs_of(provider: EngineProvider) -> HostGraphs:
+    networks = provider.pool.networks
+    assert isinstance(networks, HostNetworks)
+    return networks.graphs
+
+
+def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
+    module = AcceleratedModule(provider, BY_BLOCKS)
+    return accelerate_model(patcher, module), module
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_steps_are_replayed_and_the_next_picture_from_its_first(family: str, provider: EngineProvider) -> None:
+    model, graphs = tiny.model(family), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    wanted = tiny.sample(model, family, steps=STEPS)
+    assert distance(tiny.sample(fast, family, steps=STEPS), wanted) < 1e-5
+    assert (graphs.captures, graphs.replays) == (1, STEPS - BEFORE), module.status.to_json()
+    calls = provider.blocks.backend.calls
+    other = tiny.sample(model, family, steps=STEPS, seed=8)
+    assert distance(tiny.sample(fast, family, steps=STEPS, seed=8), other) < 1e-5 < 1e-3 < distance(other, wanted)
+    assert (graphs.captures, graphs.replays) == (1, 2 * STEPS - BEFORE)
+    assert provider.blocks.backend.calls > calls and module.status.block_calls >= 2 * STEPS - 2
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_transformers_have_graphs_too(family: str, provider: EngineProvider) -> None:
+    model, graphs = tiny.transformer(family), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    prompts = {name: tiny.conditioning(family, seed) for seed, name in ((1, "positive"), (2, "negative"))}
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0, **prompts}
+    found, wanted = tiny.sample(fast, family, **options), tiny.sample(model, family, **options)
+    assert distance(found, wanted) < 1e-5
+    assert graphs.captures and graphs.replays, module.status.to_json()
+
+
+def test_other_sizes_have_graphs_of_their_own(provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+    for size in (64, 96, 64):
+        found, wanted = tiny.sample(fast, steps=STEPS, size=size), tiny.sample(model, steps=STEPS, size=size)
+        assert distance(found, wanted) < 1e-5
+    assert graphs.captures == 2
+
+
+def test_a_lora_is_in_the_replayed_steps(provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+
+    def with_lora(patcher: Any) -> Any:
+        clone, state = patcher.clone(), patcher.model_state_dict()
+        names = [name for name in state if name.endswith(("to_q.weight", "time_embed.0.weight"))]
+        assert clone.add_patches({name: (torch.full_like(state[name], 0.05),) for name in names}, 1.0)
+        return clone
+
+    for change in (lambda patcher: patcher, with_lora, lambda patcher: patcher):
+        before = graphs.replays
+        found, wanted = tiny.sample(change(fast), steps=STEPS), tiny.sample(change(model), steps=STEPS)
+        assert distance(found, wanted) < 1e-5 and graphs.replays > before
+    assert distance(tiny.sample(with_lora(model), steps=STEPS), tiny.sample(model, steps=STEPS)) > 1e-3
+
+
+def test_residuals_of_controlnets_are_inputs(provider: EngineProvider) -> None:
+    model, control, graphs = tiny.model(), tiny.controlnet(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+
+    def sampled(patcher: Any, network: Any, seed: int) -> torch.Tensor:
+        hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+        prompts = [tiny.conditioning(seed=each, control=network.copy().set_cond_hint(hint, 1.0)) for each in (1, 2)]
+        for prompt in prompts:
+            prompt[0][1]["control_apply_to_uncond"] = False
+        return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
+
+    of_ours = accelerate_controlnet(control, AcceleratedModule(provider, BY_BLOCKS))
+    wanted = [sampled(model, control, seed) for seed in (3, 4)]
+    assert all(distance(sampled(fast, of_ours, seed), wanted[seed - 3]) < 1e-5 for seed in (3, 4))
+    assert distance(*wanted) > 1e-4
+    assert graphs.captures == 1 and graphs.replays >= 2 * STEPS - BEFORE
+
+
+@pytest.mark.parametrize("how", PATCHES)
+def test_what_other_nodes_patch_is_not_replayed(how: str, provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    tiny.sample(fast, steps=STEPS)
+    before = graphs.replays
+    found, wanted = tiny.sample(patched(fast, how), steps=STEPS), tiny.sample(patched(model, how), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert before and graphs.replays == before and module.status.block_calls
+
+
+def test_a_wrapper_inside_of_the_network_is_not_passed_over(provider: EngineProvider) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+    tiny.sample(fast, steps=STEPS)
+    before = graphs.replays
+
+    def wrapped(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(
+            WrappersMP.DIFFUSION_MODEL, "other", lambda executor, *args, **kwargs: 0.5 * executor(*args, **kwargs)
+        )
+        return clone
+
+    found, wanted = tiny.sample(wrapped(fast), steps=STEPS), tiny.sample(wrapped(model), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert before
+
+
+def test_weights_exchanged_in_the_midst_of_a_picture_reach_it(provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+    tiny.sample(fast, steps=STEPS)
+    layer = model.model.diffusion_model.time_embed[0]
+    own = layer.weight
+
+    def sampled(patcher: Any) -> torch.Tensor:
+        def exchange(step: int, *_: Any) -> None:
+            if step == 5:
+                layer.weight = torch.nn.Parameter(5 * own, requires_grad=False)
+
+        try:
+            return tiny.sample(patcher, steps=STEPS, callback=exchange)
+        finally:
+            layer.weight = own
+
+    before = graphs.replays
+    found, wanted = sampled(fast), sampled(model)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    assert 0 < graphs.replays - before < STEPS
+
+
+def test_a_graph_that_is_wrong_is_not_used(provider: EngineProvider, caplog: pytest.LogCaptureFixture) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    graphs.factor = 1.1
+    wanted = tiny.sample(model, steps=STEPS)
+    for _ in range(2):
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+    assert (graphs.captures, graphs.replays) == (1, 1) and "differs from its blocks" in caplog.text
+    assert module.status.block_calls >= 2 * STEPS - 2
+
+
+@pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no"), RuntimeError("no")], ids=repr)
+def test_a_capture_that_fails_leaves_the_picture_to_blocks(error: Exception, provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    graphs.error = error
+    wanted = tiny.sample(model, steps=STEPS)
+    for _ in range(2):
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        graphs.error = AssertionError("captured once more")
+    assert module.status.block_calls >= 2 * STEPS - 2 and not graphs.replays
+
+
+def test_an_interruption_in_a_capture_ends_the_picture(provider: EngineProvider) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+    graphs.error = comfy.model_management.InterruptProcessingException()
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        tiny.sample(fast, steps=STEPS)
+    graphs.error = None
+    assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
+
+
+def test_no_graph_is_made_where_memory_is_short(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, module = accelerated(provider, model)
+    from slipstream.hosts.comfy.blocks import graphed_network
+
+    monkeypatch.setattr(graphed_network, "leaves_memory", lambda device: False)
+    assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
+    assert module.status.block_calls and not graphs.captures
+
+
+def test_captures_that_do_not_repay_are_made_ever_more_seldom(provider: EngineProvider) -> None:
+    """Weights that move with each picture void its graph."""
+    model, graphs = tiny.model(), graphs_of(provider)
+    fast, _ = accelerated(provider, model)
+    captures = []
+    for _ in range(6):
+        for layer in model.model.diffusion_model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        before = graphs.captures
+        assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
+        captures.append(graphs.captures - before)
+    assert captures == [1, 1, 1, 1, 0, 1] and graphs.replays
+
+
+def test_weights_that_comfyui_stages_are_used_where_they_lie(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic VRAM; where pages cannot be held there is no graph."""
+    kind = staging.switch_on(monkeypatch)
+    model = tiny.model()
+    comfy.model_management.archive_model_dtypes(model.model)
+    patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.pool.networks = HostNetworks()
+        graphs = graphs_of(provider)
+        fast, module = accelerated(provider, patcher)
+        wanted = tiny.sample(patcher, steps=STEPS)
+        for _ in range(2):
+            assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert graphs.captures == 1 and graphs.replays >= STEPS, module.status.to_json()
+        before = graphs.replays
+        with monkeypatch.context() as short_of_memory:
+            short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
+            assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+        assert graphs.replays == before
+        patcher.model.dynamic_vbars[patcher.load_device].take_away()
+        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5

@@ -1,0 +1,88 @@
+"""Graphs of networks come and go with what their owners, and other needs of memory, want."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.runtime.loaded import network_graphs
+from slipstream.runtime.loaded.canary import CAPTURE, Canary, EngineCanary
+from slipstream.runtime.loaded.engine_pool import EnginePool
+from slipstream.runtime.loaded.network_graphs import NetworkGraphs
+from slipstream.tests.unit.runtime.doomed import Doomed
+
+CUDA = torch.device("cuda", 0)
+SOME, OTHERS = frozenset({"a" * 64}), frozenset({"a" * 64, "b" * 64})
+
+
+class Graphs:
+    """In the place of `CudaGraphs`, which cannot hold anything without a GPU."""
+
+    def __init__(self, device: torch.device, graphing: Any) -> None:
+        self.bytes, self.are_possible = 100, graphing.canary.allows_graphs
+
+    def drop(self) -> None:
+        self.bytes = 0
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_graphs, "CudaGraphs", Graphs)
+
+
+def test_a_network_keeps_its_graphs_while_its_engines_are_the_same() -> None:
+    networks, network = NetworkGraphs(), torch.nn.Identity()
+    first = networks.of(network, CUDA, SOME)
+    assert first is not None and networks.of(network, CUDA, SOME) is first
+    other = networks.of(network, CUDA, OTHERS)
+    assert other is not first and first.bytes == 0 and networks.device_bytes(CUDA) == 100
+    networks.drop(network)
+    assert networks.device_bytes(CUDA) == 0
+    assert networks.of(network, torch.device("cpu"), SOME) is None
+
+
+def test_those_in_use_stay_and_the_others_give_way_oldest_first() -> None:
+    pool, networks_of = EnginePool(), [torch.nn.Identity() for _ in range(3)]
+    networks = pool.networks
+    told: list[torch.device] = []
+    pool.on_change = told.append
+    graphs = [networks.of(network, CUDA, SOME) for network in networks_of]
+    assert pool.device_bytes(CUDA) == 300
+    with networks.running(networks_of[0]):
+        assert pool.free(CUDA, 50) == 100 and told == [CUDA]
+        assert [each.bytes for each in graphs if each] == [100, 0, 100]
+        assert pool.free(CUDA, 1000) == 100
+    assert pool.device_bytes(CUDA) == 100
+    pool.clear()
+    assert pool.device_bytes(CUDA) == 0
+
+
+def test_few_are_kept_and_none_of_networks_that_are_gone() -> None:
+    networks, kept = NetworkGraphs(), [torch.nn.Identity() for _ in range(4)]
+    for network in kept:
+        with networks.running(network):
+            networks.of(network, CUDA, SOME)
+    assert networks.device_bytes(CUDA) == 200
+    del network, kept[-1]
+    with networks.running(kept[0]):
+        pass
+    assert networks.device_bytes(CUDA) == 100
+
+
+def test_an_engine_that_ended_a_process_in_a_capture_is_in_no_other_until_somebody_wants_it(tmp_path: Path) -> None:
+    canary, network, others = Canary(tmp_path, dict), torch.nn.Identity(), frozenset({"c" * 64})
+    Doomed(tmp_path, max(OTHERS), CAPTURE, True, {}).end()
+    networks = NetworkGraphs(canary=canary)
+    assert networks.of(network, CUDA, OTHERS) is None and networks.of(network, CUDA, others) is not None
+    assert networks.of(network, CUDA, OTHERS) is None
+    canary.forget(max(OTHERS))
+    assert networks.of(network, CUDA, OTHERS) is not None
+
+
+def test_a_capture_is_marked_for_each_of_its_engines(tmp_path: Path) -> None:
+    with EngineCanary(Canary(tmp_path, dict), *OTHERS).capturing():
+        assert {mark.name[0] for mark in tmp_path.glob(f"*.{CAPTURE}.*.json")} == {"a", "b"}
+    assert not [*tmp_path.iterdir()]
