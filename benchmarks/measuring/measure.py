@@ -21,7 +21,7 @@ from ...core.environment import Environment
 from ...core.errors import UnsupportedModel
 from ...core.protocols import Tensors
 from ...runtime.checking.measure import statistics_of, versions
-from ...runtime.checking.verify import exact_fp32
+from ...runtime.checking.rounding_switches import exact_fp32
 from ...runtime.loaded.device_memory import give_back_unused
 from ..subjects.cases import Case
 from ..subjects.jobs import Job

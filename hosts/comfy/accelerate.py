@@ -75,6 +75,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         veto = why_not_this_run(guider.model_patcher, guider.model_options)
         blocks = _blocks_of(module, run.settings, source, guider, ending)
         calls = ModelCalls(run, source, veto, halves, blocks)
+        ending.callback(calls.end)
         lead_calls(guider.model_options, source.architecture.kind, ACCELERATE, calls)
         lead_steps(guider, ACCELERATE, calls, module)
         time_steps(executor, args, kwargs, calls, module)

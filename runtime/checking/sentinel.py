@@ -14,7 +14,8 @@ from ...core.errors import SlipstreamError
 from ...core.protocols import ModelSource, Tensors
 from ...core.spec import EngineSpec, Precision
 from ...engine_cache import Verification
-from .verify import exact_fp32, is_finite, limit_of_spec, relative_error
+from .rounding_switches import exact_fp32
+from .verify import is_finite, limit_of_spec, relative_error
 
 EVERY = 1000
 """Calls of engines between two comparisons of the same model with the same patches; one takes as long as a call of the

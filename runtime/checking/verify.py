@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +13,7 @@ from ...core.shapes import Shape
 from ...core.spec import EngineSpec, Precision, Quantised
 from ...engine_cache import Verification
 from ..planning.fp16_overflow import ADVICE
+from .rounding_switches import exact_fp32
 
 LIMITS = {Precision.FP32: 1e-4, Precision.FP16: 2e-2, Precision.BF16: 2e-2}
 """Largest relative error ‖engine − fp32‖ / ‖fp32‖ with which an engine may serve."""
@@ -212,18 +211,6 @@ def _limit(spec: EngineSpec, eager_error: float) -> float:
     allowed = limit_of_spec(spec)
     is_fp32 = spec.precision is Precision.FP32 and math.isfinite(eager_error)
     return max(allowed, 2 * eager_error) if is_fp32 else allowed
-
-
-@contextmanager
-def exact_fp32() -> Iterator[bool]:
-    """fp32 that is not rounded to TF32 on its way through a GPU's matrix units; gives whether it would be."""
-    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = convolutions.allow_tf32, products.allow_tf32
-    convolutions.allow_tf32 = products.allow_tf32 = False
-    try:
-        yield any(before) and torch.cuda.is_available()
-    finally:
-        convolutions.allow_tf32, products.allow_tf32 = before
 
 
 def tuned_inputs(source: ModelSource, spec: EngineSpec) -> Tensors:

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import ref
 
@@ -23,14 +23,16 @@ _NETWORKS_KEPT = 2
 class _Kept:
     """
     Attributes:
-        digests: of the engines that the graphs launch.
+        canaries: by the digests of the engines that are captured together.
+        lock: held while the graphs are used, or dropped.
     """
 
     network: ref[torch.nn.Module]
-    digests: frozenset[str]
     device: torch.device
-    canary: EngineCanary
+    graphing: Graphing
     graphs: CudaGraphs
+    canaries: dict[frozenset[str], EngineCanary] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class NetworkGraphs:
@@ -45,53 +47,60 @@ class NetworkGraphs:
         self._capture_library, self._canary = capture_library, canary
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._running: Counter[int] = Counter()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+
+    def may_be_had(self, device: torch.device) -> bool:
+        """Whether anything is captured for a device."""
+        return device.type == "cuda" and self._capture_library is not None
 
     @contextmanager
     def running(self, network: torch.nn.Module) -> Iterator[None]:
-        """Meanwhile the graphs of a network stay, except for their own run's reasons."""
+        """Meanwhile the graphs of a network stay."""
+        number = id(network)
         with self._lock:
-            self._running[id(network)] += 1
+            self._running[number] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._running[id(network)] -= 1
-                surplus = [*filter(self._may_go, self._kept)]
-                dead = [number for number in surplus if self._kept[number].network() is None]
-                self._drop(dict.fromkeys([*dead, *surplus[:-_NETWORKS_KEPT]]))
+                self._running[number] -= 1
+                self._running += Counter()  # without zeros
+                idle = [number for number in self._kept if number not in self._running]
+                dead = [number for number in idle if self._kept[number].network() is None]
+                alive = [number for number in idle if number not in dead]
+                self._drop([*dead, *alive[:-_NETWORKS_KEPT]])
 
-    def of(self, network: torch.nn.Module, device: torch.device, digests: frozenset[str]) -> CudaGraphs | None:
-        """Where whole calls of a network are captured; None where they cannot be.
+    @contextmanager
+    def using(
+        self, network: torch.nn.Module, device: torch.device, digests: frozenset[str]
+    ) -> Iterator[CudaGraphs | None]:
+        """Where whole calls of a network are captured and replayed; None where they cannot be, or another thread does.
 
         Args:
             digests: of the engines that take part. Should a capture end the process, none is captured with them again.
         """
-        if device.type != "cuda":
-            return None
-        with self._lock:
-            number = id(network)
-            known = self._kept.get(number)
-            is_other = known is not None and (known.network() is not network or known.digests != digests)
-            if known is not None and (is_other or known.canary.is_outdated):
-                self._drop([number])
-                known = None
-            if known is None:
-                canary = EngineCanary(self._canary, *sorted(digests))
-                graphs = CudaGraphs(device, Graphing(self._capture_library, canary))
-                known = self._kept[number] = _Kept(ref(network), digests, device, canary, graphs)
-            self._kept.move_to_end(number)
-            return known.graphs if known.graphs.are_possible else None
+        kept = self._kept_for(network, device)
+        if not kept.lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            canary = kept.canaries.get(digests)
+            if canary is None or canary.is_outdated:
+                canary = kept.canaries[digests] = EngineCanary(self._canary, *sorted(digests))
+            kept.graphing.canary = canary
+            yield kept.graphs if kept.graphs.are_possible else None
+        finally:
+            kept.lock.release()
 
     def drop(self, network: torch.nn.Module) -> None:
         """Give back the memory of a network's graphs."""
         with self._lock:
-            self._drop([id(network)] if id(network) in self._kept else [])
+            self._drop([id(network)])
 
     def clear(self) -> None:
         """The same for all networks that no run uses."""
         with self._lock:
-            self._drop([*filter(self._may_go, self._kept)])
+            self._drop([number for number in self._kept if number not in self._running])
 
     def device_bytes(self, device: torch.device) -> int:
         """Device memory of all graphs, in bytes."""
@@ -107,14 +116,34 @@ class NetworkGraphs:
         freed = 0
         with self._lock:
             for number, kept in [*self._kept.items()]:
-                if freed < wanted and kept.device == device and self._may_go(number):
-                    freed += kept.graphs.bytes
+                if freed < wanted and kept.device == device and number not in self._running:
+                    held = kept.graphs.bytes
                     self._drop([number])
+                    freed += 0 if number in self._kept else held
         return freed
 
-    def _may_go(self, number: int) -> bool:
-        return not self._running[number]
+    def _kept_for(self, network: torch.nn.Module, device: torch.device) -> _Kept:
+        number = id(network)
+        with self._lock:
+            known = self._kept.get(number)
+            if known is not None and (known.network() is not network or known.device != device):
+                self._drop([number])
+                known = None
+            if known is None:
+                graphing = Graphing(self._capture_library)
+                known = _Kept(ref(network), device, graphing, CudaGraphs(device, graphing))
+                self._kept[number] = known
+            self._kept.move_to_end(number)
+            return known
 
     def _drop(self, numbers: Iterable[int]) -> None:
+        """Drop graphs, but for those that another thread uses at this moment."""
         for number in numbers:
-            self._kept.pop(number).graphs.drop()
+            kept = self._kept.get(number)
+            if kept is None or not kept.lock.acquire(blocking=False):
+                continue
+            try:
+                del self._kept[number]
+                kept.graphs.drop()
+            finally:
+                kept.lock.release()

@@ -26,6 +26,7 @@ from ....core.spec import Precision
 from ....core.streams import wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
+from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
 from ....runtime.module import AcceleratedModule, ByBlocks
@@ -110,6 +111,7 @@ class BlockCalls:
 
     Attributes:
         share: of the last call of the network.
+        id: see `id_of_blocks`.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class BlockCalls:
         self._is_held = False
         self._led: LedNetwork | None = None
         self._graphed: GraphedNetwork | None = None
+        self._reads: frozenset[str] = frozenset()
         self._served: dict[int, BlockOffer] = {}
         """Offers whose engines computed blocks in the last call of the network."""
         self._module = module
@@ -138,7 +141,7 @@ class BlockCalls:
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
-        self._times, self._id = module.provider.step_times, id_of_blocks(owner.fingerprint.architecture)
+        self._times, self.id = module.provider.step_times, id_of_blocks(owner.fingerprint.architecture)
         self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
         """Offers that this run asked for."""
@@ -149,56 +152,67 @@ class BlockCalls:
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
         self.share = BlockShare()
-        self._was_called = False
-        ending.enter_context(module.provider.pool.networks.running(network))
-        ending.callback(self._end)
+        self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
-            self._times.forgive_blocks(self._id)
+            self._times.forgive_blocks(self.id)
 
-    def _end(self) -> None:
-        if not self._was_called:  # an engine of the whole network serves: a graph would hold memory for nothing
-            self._module.provider.pool.networks.drop(self._network)
+    def drop_graphs(self) -> None:
+        """Give their memory back: an engine of the whole network serves."""
+        self._module.provider.pool.networks.drop(self._network)
 
-    def __call__(self, compute: Callable[[], _Result]) -> _Result:
-        """What `compute` gives, which calls the network; by hand again until it is known which engines serve."""
-        self._was_called = True
-        result = self._computing(compute)
+    def __call__(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
+        """What `compute` gives, which calls the network; by hand again until it is known which engines serve.
+
+        Args:
+            is_unchanged: it was found just now that nothing of the network was changed.
+        """
+        result = self._computing(compute, is_unchanged)
         for _ in range(_CALLS_BY_HAND if self._hooks.by_hand else 0):
             if not self.share.waiting:
                 break
             result = self._computing(compute)
         return result
 
-    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors) -> torch.Tensor:
-        """The same for a network's call with which nothing but tensors has to do: by one CUDA graph where it has one.
+    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors, options: Mapping[str, Any]) -> torch.Tensor:
+        """The same for a call of a network that is unchanged, by one CUDA graph where it has one.
 
         Args:
-            call: all that the network is given, by name.
+            compute: leaves what it is given as it is.
+            call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
+            options: `transformer_options`.
         """
         graphed = self._graphs() if self._why_not() is None else None
-        if graphed is None:
-            return self(compute)
+        if graphed is None or why_patched(options, self._reads) is not None:
+            return self(compute, True)
         if self._hooks.by_hand:
             graphed.forget()
-            return self(compute)
-        self._was_called = True
+            return self(compute, True)
+        if not self._is_running:  # not sooner: while the model is loaded its graphs may give way
+            self._is_running = True
+            self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
         self._check_weights()
-        if (found := graphed(call, lambda: self(compute))) is not None:
+        if (found := graphed(call, lambda: self(compute, True))) is not None:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute)
+        result = self(compute, True)
         if self.share.engine and not (self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
     def _graphs(self) -> GraphedNetwork | None:
-        """Those of the network's whole calls; None where its blocks are not led, or graphs are not wanted."""
-        if self._graphed is None and self._settings.levers.one_graph and not isinstance(led := self._blocks(), str):
+        """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
+        if self._graphed is None and self.may_have_graphs and not isinstance(led := self._blocks(), str):
             self._graphed = GraphedNetwork(self._network, led, self._device, self._module, self._settings, self._lying)
+            self._reads = led.reads
         return self._graphed
 
-    def _computing(self, compute: Callable[[], _Result]) -> _Result:
+    @property
+    def may_have_graphs(self) -> bool:
+        """Whether whole calls are captured on this device, where the user wants that."""
+        return self._settings.levers.one_graph and self._module.provider.pool.networks.may_be_had(self._device)
+
+    def _computing(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
         self.share = BlockShare()
         self._served.clear()
         if (reason := self._why_not()) is not None:
@@ -209,7 +223,7 @@ class BlockCalls:
             self.share.eager[led] += 1
             return compute()
         self._check_weights()
-        with led.leading(self._network, self._lead) as changed:
+        with led.leading(self._network, self._lead, is_unchanged) as changed:
             result = compute()
         self.share.eager.update(changed.values())
         self._say_reasons()
@@ -233,7 +247,7 @@ class BlockCalls:
         """What engines had to do with the last call; or why nothing."""
         if not self.share.engine:
             return self.share.why_none
-        return ByBlocks(str(self.share), None if self.share.waiting else self._id)
+        return ByBlocks(str(self.share), None if self.share.waiting else self.id)
 
     def _tell_builds(self) -> None:
         """Let the node show the builds that this run waits for, from its first one on."""
@@ -254,7 +268,7 @@ class BlockCalls:
             return "another node compiles the model"
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"  # in which no result can be read, and no weights may move
-        if self._times is not None and (reason := self._times.why_not_blocks(self._id)):
+        if self._times is not None and (reason := self._times.why_not_blocks(self.id)):
             return reason
         return why_not_in_this_mode(self._device) or self._engines.why_unavailable(self._device)
 
@@ -403,11 +417,8 @@ class BlockCalls:
 
     def _limit(self, offer: BlockOffer) -> float:
         """The relative error with which an engine may serve."""
-        precision = offer.precision
-        convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
-        if precision is Precision.FP32 and self._device.type == "cuda":
-            return _TF32 if convolutions.allow_tf32 or products.allow_tf32 else ROUNDING[precision]
-        return ROUNDING[precision]
+        is_coarser = offer.precision is Precision.FP32 and self._device.type == "cuda" and rounds_to_tf32()
+        return _TF32 if is_coarser else ROUNDING[offer.precision]
 
     def _wait(self) -> None:
         """Wait for the engines that this run's calls lacked."""

@@ -8,12 +8,10 @@ the graph gives is compared with what the blocks give, twice, before a picture i
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from ....core.dtypes import dtype_of
 from ....core.errors import SlipstreamError
 from ....core.protocols import Tensors
 from ....runtime.blocks.block_engines import BlockEngines, BlockOffer
+from ....runtime.checking.rounding_switches import rounding_switches
 from ....runtime.checking.verify import ROUNDING, relative_error
 from ....runtime.loaded.cuda_graphs import CudaGraphs
 from ....runtime.loaded.device_clock import disturb
@@ -30,8 +29,6 @@ from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Settings
-from ...architecture import Remembered
-from ...live_model.layer_walk import layers_of, tensors_of
 from ..models.diffusion_model import split_inputs
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
@@ -43,7 +40,7 @@ log = logging.getLogger(__name__)
 _CALLS_BEFORE = 2
 """Calls by blocks before the first capture, which takes about as long as five of them."""
 
-_REPAID = 16
+_REPAID = 32
 """Replays after which a capture has repaid what it took. Where they were fewer, the next one waits twice as long."""
 
 _MOST_CALLS_BEFORE = 256
@@ -93,6 +90,10 @@ class WholeCall:
             self.wait = _CALLS_BEFORE if self.replays >= _REPAID else min(2 * self.wait, _MOST_CALLS_BEFORE)
         self.by_blocks = self.replays = self.compared = 0
 
+    def put_off(self) -> None:
+        """Have no graph for a long while."""
+        self.by_blocks, self.wait = 0, _MOST_CALLS_BEFORE
+
 
 class GraphedNetwork:
     """The whole calls of one network in one sampling run.
@@ -113,24 +114,24 @@ class GraphedNetwork:
         weights: Callable[[torch.dtype], Mapping[str, torch.Tensor]],
     ) -> None:
         self._network, self._led, self._device = network, led, device
-        self._known = _known.get(network, led, lambda: _Known(NetworkCopy(led.owner.fresh)))
+        self._wholes: dict[Hashable, WholeCall] = led.wholes
         self._pool, self._engines = module.provider.pool, module.provider.blocks
         self._effort, self._weights, self._places = settings.effort, weights, places_of(device)
         self._found: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None] = {}, None
 
     def forget(self) -> None:
         """Try again what was refused: somebody asks for it."""
-        self._known.wholes.clear()
+        self._wholes.clear()
         self._pool.networks.drop(self._network)
 
     def note(self, call: Tensors, offers: Mapping[int, BlockOffer], blocks: int) -> None:
         """Note a call of which engines computed all blocks."""
         kind, served = _kind_of(call), tuple(offers.values())
-        whole = self._known.wholes.get(kind)
+        whole = self._wholes.get(kind)
         if whole is None or [*map(id, whole.offers)] != [*map(id, served)]:
-            while len(self._known.wholes) >= _FORMS_KEPT:
-                del self._known.wholes[next(iter(self._known.wholes))]
-            whole = self._known.wholes[kind] = WholeCall(served, blocks)
+            while len(self._wholes) >= _FORMS_KEPT:
+                del self._wholes[next(iter(self._wholes))]
+            whole = self._wholes[kind] = WholeCall(served, blocks)
         whole.by_blocks += 1
 
     def __call__(self, call: Tensors, by_blocks: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, WholeCall] | None:
@@ -142,28 +143,55 @@ class GraphedNetwork:
             by_blocks: computes the same call without a graph.
         """
         kind = _kind_of(call)
-        whole = self._known.wholes.get(kind)
+        whole = self._wholes.get(kind)
         if whole is None or not whole.has_engines(self._engines):
             return None
         weights = self._weights_for(whole)
         if weights is None or any(tensor.device not in self._places for tensor in call.values()):
             return None
         digests = frozenset(offer.digest for offer in whole.offers)
-        if (graphs := self._pool.networks.of(self._network, self._device, digests)) is None:
-            return None
+        with self._pool.networks.using(self._network, self._device, digests) as graphs:
+            return None if graphs is None else self._by_graph(whole, graphs, kind, call, weights, by_blocks)
+
+    def _by_graph(
+        self,
+        whole: WholeCall,
+        graphs: CudaGraphs,
+        kind: Hashable,
+        call: Tensors,
+        weights: Mapping[str, torch.Tensor],
+        by_blocks: Callable[[], torch.Tensor],
+    ) -> tuple[torch.Tensor, WholeCall] | None:
         addresses = tuple([*map(torch.Tensor.data_ptr, weights.values())])
         generation = addresses, tuple(id(offer.engine) for offer in whole.offers)
-        if not graphs.holds(generation, call, kind):
+        is_new = not graphs.holds(generation, call, kind)
+        if is_new:
             if whole.by_blocks < whole.wait or not leaves_memory(self._device):
                 return None
             whole.begin_capture()
-        result = self._replayed(whole, graphs, generation, call, kind, weights)
-        if result is None:
+        watch = MemoryWatch(self._device)
+        try:
+            result = self._replayed(whole, graphs, generation, call, kind, weights)
+            if is_new and not leaves_memory(self._device):
+                raise torch.OutOfMemoryError("the graph leaves too little memory for sampling")
+            whole.replays += 1
+            if whole.compared < _COMPARED:
+                result = self._compared(whole, graphs, kind, result, by_blocks)
+            return result, whole
+        except waiting_hooks().interruptions:
+            raise
+        except Exception as error:  # whatever the host's code raises: the blocks' engines go on without a graph
+            if watch.ran_out(error):
+                log.warning("Slipstream: memory does not suffice for the model's call as one CUDA graph")
+                whole.put_off()
+                graphs.drop()
+            else:
+                log.info("Slipstream: the model's call is not replayed as one CUDA graph: %s", error)
+                self._refuse(whole, graphs, kind)
             return None
-        whole.replays += 1
-        if whole.compared < _COMPARED:
-            return self._compared(whole, graphs, kind, result, by_blocks), whole
-        return result, whole
+        finally:
+            if is_new:
+                self._pool.on_change(self._device)
 
     def _replayed(
         self,
@@ -173,25 +201,28 @@ class GraphedNetwork:
         call: Tensors,
         kind: Hashable,
         weights: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor | None:
-        """The call by its graph, captured first if need be; None where that fails."""
-        compute = functools.partial(self._compute, whole, weights)
-        watch, bytes_before = MemoryWatch(self._device), graphs.bytes
+    ) -> torch.Tensor:
+        """The call by its graph, captured first if need be.
+
+        Raises:
+            whatever the host's code raises in a capture, an interruption among it.
+        """
+        interruptions: list[BaseException] = []
+
+        def compute(**tensors: torch.Tensor) -> Tensors:
+            try:
+                return self._compute(whole, weights, **tensors)
+            except waiting_hooks().interruptions as error:
+                interruptions.append(error)
+                raise
+
         try:
             with torch.no_grad():
-                result = graphs.run(compute, generation, call, kind, or_raise=True)["out"]
-        except waiting_hooks().interruptions:
+                return graphs.run(compute, generation, call, kind, or_raise=True)["out"]
+        except Exception:
+            if interruptions:  # older ComfyUIs' are errors like any other
+                raise interruptions[0] from None
             raise
-        except Exception as error:  # whatever the host's code raises: the blocks' engines go on without a graph
-            if watch.ran_out(error):
-                log.warning("Slipstream: memory does not suffice for the model's call as one CUDA graph")
-            else:
-                log.info("Slipstream: the model's call is not replayed as one CUDA graph: %s", error)
-            self._refuse(whole, graphs, kind)
-            return None
-        if graphs.bytes != bytes_before:
-            self._pool.on_change(self._device)
-        return result
 
     def _compared(
         self,
@@ -210,6 +241,9 @@ class GraphedNetwork:
             whole.compared += 1
             if whole.compared == _COMPARED:
                 log.info("Slipstream: %s calls of blocks on engines are one CUDA graph from here on", whole.blocks)
+        elif not bool(wanted.isfinite().all()):  # nothing can be compared with that
+            whole.put_off()
+            graphs.forget(kind)
         else:
             log.warning(
                 "Slipstream: the model's call as one CUDA graph differs from its blocks by %.1e (allowed: %.0e) and is "
@@ -222,7 +256,6 @@ class GraphedNetwork:
     def _refuse(self, whole: WholeCall, graphs: CudaGraphs, kind: Hashable) -> None:
         whole.is_refused = True
         graphs.forget(kind, for_good=True)
-        self._pool.on_change(self._device)
 
     def _weights_for(self, whole: WholeCall) -> Mapping[str, torch.Tensor] | None:
         """All weights of the network, by name; None where not all lie where they stay, in the dtype that is wanted."""
@@ -235,7 +268,7 @@ class GraphedNetwork:
 
     def _all_of(self, lying: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
         found: dict[str, torch.Tensor] = {}
-        for name, place in self._known.copied.weights.items():
+        for name, place in self._led.copied.weights.items():
             tensor = lying.get(name)
             if tensor is None or tensor.shape != place.shape:
                 log.debug("Slipstream: no CUDA graph of the model's call, as %s does not lie where it stays", name)
@@ -264,76 +297,13 @@ class GraphedNetwork:
                 raise _NotByEngines(f"the weights of {block.path} do not lie as its engine takes them")
             return offer.engine(tensors, given)
 
-        copied = self._known.copied
+        copied = self._led.copied
         calls = {block.path: functools.partial(lead, block) for block in self._led.blocks}
         with copied.holding(weights), copied.leading(calls):
             args, rest = split_inputs(call)
             return {"out": copied.network(*args, **rest, transformer_options={})}
 
 
-class NetworkCopy:
-    """Layers of the host's code like a network's own, without weights.
-
-    Args:
-        fresh: the network as a meta module.
-
-    Attributes:
-        weights: of the meta module, by name.
-    """
-
-    def __init__(self, fresh: torch.nn.Module) -> None:
-        self.network = copy.deepcopy(fresh)
-        self._layers = layers_of(self.network)
-        self.weights = dict(tensors_of(self._layers))
-
-    @contextmanager
-    def holding(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Meanwhile its layers compute with these."""
-        self._hold(weights)
-        try:
-            yield
-        finally:
-            self._hold(self.weights)
-
-    @contextmanager
-    def leading(self, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-        """Meanwhile others compute the calls of some layers, which are named by their paths."""
-        for path, call in calls.items():
-            self._layers[path].__dict__["forward"] = call
-        try:
-            yield
-        finally:
-            for path in calls:
-                del self._layers[path].__dict__["forward"]
-
-    def _hold(self, weights: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in weights.items():
-            path, _, own = name.rpartition(".")
-            layer = self._layers[path]
-            holder = layer._parameters if own in layer._parameters else layer._buffers
-            holder[own] = tensor  # type: ignore[assignment]
-
-
-@dataclass
-class _Known:
-    """What is known of a network with these blocks.
-
-    Attributes:
-        wholes: by kinds of calls.
-    """
-
-    copied: NetworkCopy
-    wholes: dict[Hashable, WholeCall] = field(default_factory=dict)
-
-
-_known: Remembered[_Known] = Remembered()
-
-
 def _kind_of(call: Tensors) -> Hashable:
     """Equal for calls that are the same work, in the same state of torch's switches."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    switches = (
-        cuda.allow_tf32, cuda.allow_fp16_reduced_precision_reduction, getattr(cuda, "allow_fp16_accumulation", None),
-        cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic,
-    )  # fmt: skip
-    return CallShape.of(call), switches
+    return CallShape.of(call), rounding_switches()

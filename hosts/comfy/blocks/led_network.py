@@ -6,6 +6,7 @@ place of the class's, hooks around it included; it is there only while the netwo
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from ...live_model.layer_walk import layers_of
 from .block_architecture import Owner, block_digest
 from .block_classes import BlockClass, block_class_of
 from .block_weights import BlockWeights
+from .network_copy import NetworkCopy
 
 _FORWARD = "forward"
 
@@ -81,12 +83,23 @@ class LedNetwork:
 
     Args:
         owner: the network's architecture.
+
+    Attributes:
+        reads: all names that the network's code knows.
+        wholes: what is known of the network's calls, for `GraphedNetwork`.
     """
 
     def __init__(self, network: torch.nn.Module, owner: Owner) -> None:
         self.owner = owner
         self._lock = threading.Lock()
         self.blocks = [*_blocks_of(network, owner)]
+        self.reads = _names_known(network)
+        self.wholes: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def copied(self) -> NetworkCopy:
+        """A copy of the network's code without weights."""
+        return NetworkCopy(self.owner.fresh)
 
     def is_of(self, network: torch.nn.Module) -> bool:
         """Whether the network still has these blocks."""
@@ -94,8 +107,11 @@ class LedNetwork:
         return all(layers.get(block.path) is block.module for block in self.blocks)
 
     @contextmanager
-    def leading(self, network: torch.nn.Module, lead: Lead) -> Iterator[dict[str, str]]:
+    def leading(self, network: torch.nn.Module, lead: Lead, is_unchanged: bool = False) -> Iterator[dict[str, str]]:
         """Meanwhile calls of the blocks in this thread go to `lead`; gives why some of them do not, by path.
+
+        Args:
+            is_unchanged: it was found just now that nothing of the network was changed.
 
         Where another thread leads them already, none is led.
         """
@@ -104,7 +120,7 @@ class LedNetwork:
             return
         led: list[LedBlock] = []
         try:
-            changed = self._changed(network)
+            changed = {} if is_unchanged else self._changed(network)
             for block in self.blocks:
                 if block.path not in changed and _FORWARD not in block.module.__dict__:
                     led.append(block)

@@ -172,7 +172,9 @@ def _found(
 def weights_in_place(
     patcher: Any, network: torch.nn.Module, dtype: torch.dtype, ending: ExitStack
 ) -> Mapping[str, torch.Tensor]:
-    """Those weights of a loaded model that lie on its device in `dtype`, by their names in the network; no copies.
+    """Those weights of a loaded model that lie on its device in `dtype`, by their names in the network.
+
+    No copies but of small ones where ComfyUI stages the others: it moves those at each load.
 
     Args:
         network: of the patcher's model.
@@ -190,8 +192,9 @@ def weights_in_place(
     known = _staged.get(network, (dtype, device, "in place"), _Staged)
     if known.look is None or not known.look.finds(_Look(token, pages, network)):
         names = {f"{name}.weight" for name in layers_of(network)}
-        staged = _staged_weights(network, names, dtype, device, pages)
-        known.tensors = {**_own_weights(network, dtype, device), **staged}
+        staged, own = _staged_weights(network, names, dtype, device, pages), _own_weights(network, dtype, device)
+        _copy_small(known.small, {name: tensor for name, tensor in own.items() if tensor.nbytes <= _SMALL_BYTES})
+        known.tensors = {**own, **known.small, **staged}
         known.look = _Look(token, pages, network)
     _note_staged(patcher, pages)
     return known.tensors

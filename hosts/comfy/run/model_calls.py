@@ -92,7 +92,7 @@ class ModelCalls:
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
-            if self._blocks is None or self._why_not(module, inputs, given) is not None:
+            if self._blocks is None or not self._blocks.may_have_graphs or self._why_not(module, inputs, given):
                 return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs))["out"]
             return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, inputs))["out"]
         veto, coming = self._why_not(module, inputs, given), None
@@ -170,7 +170,15 @@ class ModelCalls:
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
             return self._blocks(lambda: self._plain(plain, args, kwargs))
-        return {"out": self._blocks.whole(lambda: self._plain(plain, args, kwargs)["out"], tensors_alone)}
+        call = functools.partial(self._undisturbed, plain, args, kwargs)
+        return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options)}
+
+    def end(self) -> None:
+        """The run is over."""
+        if self._blocks is not None and not {None, self._blocks.id}.issuperset(
+            answer.engine for run in self.runs for answer in run.answers
+        ):
+            self._blocks.drop_graphs()
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

@@ -22,7 +22,11 @@ class Graphs:
     """In the place of `CudaGraphs`, which cannot hold anything without a GPU."""
 
     def __init__(self, device: torch.device, graphing: Any) -> None:
-        self.bytes, self.are_possible = 100, graphing.canary.allows_graphs
+        self.bytes, self._graphing = 100, graphing
+
+    @property
+    def are_possible(self) -> bool:
+        return bool(self._graphing.canary.allows_graphs)
 
     def drop(self) -> None:
         self.bytes = 0
@@ -33,15 +37,19 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_graphs, "CudaGraphs", Graphs)
 
 
-def test_a_network_keeps_its_graphs_while_its_engines_are_the_same() -> None:
-    networks, network = NetworkGraphs(), torch.nn.Identity()
-    first = networks.of(network, CUDA, SOME)
-    assert first is not None and networks.of(network, CUDA, SOME) is first
-    other = networks.of(network, CUDA, OTHERS)
-    assert other is not first and first.bytes == 0 and networks.device_bytes(CUDA) == 100
+def used(networks: NetworkGraphs, network: torch.nn.Module, digests: frozenset[str] = SOME) -> Any:
+    with networks.using(network, CUDA, digests) as graphs:
+        return graphs
+
+
+def test_a_network_keeps_its_graphs_whatever_engines_take_part() -> None:
+    networks, network = NetworkGraphs(Path("library")), torch.nn.Identity()
+    assert networks.may_be_had(CUDA) and not networks.may_be_had(torch.device("cpu"))
+    assert not NetworkGraphs().may_be_had(CUDA)
+    first = used(networks, network)
+    assert first is not None and used(networks, network, OTHERS) is first and first.bytes == 100
     networks.drop(network)
-    assert networks.device_bytes(CUDA) == 0
-    assert networks.of(network, torch.device("cpu"), SOME) is None
+    assert networks.device_bytes(CUDA) == first.bytes == 0
 
 
 def test_those_in_use_stay_and_the_others_give_way_oldest_first() -> None:
@@ -49,22 +57,31 @@ def test_those_in_use_stay_and_the_others_give_way_oldest_first() -> None:
     networks = pool.networks
     told: list[torch.device] = []
     pool.on_change = told.append
-    graphs = [networks.of(network, CUDA, SOME) for network in networks_of]
+    graphs = [used(networks, network) for network in networks_of]
     assert pool.device_bytes(CUDA) == 300
     with networks.running(networks_of[0]):
         assert pool.free(CUDA, 50) == 100 and told == [CUDA]
-        assert [each.bytes for each in graphs if each] == [100, 0, 100]
+        assert [each.bytes for each in graphs] == [100, 0, 100]
         assert pool.free(CUDA, 1000) == 100
     assert pool.device_bytes(CUDA) == 100
     pool.clear()
     assert pool.device_bytes(CUDA) == 0
 
 
+def test_what_one_thread_uses_no_other_gets_or_drops() -> None:
+    networks, network = NetworkGraphs(), torch.nn.Identity()
+    with networks.using(network, CUDA, SOME) as graphs:
+        assert graphs is not None and used(networks, network) is None
+        networks.drop(network)
+        assert networks.free(CUDA, 1000) == 0 and graphs.bytes == 100
+    assert networks.free(CUDA, 1000) == 100
+
+
 def test_few_are_kept_and_none_of_networks_that_are_gone() -> None:
     networks, kept = NetworkGraphs(), [torch.nn.Identity() for _ in range(4)]
     for network in kept:
         with networks.running(network):
-            networks.of(network, CUDA, SOME)
+            used(networks, network)
     assert networks.device_bytes(CUDA) == 200
     del network, kept[-1]
     with networks.running(kept[0]):
@@ -76,10 +93,10 @@ def test_an_engine_that_ended_a_process_in_a_capture_is_in_no_other_until_somebo
     canary, network, others = Canary(tmp_path, dict), torch.nn.Identity(), frozenset({"c" * 64})
     Doomed(tmp_path, max(OTHERS), CAPTURE, True, {}).end()
     networks = NetworkGraphs(canary=canary)
-    assert networks.of(network, CUDA, OTHERS) is None and networks.of(network, CUDA, others) is not None
-    assert networks.of(network, CUDA, OTHERS) is None
+    assert used(networks, network, OTHERS) is None and used(networks, network, others) is not None
+    assert used(networks, network, OTHERS) is None
     canary.forget(max(OTHERS))
-    assert networks.of(network, CUDA, OTHERS) is not None
+    assert used(networks, network, OTHERS) is not None
 
 
 def test_a_capture_is_marked_for_each_of_its_engines(tmp_path: Path) -> None:
