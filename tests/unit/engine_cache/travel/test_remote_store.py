@@ -8,12 +8,14 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.core.errors import BackendUnavailable, BuildCancelled, CorruptEngine, UntrustedEngine
 from slipstream.core.progress import CancelToken, Progress
-from slipstream.engine_cache import EngineStore, Entry
+from slipstream.core.protocols import Artifact
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Keyring
 from slipstream.engine_cache.travel import remote_store
 from slipstream.engine_cache.travel.remote_store import RemoteStore
 from slipstream.engine_cache.travel.retries import RemoteError, Retries
@@ -214,6 +216,56 @@ def test_pulling_can_be_cancelled(
     with pytest.raises(BuildCancelled):
         folder.pull(entry.digest, reader, cancel, token)
     assert reader.list() == []
+
+
+def test_a_key_that_is_revoked_brings_nothing_more(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore
+) -> None:
+    """What it signed is not pulled from then on, and what was pulled before is not loaded."""
+    before, after = made(64), made(72)
+    for entry in (before, after):
+        folder.push(entry, maker)
+    pulled = folder.pull(before.digest, reader)
+    assert pulled is not None and pulled.artifact.files
+    Keyring(reader.keyring.folder).distrust(maker.keyring.public_key())  # another process of the reader
+    with pytest.raises(UntrustedEngine, match="not among the keys"):
+        folder.pull(after.digest, reader)
+    with pytest.raises(UntrustedEngine, match="not among the keys"):
+        _ = pulled.artifact
+    assert reader.trusted(before.digest) is None and "trust add" in str(
+        folder.why_not_pulled(after.digest, reader.keyring)
+    )
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_two_who_push_one_key_never_spoil_each_others(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, moment: int,
+) -> None:  # fmt: skip
+    """Each has a build of its own; the second sends all of its own between two writes of the first."""
+    first = made(size=3000)
+    other = EngineStore(tmp_path / "other", keyring=maker.keyring)
+    build = tmp_path / "another-build"
+    build.mkdir()
+    (build / "model.pt2").write_bytes(b"another" * 500)
+    second = other.put(make_key(), Artifact(build, ("model.pt2",)), label="SD15", build=BuildRecord(1.0))
+    assert second.digest == first.digest
+    put, count = RemoteStore._try, [0]
+
+    def interrupted(self: RemoteStore, what: str, *rest: Any) -> Any:
+        if what.startswith(("Sending", "Writing")):
+            count[0] += 1
+            if count[0] == moment + 1:
+                folder.push(second, other)
+        return put(self, what, *rest)
+
+    monkeypatch.setattr(RemoteStore, "_try", interrupted)
+    RemoteStore(folder.url).push(first, maker)
+    if moment == 3:
+        folder.push(second, other)
+    monkeypatch.undo()
+    pulled = folder.pull(first.digest, reader)
+    assert pulled is not None and files_of(pulled) in (files_of(first), files_of(second))
 
 
 _WRITER = """
