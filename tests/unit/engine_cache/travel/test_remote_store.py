@@ -6,7 +6,7 @@ import dataclasses
 import json
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,52 @@ def test_other_addresses(
         pulled = web.pull(entry.digest, reader)
         assert pulled is not None and files_of(pulled) == files_of(entry)
         assert web.pull(make_key(72).digest, reader) is None
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address at which a web server gives out the folder `remote`."""
+    pytest.importorskip("aiohttp")
+    with web_server(tmp_path) as address:
+        yield address
+
+
+def test_cut_connections_to_a_web_server(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, web: str
+) -> None:
+    folder.push(entry := made(size=3 * MIB), maker)
+    with BadConnection(web) as line:
+        cut: list[int] = []
+
+        def spoil(number: int, piece: bytes) -> bytes | None:
+            if len(cut) == 3 or (len(cut) == 2 and len(piece) < 30000):  # the last one in the midst of a file
+                return piece
+            cut.append(number)
+            return None if len(cut) < 3 else piece[:1000]
+
+        line.spoil = spoil
+        pulled = RemoteStore(f"{line.address}/remote", retries=Retries(8, 0.01)).pull(entry.digest, reader)
+    assert len(cut) == 3 and pulled is not None and files_of(pulled) == files_of(entry)
+
+
+@pytest.mark.parametrize("wrong", [b"x" * 3000, b"x" * 10, b"x" * 9000, b""], ids=["same", "short", "long", "empty"])
+def test_wrong_bytes_of_a_web_server_are_never_taken(
+    wrong: bytes, maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, web: str
+) -> None:
+    folder.push(entry := made(), maker)
+    folder.write_small(f"files/{entry.manifest.files['model.pt2'].sha256}", wrong)
+    with BadConnection(web) as line:
+        with pytest.raises((CorruptEngine, RemoteError)):
+            RemoteStore(f"{line.address}/remote", retries=Retries(2, 0.01)).pull(entry.digest, reader)
+        assert line.connections < 10, "a file that is too short is asked for again and again"
+    assert reader.list() == [] and not any((reader.root / "tmp").iterdir())
+
+
+def test_a_web_server_is_only_read(maker: EngineStore, made: Made, folder: RemoteStore, web: str) -> None:
+    remote = RemoteStore(f"{web}/remote")
+    with pytest.raises(RemoteError, match=r"only read: push to the folder or bucket"):
+        remote.push(made(), maker)
+    assert folder.digests() == []
 
 
 def test_what_is_not_there(folder: RemoteStore, reader: EngineStore, bucket: Bucket) -> None:
