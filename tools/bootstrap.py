@@ -29,7 +29,7 @@ CPU_TORCH = "2.13.0"
 CPU_TORCHVISION = "torchvision==0.28.0"
 CPU_TORCHAUDIO = "torchaudio==2.11.0"
 
-SLOW_TEST_REQUIREMENTS = ("ray; python_version < '3.14'", "adlfs", "gcsfs", "kubernetes-validate")
+SLOW_TEST_REQUIREMENTS = ("ray; python_version < '3.14'", "adlfs", "gcsfs", "kubernetes-validate", "modal")
 """Large packages, which the tests that run without `--everything` do not import."""
 AZURITE = "azurite@3.37.0"
 """Azure's storage on this machine, a package of npm, for slow tests alone."""
