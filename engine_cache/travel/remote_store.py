@@ -369,7 +369,7 @@ def _without_retries(files: Any) -> None:
     if once := getattr(getattr(type(files), "_request", None), "__wrapped__", None):  # gcsfs, in a decorator
         files._request = functools.partial(once, files)
     policy = getattr(getattr(getattr(files, "service_client", None), "_config", None), "retry_policy", None)
-    if hasattr(policy, "total_retries"):  # adlfs, in its client
+    if policy is not None and hasattr(policy, "total_retries"):  # adlfs, in its client
         policy.total_retries = 0
 
 
