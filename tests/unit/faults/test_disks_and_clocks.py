@@ -200,7 +200,7 @@ def test_a_base_whose_engine_is_exchanged_under_a_running_process(
     provider.store.delete(before.digest, force=True)
     provider.make(source, CALL, MANUAL, HostHooks())
     (after,) = layered.store.list()
-    assert after.is_in_base and after.manifest.created != before.manifest.created
+    assert after.is_in_base and worker.builds == 2
     after.verify_files()
     name = next(iter(after.manifest.files))
     content = after.path(name).read_bytes()
