@@ -41,8 +41,8 @@ def check_origin(host: str, origins: Collection[str], fetch_site: str, allowed: 
     """Only ComfyUI's own page, and programs that are no browser, change anything; see `why_not_own_page`.
 
     Like ComfyUI's own check it lets pass what a proxy may have made of such a request: without Sec-Fetch-Site, another
-    Origin than Host where Host is not the browser's own machine. A page of elsewhere cannot send that: browsers ask
-    before they send JSON for it, and ComfyUI's answer allows none but `allowed`.
+    Origin than Host where neither is the browser's own machine, of whose pages browsers always tell. A page of
+    elsewhere cannot send that: browsers ask before they send JSON for it, and ComfyUI allows none but `allowed`.
 
     Args:
         allowed: the origin of other pages that may use this ComfyUI, "*" for all; see `allowed_origin`.
@@ -53,7 +53,8 @@ def check_origin(host: str, origins: Collection[str], fetch_site: str, allowed: 
     reason = why_not_own_page(host, origins, fetch_site)
     if reason is None or allowed == "*" or (allowed and list(origins) == [allowed]):
         return
-    is_page = len(origins) == 1 and next(iter(origins)).startswith(("http://", "https://"))
+    scheme, _, sender = next(iter(origins), "").partition("://")
+    is_page = len(origins) == 1 and scheme in ("http", "https") and host_name(sender) and not is_loopback(sender)
     if is_page and not fetch_site.strip() and host_name(host) and not is_loopback(host):
         return
     raise Refused(

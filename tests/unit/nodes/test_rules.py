@@ -74,7 +74,7 @@ def test_a_proxy_that_drops_the_port_of_a_page_without_https(host: str, origin: 
 def test_a_proxy_that_writes_its_own_host_is_let_pass_where_comfyui_lets_it(host: str) -> None:
     """Without https browsers do not say whose page it is; and they send no JSON for others without asking first."""
     check_origin(host, ["http://comfy.example"], "")
-    for origins in (["null"], ["http://a.example", "http://b.example"], ["file://"], [""]):
+    for origins in (["null"], ["http://a.example", "http://b.example"], ["file://"], [""], ["http://127.0.0.1:8188"]):
         assert code_of(lambda origins=origins: check_origin(host, origins, "")) == "forbidden"
 
 
