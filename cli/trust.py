@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ..core.formatting import SHOWN
 from ..engine_cache import EngineStore, Entry, PublicKey
+from ..engine_cache.keyring import TRUSTED_VARIABLE
 from .engines import resolve
-from .errors import OK, CommandError
+from .errors import FAILED, OK, CommandError
 from .output import Output
 
 
@@ -53,7 +54,10 @@ def _remove(store: EngineStore, output: Output, options: Namespace) -> int:
         raise CommandError(
             f"{key} is not in {store.keyring.folder / 'trusted_keys'}; `slipstream trust list` shows all"
         )
-    output.show({"removed": key}, lambda: output.line(f"Engines signed by {key} are loaded no more"))
+    text = f"Engines signed by {key} are loaded no more"
+    if is_left := key in store.keyring.trusted():
+        text = f"{key} is removed, but engines signed by it are still loaded: {TRUSTED_VARIABLE} names it too"
+    output.show({"removed": key, "still_trusted": is_left}, lambda: output.line(text))
     return OK
 
 
@@ -62,26 +66,38 @@ def _adopt(store: EngineStore, output: Output, options: Namespace) -> int:
 
     Those that are named by their ids may also be of a key that was lost.
     """
-    names = options.values
-    found = [store.lookup(resolve(store, name)) for name in names] if names else store.list()
-    own = [entry for entry in found if entry and not entry.is_in_base]
-    entries = [entry for entry in own if (entry.why_untrusted() if names else _is_unsigned(entry))]
+    entries, wrong = _named(store, options.values) if options.values else (_unsigned(store), {})
     if entries and not options.yes:
         _confirm(entries)
-    for entry in entries:
-        store.adopt(entry)
+    adopted = store.adopt(entries, lambda entry, error: wrong.update({entry.digest: str(error)}))
 
     def tell() -> None:
-        for entry in entries:
+        for entry in adopted:
             output.line(f"{entry.digest[:SHOWN]}  {entry.manifest.label}")
-        output.line(f"{len(entries)} engines adopted" if entries else "There are no unsigned engines to adopt")
+        for digest, reason in wrong.items():
+            output.line(f"{digest[:SHOWN]}  not adopted: {reason}")
+        is_nothing = not entries and not wrong
+        output.line("There are no unsigned engines to adopt" if is_nothing else f"{len(adopted)} engines adopted")
 
-    output.show({"adopted": [entry.digest for entry in entries]}, tell)
-    return OK
+    output.show({"adopted": [entry.digest for entry in adopted], **({"wrong": wrong} if wrong else {})}, tell)
+    return FAILED if wrong else OK
 
 
-def _is_unsigned(entry: Entry) -> bool:
-    return entry.manifest.seal is None and entry.manifest.signature is None
+def _unsigned(store: EngineStore) -> list[Entry]:
+    own = [entry for entry in store.list() if not entry.is_in_base]
+    return [entry for entry in own if entry.manifest.seal is None and entry.manifest.signature is None]
+
+
+def _named(store: EngineStore, names: list[str]) -> tuple[list[Entry], dict[str, str]]:
+    """The engines of these ids that are not trusted yet, and why others cannot be adopted."""
+    entries, wrong = [], {}
+    for digest in dict.fromkeys(resolve(store, name) for name in names):
+        entry = store.lookup(digest)
+        if entry is None:
+            wrong[digest] = store.damaged.get(digest, "it cannot be read; delete it, and it is built anew")
+        elif entry.why_untrusted():
+            entries.append(entry)
+    return entries, wrong
 
 
 def _confirm(entries: list[Entry]) -> None:

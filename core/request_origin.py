@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -33,6 +35,31 @@ def host_name(host: str) -> str:
         return urlsplit(f"//{host.strip()}").hostname or ""
     except ValueError:
         return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a header Host is an address or name that leads to the browser's own machine, wherever that is."""
+    name = host_name(host)
+    address = _address(name)
+    return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether a header Host is an address, or a name that this machine has by itself.
+
+    All other names are of somebody who may have them lead anywhere: a page of theirs that has its name lead here passes
+    for ours by its origin (DNS rebinding).
+    """
+    name = host_name(host)
+    ours = socket.gethostname().lower()
+    return is_loopback(host) or _address(name) is not None or name in (ours, f"{ours}.local")
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
 
 
 def _is_same(origin: str, host: str) -> bool:

@@ -9,6 +9,7 @@ shares a store must not copy the key with it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -19,7 +20,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,7 +213,7 @@ class Keyring:
         path, more = self.folder / _TRUSTED, os.environ.get(TRUSTED_VARIABLE, "")
         try:
             found = path.stat()
-            version: object = (str(path), found.st_mtime_ns, found.st_size, more)
+            version: object = (str(path), found.st_ino, found.st_mtime_ns, found.st_size, more)
         except OSError:
             version = (str(path), more)
         if self._read is None or self._read[0] != version:
@@ -225,25 +226,30 @@ class Keyring:
         Raises:
             StoreError: the list cannot be written.
         """
-        self._change({**_keys_in(self.folder / _TRUSTED), key: " ".join(name.split())})
+        with self._changing() as keys:
+            keys[key] = " ".join(name.split())
 
     def distrust(self, key: PublicKey) -> bool:
-        """Load them no more; whether the key was in the list.
+        """Load them no more, unless the environment names the key too; whether it was in the list.
 
         Raises:
             StoreError: the list cannot be written.
         """
-        known = _keys_in(self.folder / _TRUSTED)
-        was_there = known.pop(key, None) is not None
-        if was_there:
-            self._change(known)
-        return was_there
+        if key not in _keys_in(self.folder / _TRUSTED):
+            return False
+        with self._changing() as keys:
+            return keys.pop(key, None) is not None
 
-    def _change(self, keys: Mapping[PublicKey, str]) -> None:
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[PublicKey, str]]:
+        """The list, to be changed by one process at a time: a key that one removes must not come back by another."""
         with store_errors("Changing the list of trusted keys", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = "".join(f"{key} {name}".rstrip() + "\n" for key, name in keys.items())
-            replace_text(self.folder / _TRUSTED, text, self.folder)
+            with locked(self.folder / "keys.lock", "Another process is writing keys", _LOCK_SECONDS):
+                keys = _keys_in(self.folder / _TRUSTED)
+                yield keys
+                text = "".join(f"{key} {name}".rstrip() + "\n" for key, name in keys.items())
+                replace_text(self.folder / _TRUSTED, text, self.folder)
         self._read = None
 
 

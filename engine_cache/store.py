@@ -9,6 +9,7 @@
     <root>/keep/                what builds learn about this machine, and the library behind CUDA graphs
     <root>/marks/               of engines in use for the first time: what a process that ended left behind
     <root>/records/             checks and times of engines that lie in a base
+    <root>/adopting/            for a moment: manifests of engines that a person vouched for, which all come into force
 
 Under the store may be bases: stores that are only read. What has been built here goes before what lies in a base.
 
@@ -28,7 +29,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import BuildFailed, CorruptEngine, EngineInUse, IncompatibleEngine, StoreError, UntrustedEngine
+from ..core.errors import (
+    BuildFailed,
+    CorruptEngine,
+    EngineInUse,
+    IncompatibleEngine,
+    SlipstreamError,
+    StoreError,
+    UntrustedEngine,
+)
 from ..core.log_once import warn_once
 from ..core.protocols import Artifact
 from ..core.version import __version__
@@ -103,6 +112,9 @@ class EngineStore:
         A corrupt entry is set aside and a warning names the reason; it never raises for one bad entry. Call
         `Entry.verify_files` before using the files.
         """
+        if self._space.adopting.is_dir():  # a process died as it adopted engines
+            with contextlib.suppress(StoreError), self._space.writing("Adopting engines"):
+                pass
         try:
             found = self._read(digest)
         except CorruptEngine as error:
@@ -296,17 +308,54 @@ class EngineStore:
         self._prune_after(entry)
         return entry
 
-    def adopt(self, entry: Entry) -> Entry:
-        """Sign an engine as if it had been built here, after a person said that it was.
+    def adopt(self, entries: Iterable[Entry], wrong: Callable[[Entry, SlipstreamError], None] | None = None) -> Entries:
+        """Sign engines as if they had been built here, after a person said that they were: all of them, or none.
+
+        Args:
+            wrong: told of each engine that cannot be adopted, and why; the others are. None adopts nothing then.
+
+        Returns:
+            Those that were adopted.
 
         Raises:
-            CorruptEngine: its files differ from its manifest.
-            StoreError: it lies in a base, or the store cannot be written.
+            CorruptEngine: the files of one differ from its manifest.
+            StoreError: one lies in a base, or the store cannot be written; none was adopted.
         """
-        entry.verify_files(again=True)
-        if entry.is_in_base:
-            raise StoreError(f"The engine {entry.digest[:12]} lies in {entry.directory.parent}, which is only read")
-        return self._record(entry, "maker", lambda manifest: signed(manifest, self.keyring))
+        sound: Entries = []
+        for entry in entries:
+            try:
+                entry.verify_files(again=True)
+                if entry.is_in_base:
+                    raise StoreError(
+                        f"The engine {entry.digest[:12]} lies in {entry.directory.parent}, which is only read"
+                    )
+                sound.append(entry)
+            except SlipstreamError as error:
+                if wrong is None:
+                    raise
+                wrong(entry, error)
+        if not sound:
+            return []
+        with self.scratch("adopting") as folder, self._space.writing("Adopting engines"):
+            for entry in sound:
+                manifest = signed(self._as_verified(entry).manifest, self.keyring)
+                write_durably(folder / f"{entry.digest}.json", manifest.to_json())
+            self._space.adopt(folder)
+            return [self._read_if_sound(entry.digest) or entry for entry in sound]
+
+    def _as_verified(self, entry: Entry) -> Entry:
+        """The entry as it is now.
+
+        Raises:
+            StoreError: it is gone, or another engine than the one that was looked at.
+        """
+        current = self._read_if_sound(entry.digest)
+        if current is None:
+            raise entry.gone()
+        before, now = entry.manifest, current.manifest
+        if (now.files, now.details, now.created) != (before.files, before.details, before.created):
+            raise StoreError(f"The engine {entry.digest[:12]} was replaced meanwhile. Nothing was adopted; look again.")
+        return current
 
     def record_verification(self, entry: Entry, weights_digest: str, result: Verification) -> Entry:
         """Write a verification into the manifest.

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from .files import remove_tree, replace, store_errors, within_path_limit, write_durably
+from ..core.errors import CorruptEngine, IncompatibleEngine
+from .files import remove_tree, replace, store_errors, sync_folder, within_path_limit, write_durably
 from .locks import Claims, locked
+from .manifest import MANIFEST_NAME, Manifest
 
 QUARANTINE_KEPT = 3
 LOCK_SECONDS = 60.0
@@ -34,6 +36,7 @@ class Workspace:
         self.keep = self.root / "keep"
         self.marks = self.root / "marks"
         self.records = self.root / "records"
+        self.adopting = self.root / "adopting"
         self.claims = Claims(self.in_use)
 
     def create(self) -> None:
@@ -55,6 +58,7 @@ class Workspace:
             self.create()
             what = "Another process is changing the engine store"
             with locked(self.locks / "store.lock", what, LOCK_SECONDS):
+                self._finish_adopting()
                 yield
 
     @contextlib.contextmanager
@@ -79,6 +83,30 @@ class Workspace:
         trash = self.tmp / f"trash.{uuid.uuid4().hex}"
         replace(path, trash)
         return trash
+
+    def adopt(self, folder: Path) -> None:
+        """Put the manifests in `folder`, `<digest>.json` each, in place of those of the engines: all, or none.
+
+        One rename decides. What a process that dies then leaves undone, the next that takes the store's lock does; it
+        takes no space.
+        """
+        sync_folder(folder)
+        replace(folder, self.adopting)
+        sync_folder(self.root)
+        self._finish_adopting()
+
+    def _finish_adopting(self) -> None:
+        if not self.adopting.is_dir():
+            return
+        for file in sorted(self.adopting.iterdir()):
+            with contextlib.suppress(OSError):  # Windows, where somebody reads it: the next one does it
+                target = self.engines / file.stem / MANIFEST_NAME
+                if _is_of_same_build(file, target):
+                    replace(file, target)
+                    sync_folder(target.parent)
+                file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.adopting.rmdir()
 
     def set_aside(self, directory: Path, reason: str) -> None:
         """Move a corrupt entry to the quarantine, beside a text that says why; the newest few stay."""
@@ -113,3 +141,12 @@ class Workspace:
 
 def _reason_file(aside: Path) -> Path:
     return aside.with_name(f"{aside.name}.txt")
+
+
+def _is_of_same_build(file: Path, other: Path) -> bool:
+    """Whether two manifests are of the same files; False where one is none, or is gone."""
+    try:
+        found, there = (Manifest.from_json(path.read_bytes()) for path in (file, other))
+    except (FileNotFoundError, NotADirectoryError, CorruptEngine, IncompatibleEngine):
+        return False
+    return found.files == there.files and found.created == there.created

@@ -29,8 +29,10 @@ CPU_TORCH = "2.13.0"
 CPU_TORCHVISION = "torchvision==0.28.0"
 CPU_TORCHAUDIO = "torchaudio==2.11.0"
 
-SLOW_TEST_REQUIREMENTS = ("ray; python_version < '3.14'",)
+SLOW_TEST_REQUIREMENTS = ("ray; python_version < '3.14'", "adlfs", "gcsfs", "kubernetes-validate", "modal")
 """Large packages, which the tests that run without `--everything` do not import."""
+AZURITE = "azurite@3.37.0"
+"""Azure's storage on this machine, a package of npm, for slow tests alone."""
 
 COMFYUI_TEST_REQUIREMENTS = (
     "requests",  # ComfyUI 0.3.64 imports it without listing it
@@ -40,6 +42,7 @@ COMFYUI_TEST_REQUIREMENTS = (
     "filelock",
     "rich",
     "safetensors",
+    "cryptography",  # signs engines that one server is given by another
     "websocket-client",
     "pillow",
     "onnx",
@@ -111,6 +114,7 @@ def project_python(whole: bool = False) -> Path:
     stages = (*_torch_stages(), Stage("Slipstream and its developer tools", ("-e", f"{ROOT}[dev]")))
     if whole:
         stages += (Stage("what slow tests ask for", SLOW_TEST_REQUIREMENTS),)
+        _provide_azurite()
     # What pip reads of it; the settings of the tools come behind.
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[tool.ruff]")[0]
     return _ensure(ROOT / ".venv", Recipe(stages, inputs=(project,)))
@@ -181,6 +185,18 @@ def provide_chromium() -> str | None:
     except SetupError as why:
         _say(f"without Chromium, ComfyUI's page is not tested: {why}")
     return _find_chromium()
+
+
+def _provide_azurite() -> None:
+    """Install Azurite beside the cache where npm is there; without it tests of Azure's storage are left out."""
+    folder, npm = CACHE / "azurite", shutil.which("npm")
+    if npm is None or shutil.which("azurite-blob", path=str(folder / "node_modules" / ".bin")):
+        return
+    _say("installing Azurite (once)")
+    try:
+        _run((npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), AZURITE), f"npm install {AZURITE}")
+    except SetupError as why:
+        _say(f"without Azurite, stores in Azure are not tested: {why}")
 
 
 def _find_chromium() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import shutil
 import signal
@@ -27,6 +28,8 @@ from .subjects import SUBJECTS, Subject
 from .wishes import wish_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "soak.json"
+AGAIN = RESULTS.with_name("soak-again.json")
+"""Of prompts that are repeated: the account of all stays."""
 PROGRAM = Path(__file__).resolve().parents[1] / "soak.py"
 FLAGS = {"cpu": ("--cpu", "--use-pytorch-cross-attention"), "cuda": ()}
 OPTIMIZE = {"cpu": "fast build", "cuda": None}
@@ -46,13 +49,13 @@ def main(words: list[str]) -> int:
     if options.make_models:
         return _make_models_here(options, subject)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the command ends its servers, too
-    numbers = list(options.only or range(options.first, options.first + options.prompts))
+    numbers, out = _numbers(options), _out(options)
     account = Account(
         options.seed, options.commit or commit() or "unknown", options.device, options.subject,
         version_of(options.comfyui), len(numbers), round(options.tolerance, 4), RSS_GROWTH_MB, HANDLES_GROWTH,
         options.plain, options.host_growth,
     )  # fmt: skip
-    report = Report(account, options.out, options.rows or options.out.with_suffix(".jsonl"))
+    report = Report(account, out, options.rows or out.with_suffix(".jsonl"))
     began, deadline = time.monotonic(), Deadline(options.limit)
     with ExitStack() as ending:
         work = Path(options.work or ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-soak-")))
@@ -92,17 +95,33 @@ def _options(words: list[str]) -> Namespace:
     add("--seed", type=int, default=20261, help="of the whole soak; default: %(default)s")
     add("--first", type=int, default=0, metavar="N", help="number of the first prompt; default: %(default)s")
     add("--only", type=int, nargs="+", metavar="N", help="these prompts alone, by their numbers")
+    add("--any", type=int, metavar="N", help="so many of them alone, drawn by chance each time")
     add("--limit", type=float, metavar="SECONDS", help="after which no further prompt begins; default: there is none")
     add("--tolerance", type=float, default=TOLERANCE, help="of pictures, from 0 to 1; default: 4/255")
     add("--plain", action="store_true", help="without Slipstream's nodes, to see how much ComfyUI's memory grows")
     add("--host-growth", type=float, default=0.0, metavar="MB", help="the rss_growth_mb that --plain has found")
     add("--models", type=Path, default=MODELS, metavar="DIR", help="of model files, made where they are missing")
     add("--work", type=Path, metavar="DIR", help="keep engines and the servers' files here")
-    add("--out", type=Path, default=RESULTS, metavar="FILE", help="default: %(default)s")
+    add("--out", type=Path, metavar="FILE", help=f"default: {RESULTS}; of --only, --any and --first {AGAIN.name} there")
     add("--rows", type=Path, metavar="FILE", help="a line of JSON for each prompt; default: beside --out")
     add("--commit", help="of the code that runs, where its folder is no git clone")
     add("--make-models", action="store_true", help="make the subject's model files, and run nothing")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    if options.any is not None and not 1 <= options.any <= options.prompts:
+        parser.error(f"--any takes a number from 1 to {options.prompts}")
+    return options
+
+
+def _numbers(options: Namespace) -> list[int]:
+    """Of the prompts to run."""
+    all_of_them = range(options.first, options.first + options.prompts)
+    return list(options.only or (sorted(random.sample(all_of_them, options.any)) if options.any else all_of_them))
+
+
+def _out(options: Namespace) -> Path:
+    """Where the account goes."""
+    is_again = options.only or options.any or options.first
+    return options.out or (AGAIN if is_again else RESULTS)
 
 
 def _flags(options: Namespace) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A store of engines at an address that fsspec can reach: s3, gcs, abfs, http, a folder.
+"""A store of engines at an address that fsspec can reach: s3, gcs, abfs, a folder; http and https, to be read.
 
     <url>/engines/<digest>.json    the manifest; written last, so that what it names is there
     <url>/files/<sha256>           files of engines, by their content: no writer can spoil what another has written
@@ -30,7 +30,10 @@ _CHUNK_BYTES = 8 << 20
 _LARGEST_MANIFEST = 16 << 20
 _WRONG_BYTES = 2
 """How often a file is read anew that arrived with another content."""
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "http": "aiohttp"}
+_PACKAGES = {
+    **{"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"},
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+}
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 
 
@@ -132,12 +135,14 @@ class RemoteStore:
                 part = bytes(self._try(f"Reading {record.sha256[:12]}", read, cancel))
             except FileNotFoundError:
                 raise RemoteError(f"{self} lacks a file of the engine, {record.sha256}; push it again") from None
-            if not part:
-                return  # it is shorter than it should be, which its checksum tells
+            is_last = len(part) < end - done  # it is shorter than it should be, which its checksum tells
             if len(part) > end - done:  # a server that sends the whole file, whatever part it is asked for
                 part = part[done:]
             done += len(part)
-            yield part
+            if part:
+                yield part
+            if is_last or not part:
+                return
 
     # Writing
 
@@ -193,10 +198,10 @@ class RemoteStore:
             if (size := self._size(record)) != record.bytes:
                 raise OSError(f"{size} of {record.bytes} bytes arrived")
 
-        self._try(f"Sending {file.name}", attempt, cancel)
+        self._change(f"Sending {file.name}", attempt, cancel)
 
     def _put(self, file: Path, path: str) -> None:
-        if not self._is_local:
+        if not self._is_folder:
             self._files.put_file(str(file), path)
             return
         part = f"{path}.{uuid.uuid4().hex}.part"
@@ -213,19 +218,24 @@ class RemoteStore:
 
         def attempt() -> None:
             self._make_folder(name.rpartition("/")[0])
-            if not self._is_local:
+            if not self._is_folder:
                 self._files.pipe_file(path, content)
                 return
             part = f"{path}.{uuid.uuid4().hex}.part"
             self._files.pipe_file(part, content)
             self._files.mv(part, path)
 
-        self._try(f"Writing {name}", attempt, cancel)
+        self._change(f"Writing {name}", attempt, cancel)
 
     @property
     def _is_folder(self) -> bool:
         """Whether it lies in a file system of this machine, or one that is mounted."""
-        return "file" in self._files.protocol
+        return "file" in self._protocols
+
+    @property
+    def _protocols(self) -> tuple[str, ...]:
+        protocols = self._files.protocol
+        return (protocols,) if isinstance(protocols, str) else tuple(protocols)
 
     def create_small(self, name: str, content: bytes) -> bool:
         """Write a small file unless there is one of this name; whether it was written. Of several writers one succeeds.
@@ -246,7 +256,7 @@ class RemoteStore:
                 return False
             return True
 
-        return self._try(f"Writing {name}", attempt)
+        return self._change(f"Writing {name}", attempt)
 
     def read_small(self, name: str) -> bytes | None:
         """The content of a small file; None where there is none.
@@ -280,7 +290,7 @@ class RemoteStore:
             RemoteError: it could not be removed.
         """
         with contextlib.suppress(FileNotFoundError):
-            self._try(f"Removing {name}", lambda: self._files.rm_file(self._path(name)))
+            self._change(f"Removing {name}", lambda: self._files.rm_file(self._path(name)))
 
     def _read_small(self, name: str, cancel: CancelToken | None) -> bytes:
         def attempt() -> bytes:
@@ -298,17 +308,20 @@ class RemoteStore:
     def _try(self, what: str, attempt: Callable[[], _Result], cancel: CancelToken | None = None) -> _Result:
         return self._retries.run(f"{what} in {self}", attempt, cancel or CancelToken())
 
+    def _change(self, what: str, attempt: Callable[[], _Result], cancel: CancelToken | None = None) -> _Result:
+        if "http" in self._protocols:
+            raise RemoteError(
+                f"{what} in {self} is not possible, since web servers are only read: push to the folder or bucket that "
+                "the server gives out"
+            )
+        return self._try(what, attempt, cancel)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _make_folder(self, name: str) -> None:
-        if self._is_local:
+        if self._is_folder:
             self._files.makedirs(self._path(name), exist_ok=True)
-
-    @property
-    def _is_local(self) -> bool:
-        protocols = self._files.protocol
-        return "file" in ((protocols,) if isinstance(protocols, str) else protocols)
 
 
 class _Counted:
@@ -330,16 +343,34 @@ class _Counted:
 
 
 def _patience(protocol: str) -> dict[str, Any]:
-    """Options by which a client does not wait for long, nor tries again by itself: that would add up with ours."""
+    """Options by which a client does not wait for an answer for long."""
     if protocol == "s3":
         timeouts = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
         return {"config_kwargs": {**timeouts, "retries": {"max_attempts": 1}}}
-    if protocol in ("http", "https"):
+    if protocol in ("abfs", "abfss", "az"):
+        return {"connection_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS}
+    if protocol in ("http", "https", "gs", "gcs"):
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        return {"client_kwargs": {"timeout": timeout}}
+        if protocol in ("http", "https"):
+            return {"client_kwargs": {"timeout": timeout}}
+        return {"requests_timeout": timeout, "retry_timeout": _CONNECT_SECONDS}  # the latter: for a bucket's kind
     return {}
+
+
+def _without_retries(files: Any) -> None:
+    """Have a client tell of its first failure: what it would wait for further ones adds up with what we wait.
+
+    Measured on loopback, where nobody answers: 34 s for one question to gcsfs, over a minute to adlfs.
+    """
+    if hasattr(files, "retries"):  # s3fs
+        files.retries = 1
+    if once := getattr(getattr(type(files), "_request", None), "__wrapped__", None):  # gcsfs, in a decorator
+        files._request = functools.partial(once, files)
+    policy = getattr(getattr(getattr(files, "service_client", None), "_config", None), "retry_policy", None)
+    if policy is not None and hasattr(policy, "total_retries"):  # adlfs, in its client
+        policy.total_retries = 0
 
 
 def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -349,10 +380,9 @@ def _file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
         given = {**_patience(protocol), **options}
         files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **given)
-        if hasattr(files, "retries"):
-            files.retries = 1
+        _without_retries(files)
     except ImportError as error:
-        package = _PACKAGES.get(protocol.removesuffix("s") if protocol == "https" else protocol, "")
+        package = _PACKAGES.get(protocol, "")
         wanted = " ".join(filter(None, ("fsspec", package)))
         raise BackendUnavailable(
             f"Stores at addresses like {protocol}:// need further packages ({error}): pip install {wanted}"

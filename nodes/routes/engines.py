@@ -72,8 +72,7 @@ def adopt_engines(request: web.Request, fields: dict[str, Any]) -> Answer:
     store = _store()
     entries = [_adoptable(store, digest) for digest in _digests(fields)]
     try:
-        for entry in entries:
-            store.adopt(entry)
+        store.adopt(entries)
     finally:
         send(ENGINES, {})
     return {"adopted": [entry.digest for entry in entries]}

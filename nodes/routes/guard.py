@@ -12,11 +12,15 @@ from typing import Any
 from aiohttp import web
 
 from ...core.errors import EngineInUse, SlipstreamError
+from ...core.request_origin import is_of_this_machine, why_not_own_page
+from ...hosts.comfy.process.server_events import allowed_origin
 from .rules import Refused, check_names, check_origin, is_same_machine, parse_object
 
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64 * 1024
+_FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
+"""Headers by which a proxy says that it hands on what somebody else asked."""
 
 Answer = Mapping[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -76,9 +80,21 @@ def changes(*names: str, most_bytes: int = BODY_BYTES) -> Callable[[Changing], H
 
 
 def is_here(request: web.Request) -> bool:
-    """Whether it comes from this machine; a browser of it that asks by its name in the network counts too."""
+    """Whether a person at this machine asks, by ComfyUI's own page or a program.
+
+    A browser of this machine that asks by its name in the network counts too; what a proxy hands on does not, and
+    neither does a page that has another name lead here.
+    """
     local = request.transport.get_extra_info("sockname") if request.transport else None
-    return is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None)
+    if not is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None):
+        return False
+    host, origins, site = _sender(request)
+    is_ours = not host or is_of_this_machine(host)
+    return (
+        is_ours
+        and not any(name in request.headers for name in _FORWARDED)
+        and why_not_own_page(host, origins, site) is None
+    )
 
 
 async def unknown(request: web.Request) -> web.Response:
@@ -109,12 +125,17 @@ def _check_headers(request: web.Request) -> None:
     Raises:
         Refused: another page sent this, or it holds no JSON.
     """
-    headers = request.headers
-    check_origin(headers.get("Host", ""), headers.getall("Origin", ()), headers.get("Sec-Fetch-Site", ""))
+    check_origin(*_sender(request), allowed_origin())
     if request.content_type != "application/json":
         raise Refused("unsupported", "Send JSON, with the header Content-Type: application/json.")
-    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+    if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
         raise Refused("unsupported", "Send the body as it is, without Content-Encoding.")
+
+
+def _sender(request: web.Request) -> tuple[str, list[str], str]:
+    """Host, Origin and Sec-Fetch-Site of a request."""
+    headers = request.headers
+    return headers.get("Host", ""), headers.getall("Origin", []), headers.get("Sec-Fetch-Site", "")
 
 
 async def _body(request: web.Request, most: int) -> bytes:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ...core.request_origin import why_not_own_page
+from ...core.request_origin import host_name, is_loopback, why_not_own_page
 from ...engine_cache import is_digest
 
 STATUS = {
@@ -37,18 +37,31 @@ class Refused(Exception):
         self.status = STATUS[code]
 
 
-def check_origin(host: str, origins: Collection[str], fetch_site: str) -> None:
+def check_origin(host: str, origins: Collection[str], fetch_site: str, allowed: str | None = None) -> None:
     """Only ComfyUI's own page, and programs that are no browser, change anything; see `why_not_own_page`.
+
+    Like ComfyUI's own check it lets pass what a proxy may have made of such a request: without Sec-Fetch-Site, another
+    Origin than Host where neither is the browser's own machine, of whose pages browsers always tell. A page of
+    elsewhere cannot send that: browsers ask before they send JSON for it, and ComfyUI allows none but `allowed`.
+
+    Args:
+        allowed: the origin of other pages that may use this ComfyUI, "*" for all; see `allowed_origin`.
 
     Raises:
         Refused: the request comes from another page.
     """
-    if reason := why_not_own_page(host, origins, fetch_site):
-        raise Refused(
-            "forbidden",
-            f"Only ComfyUI's own page may change this, and {reason}: reload ComfyUI, or open it at this very address. "
-            "Behind a proxy, use https, or let it hand on the header Host.",
-        )
+    reason = why_not_own_page(host, origins, fetch_site)
+    if reason is None or allowed == "*" or (allowed and list(origins) == [allowed]):
+        return
+    scheme, _, sender = next(iter(origins), "").partition("://")
+    is_page = len(origins) == 1 and scheme in ("http", "https") and host_name(sender) and not is_loopback(sender)
+    if is_page and not fetch_site.strip() and host_name(host) and not is_loopback(host):
+        return
+    raise Refused(
+        "forbidden",
+        f"Only ComfyUI's own page may change this, and {reason}: reload ComfyUI, or open it at this very address. "
+        "Behind a proxy, use https, or let it hand on the header Host.",
+    )
 
 
 def is_same_machine(peer: str | None, local: str | None) -> bool:

@@ -28,6 +28,15 @@ def server_of_process() -> Any:
     return getattr(PromptServer, "instance", None)
 
 
+def allowed_origin() -> str | None:
+    """Of other pages that the user lets use ComfyUI, by `--enable-cors-header`; "*" for all, None for none."""
+    try:
+        from comfy.cli_args import args
+    except ImportError:
+        return None
+    return getattr(args, "enable_cors_header", None) or None
+
+
 def send(event: str, data: Mapping[str, Any]) -> None:
     """Tell every open page, from any thread. Nothing happens outside ComfyUI's server, and none waits."""
     server = server_of_process()

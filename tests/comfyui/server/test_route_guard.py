@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,9 +17,12 @@ from aiohttp import StreamReader, web
 from aiohttp.test_utils import make_mocked_request
 
 from slipstream.core.errors import EngineInUse, StoreError
+from slipstream.engine_cache import EngineStore
 from slipstream.nodes import routes
-from slipstream.nodes.routes import engines, settings
+from slipstream.nodes.routes import engines, guard, settings
 from slipstream.nodes.routes.guard import asks
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def answer_of(error: BaseException | None, data: Any = None) -> tuple[int, Any]:
@@ -94,14 +99,47 @@ def test_engines_are_trusted_from_this_machine_alone(monkeypatch: pytest.MonkeyP
     assert answer.status == 403 and "trust adopt" in json.loads(answer.text)["error"]["message"]
 
 
-async def posted(handler: Any, fields: dict[str, Any], peer: str) -> Any:
+@pytest.mark.parametrize(
+    ("headers", "may"),
+    [
+        ({"Host": "127.0.0.1:8188", "Origin": "http://127.0.0.1:8188"}, True),
+        ({"Host": f"{socket.gethostname().upper()}:8188"}, True),
+        ({"Host": "10.0.0.1:8188", "Origin": "http://10.0.0.1:8188", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Host": "rebound.example:8188", "Origin": "http://rebound.example:8188"}, False),
+        ({"Host": "rebound.example:8188"}, False),
+        ({"Host": "127.0.0.1.rebound.example:8188", "Sec-Fetch-Site": "same-origin"}, False),
+        ({"Host": f"{socket.gethostname()}.rebound.example"}, False),
+        ({"Host": "127.0.0.1:8188", "X-Forwarded-For": "10.0.0.9"}, False),
+        ({"Host": "127.0.0.1:8188", "Via": "1.1 proxy"}, False),
+        ({"Host": "10.0.0.1:8188", "Origin": "http://other.example"}, False),
+    ],
+)
+def test_from_this_machine_means_its_own_page_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], may: bool
+) -> None:
+    """A page of elsewhere that has its name lead here comes from this machine too, and passes for ours otherwise."""
+    monkeypatch.setattr(engines, "_store", lambda: EngineStore("nowhere"))
+    monkeypatch.setattr(guard, "allowed_origin", lambda: "*")
+    answer = asyncio.run(posted(engines.adopt_engines, {"digests": ["0" * 64]}, "127.0.0.1", headers))
+    assert answer.status == (404 if may else 403), answer.text
+
+
+def test_what_comfyui_lets_other_pages_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_change", lambda fields: {})
+    headers = {"Host": "127.0.0.1:8188", "Origin": "https://friend.example", "Sec-Fetch-Site": "cross-site"}
+    for given, status in ((None, 403), ("https://other.example", 403), ("https://friend.example", 200), ("*", 200)):
+        monkeypatch.setattr("comfy.cli_args.args.enable_cors_header", given)
+        assert asyncio.run(posted(settings.change, {"notifications": True}, "127.0.0.1", headers)).status == status
+
+
+async def posted(handler: Any, fields: dict[str, Any], peer: str, more: Mapping[str, str] = NO_HEADERS) -> Any:
     """What a route answers to a program at the address `peer`."""
     transport = mock.Mock()
     transport.get_extra_info = {"peername": (peer, 5), "sockname": ("10.0.0.1", 8188)}.get
     content = StreamReader(mock.Mock(_reading_paused=False), 2**16, loop=asyncio.get_running_loop())
     content.feed_data(json.dumps(fields).encode())
     content.feed_eof()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **more}
     return await handler(make_mocked_request("POST", "/x", headers, transport=transport, payload=content))
 
 

@@ -342,6 +342,14 @@ def test_another_page_changes_nothing(web: Connection, put: Callable[..., Entry]
     assert entry.directory.is_dir()
 
 
+def test_a_page_that_has_its_name_lead_here_has_no_code_trusted(web: Connection, put: Callable[..., Entry]) -> None:
+    """Its own address is Host and Origin alike, so that ComfyUI takes it for its page (DNS rebinding)."""
+    entry, name = unsigned(put()), f"rebound.example:{web.port}"
+    answer = post(web, "/engines/adopt", {"digests": [entry.digest]}, Host=name, Origin=f"http://{name}")
+    assert refused(answer) == "forbidden" and get(web, f"/engines/{entry.digest}")["adoptable"] == "unsigned"
+    assert refused(post(web, "/ui", {}, Host=name, Origin=f"http://{name}")) == "forbidden"
+
+
 def test_our_own_page_and_programs_may(web: Connection) -> None:
     asked = {"width": 512, "height": 512, "batch": 2, "tokens": 77}
     own = {"Origin": f"http://127.0.0.1:{web.port}", "Sec-Fetch-Site": "same-origin"}

@@ -38,8 +38,8 @@ class Connection:
 
     def ask(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> Answer:
         """A request in good order."""
-        lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{self.port}", f"Content-Length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+        all_headers = {"Host": f"127.0.0.1:{self.port}", "Content-Length": len(body), **(headers or {})}
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in all_headers.items())]
         return self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
 
     def send(self, request: bytes) -> Answer:

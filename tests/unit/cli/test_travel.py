@@ -84,6 +84,32 @@ def test_engines_of_before_are_adopted_after_asking(cli, put, store: EngineStore
     assert "no unsigned engines" in cli("trust", "adopt").out
 
 
+def test_a_wrong_engine_is_named_and_the_others_are_adopted(cli, put, store: EngineStore) -> None:
+    good, damaged = put(64), put(72)
+    for entry in (good, damaged):
+        path = entry.directory / MANIFEST_NAME
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "seal": None, "signature": None}))
+    content = damaged.path("engine.bin").read_bytes()
+    damaged.path("engine.bin").write_bytes(content[:-1] + b"!")
+    done = cli("trust", "adopt", "--yes")
+    assert done.status == 1 and "1 engines adopted" in done.out and "engine.bin" in done.out, done
+    assert f"{damaged.digest[:12]}  not adopted" in done.out
+    found = store.lookup(good.digest)
+    assert found is not None and found.why_untrusted() is None
+
+
+def test_a_key_that_the_environment_names_too_is_not_said_to_be_gone(
+    cli, store: EngineStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "ed25519:" + "a" * 64
+    cli("trust", "add", key)
+    monkeypatch.setenv("SLIPSTREAM_TRUSTED_KEYS", key)
+    assert "SLIPSTREAM_TRUSTED_KEYS names it too" in cli("trust", "remove", key).out
+    monkeypatch.delenv("SLIPSTREAM_TRUSTED_KEYS")
+    cli("trust", "add", key)
+    assert "are loaded no more" in cli("trust", "remove", key).out
+
+
 def test_adopting_does_not_take_what_others_signed(cli, put, store: EngineStore, tmp_path: Path) -> None:
     store.keyring = Keyring(tmp_path / "others")
     put()

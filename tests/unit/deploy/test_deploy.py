@@ -28,6 +28,34 @@ def parsed(words: list[str]) -> Any:
     return options
 
 
+def test_the_readme_says_what_each_file_is_for_and_how_to_run_it() -> None:
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    files = {path.name for path in DEPLOY.iterdir() if path.is_file()} - {"README.md"}
+    assert set(re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE)) == files
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    ours = re.findall(r"^python custom_nodes/slipstream (.+?)(?:\s+#.*)?$", blocks, re.MULTILINE)
+    assert [parsed(shlex.split(words)).action for words in ours] == ["export-key", "show"]
+    named = {path for path in re.findall(r"deploy/[\w.-]+", blocks) if not (DEPLOY.parent / path).is_file()}
+    assert not named and re.search(r"^docker build ", blocks, re.MULTILINE)
+    job = (DEPLOY / "kubernetes-job.yaml").read_text(encoding="utf-8")
+    made = re.findall(r"kubectl create (?:secret generic|configmap) (\S+)", blocks)
+    assert sorted(made) == sorted(re.findall(r"(?:secretName|secretRef: \{name|configMap: \{name): ([\w-]+)", job))
+    app = (DEPLOY / "modal_app.py").read_text(encoding="utf-8")
+    assert re.findall(r"modal secret create (\S+)", blocks) == re.findall(r'Secret\.from_name\("([\w-]+)"\)', app)
+    assert "SLIPSTREAM_SECRET_KEY" in app and "store.key=slipstream.key" in blocks
+
+
+def test_what_is_called_measured_has_a_command() -> None:
+    text = (DEPLOY.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\|(.+)\|(.+)\|(.+)\|$", text.partition("## Measured parts")[2].partition("##")[0], re.MULTILINE
+    )
+    commands = {command.strip() for _, _, command in rows[2:]}
+    assert len(rows) > 5 and all(command.startswith(("`python ", "[these](speed.md#")) for command in commands)
+    files = [word for command in commands for word in command.strip("`").split() if word.endswith(".py")]
+    assert len(files) >= 4 and all((DEPLOY.parent / file).is_file() for file in files)
+
+
 def test_the_commands_of_the_dockerfile() -> None:
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"python (?:\.|/app/ComfyUI/custom_nodes/slipstream) ([^&>\n]+)", text)
@@ -99,6 +127,39 @@ def test_the_function_builds_and_shares(tmp_path: Path, monkeypatch: pytest.Monk
     assert builds(folder) == 1 and [engine["digest"] for engine in found["engines"]] == RemoteStore(url).digests()
     with pytest.raises(RuntimeError, match="multiples of 8"):
         module["build"]("one", "65x64", url, str(PRETENDING))
+
+
+def test_the_function_signs_by_the_key_of_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.engine_cache import Keyring
+    from slipstream.engine_cache.keyring import FOLDER_VARIABLE
+
+    maker = Keyring(tmp_path / "maker")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "container"))
+    monkeypatch.setenv("SLIPSTREAM_SECRET_KEY", maker.export_secret() + "\n")
+    module = runpy.run_path(str(DEPLOY / "modal_app.py"))
+    module["take_key"](str(DEPLOY.parent))
+    assert Keyring(tmp_path / "container").own_key() == maker.public_key()
+
+
+@pytest.mark.slow
+def test_modal_itself_takes_the_app() -> None:
+    """It asks its own servers for nothing until the app runs."""
+    modal = pytest.importorskip("modal", reason="no modal; `python tools/test.py --everything` installs it")
+    module = runpy.run_path(str(DEPLOY / "modal_app.py"), run_name="modal_app")
+    assert isinstance(module["app"], modal.App) and isinstance(module["remote_build"], modal.Function)
+
+
+@pytest.mark.slow
+def test_kubernetes_own_schema_takes_the_job() -> None:
+    validation = pytest.importorskip(
+        "kubernetes_validate", reason="no kubernetes-validate; `python tools/test.py --everything` installs it"
+    )
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((DEPLOY / "kubernetes-job.yaml").read_text(encoding="utf-8"))
+    validation.validate(job, validation.latest_version(), strict=True)
+    job["spec"]["template"]["spec"]["containers"][0]["comand"] = []
+    with pytest.raises(validation.ValidationError):
+        validation.validate(job, validation.latest_version(), strict=True)
 
 
 def test_the_app_is_made_with_modals_own_words(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,26 @@ def test_an_engine_of_a_trusted_maker_is_loaded_until_the_key_goes(tmp_path: Pat
     assert not reader.keyring.distrust(maker.keyring.public_key())
 
 
+def test_a_key_that_one_removes_does_not_come_back_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One adds a key while another removes one: whoever comes second reads what the first one wrote."""
+    first, second = Keyring(tmp_path / "keys"), Keyring(tmp_path / "keys")
+    stolen, fresh = PublicKey("ed25519:" + "a" * 64), PublicKey("ed25519:" + "b" * 64)
+    first.trust(stolen, "stolen")
+    read, removing = keyring._keys_in, threading.Thread(target=second.distrust, args=(stolen,))
+
+    def slowly(path: Path) -> dict[PublicKey, str]:
+        found = read(path)
+        if threading.current_thread() is not removing and not removing.ident:
+            removing.start()
+            removing.join(0.5)
+        return found
+
+    monkeypatch.setattr(keyring, "_keys_in", slowly)
+    first.trust(fresh, "fresh")
+    removing.join(30)
+    assert list(Keyring(tmp_path / "keys").trusted()) == [fresh]
+
+
 def test_keys_of_the_environment(tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     put_by(maker := store_of(tmp_path, "a"), artifact)
     monkeypatch.setenv(TRUSTED_VARIABLE, f"nonsense, {maker.keyring.public_key()}")
@@ -111,7 +132,7 @@ def test_an_unsigned_engine_is_refused(tmp_path: Path, artifact: Artifact) -> No
 def test_an_engine_of_before_is_adopted(tmp_path: Path, artifact: Artifact) -> None:
     entry = put_by(store := store_of(tmp_path, "a"), artifact)
     rewrite(entry, seal=None, signature=None)
-    assert store.adopt(found(store)).why_untrusted() is None
+    assert [entry.why_untrusted() for entry in store.adopt([found(store)])] == [None]
     assert found(store_of(tmp_path, "a")).why_untrusted() is None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import threading
 import time
@@ -105,6 +107,68 @@ print(entry.manifest.label)
     entry.verify_files()
     assert list((store.root / "tmp").iterdir()) == []
     assert list((store.root / "quarantine").iterdir()) == []
+
+
+_CROWD = """
+import json, random, traceback
+from slipstream.core.errors import SlipstreamError, StoreError
+root, folder, many = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+DOINGS = ("put", "use", "put", "use", "delete", "prune", "adopt", "use")
+
+def work(number):
+    store, chance, done = EngineStore(root), random.Random(number), {"wrong": 0}
+    for step in range(max(8, 48 // many)):
+        key, what = make_key(64 + 8 * chance.randrange(4)), DOINGS[(step + number) % len(DOINGS)]
+        done[what] = done.get(what, 0) + 1
+        try:
+            if what == "put":
+                store.put(key, Artifact(folder, ("model.pt2", "constants.json")), label="x", build=BuildRecord(1))
+            elif what == "use" and (entry := store.lookup(key.digest)):
+                with entry.hold():
+                    entry.verify_files(again=True)
+                    done["wrong"] += any(not entry.path(name).is_file() for name in entry.manifest.files)
+            elif what == "delete":
+                store.delete(key.digest)
+            elif what == "prune":
+                store.prune(limit_bytes=chance.choice((0, 9000)))
+            elif what == "adopt":
+                store.adopt(store.list())
+        except StoreError as error:  # removed by another, or in use
+            assert "removed" in str(error) or "in use" in str(error) or "meanwhile" in str(error), error
+        except SlipstreamError as error:
+            assert "in use" in str(error), error
+    return done
+
+children = []
+for number in range(many):
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(1, (json.dumps(work(number)) + "\\n").encode())
+            os._exit(0)
+        except BaseException:
+            os.write(1, traceback.format_exc().encode())
+            os._exit(1)
+    children.append(pid)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks, so that what is imported is imported once")
+@pytest.mark.parametrize("many", [2, 8])
+def test_processes_that_do_all_at_once_on_one_store(
+    store: EngineStore, artifact: Artifact, python: Start, many: int
+) -> None:
+    """They store, use, delete, prune and adopt the same four engines: nobody ever sees a half or a damaged one."""
+    crowd = python(_CROWD, store.root, artifact.directory, many)
+    told = crowd.communicate(timeout=60)[0]
+    assert crowd.returncode == 0, told
+    done = [json.loads(line) for line in told.splitlines()]
+    assert len(done) == many and all(each["wrong"] == 0 for each in done)
+    assert all(sum(each.get(what, 0) for each in done) for what in ("put", "use", "delete", "prune", "adopt"))
+    assert all(problem is None for problem in store.verify_all().values()) and store.damaged == {}
+    store.clean()
+    assert not any((store.root / "tmp").iterdir()) and not any((store.root / "quarantine").iterdir())
+    assert not (store.root / "adopting").exists()
 
 
 HOLD_LOCK = """

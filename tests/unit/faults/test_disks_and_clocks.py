@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from slipstream.core.errors import StoreError
+from slipstream.core.errors import CorruptEngine, StoreError
 from slipstream.engine_cache import EngineStore, Entry, WeightsMemo, file_identity
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
@@ -163,3 +163,49 @@ def test_an_engine_of_another_comfyui_is_not_used(provider: EngineProvider, sour
     provider.make(source, CALL, MANUAL, HostHooks())
     source.architecture = replace(source.architecture, digest="f" * 64)
     assert ask(EngineProvider(EngineStore(provider.store.root), provider.backends), source, MANUAL).engine is None
+
+
+@pytest.fixture
+def layered(provider: EngineProvider, source: FakeSource, tmp_path: Path) -> EngineProvider:
+    """A process whose store is empty but for a base, in which another one has built an engine."""
+    provider.make(source, CALL, MANUAL, HostHooks())
+    upper = EngineStore(tmp_path / "upper", bases=[provider.store.root])
+    return EngineProvider(upper, provider.backends)
+
+
+def test_a_base_that_goes_away_while_its_engine_runs(
+    layered: EngineProvider, provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    """A volume is unmounted: what is loaded computes on, and whoever needs it anew builds it."""
+    running = ask(layered, source, MANUAL)
+    assert running.engine is not None
+    (entry,) = layered.store.list()
+    provider.store.root.rename(provider.store.root.with_name("unmounted"))
+    assert layered.store.lookup(entry.digest) is None and layered.store.list() == []
+    with pytest.raises(StoreError, match="was removed from the store meanwhile"):
+        entry.hold()
+    layered.pool.give_back(running.engine)
+    assert ask(layered, source, MANUAL).engine is None, "nothing is built here unless asked for"
+    assert run_once(layered, source, FIRST_USE).engine is not None and worker.builds == 2
+    provider.store.root.with_name("unmounted").rename(provider.store.root)
+    assert [entry.is_in_base for entry in layered.store.list()] == [False]
+
+
+def test_a_base_whose_engine_is_exchanged_under_a_running_process(
+    layered: EngineProvider, provider: EngineProvider, source: FakeSource, worker: FakeWorker
+) -> None:
+    """An image's folder is updated in place: the new build is checked anew, and a file of neither build is refused."""
+    assert run_once(layered, source, MANUAL).engine is not None
+    (before,) = layered.store.list()
+    provider.store.delete(before.digest, force=True)
+    provider.make(source, CALL, MANUAL, HostHooks())
+    (after,) = layered.store.list()
+    assert after.is_in_base and worker.builds == 2
+    after.verify_files()
+    name = next(iter(after.manifest.files))
+    content = after.path(name).read_bytes()
+    after.path(name).write_bytes(bytes(len(content)))
+    with pytest.raises(CorruptEngine, match="another content"):
+        after.verify_files()
+    assert layered.store.lookup(after.digest) is None, "it is passed over from now on"
+    assert run_once(layered, source, FIRST_USE).engine is not None and worker.builds == 3

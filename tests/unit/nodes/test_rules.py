@@ -70,6 +70,24 @@ def test_a_proxy_that_drops_the_port_of_a_page_without_https(host: str, origin: 
     check_origin(host, [origin], "")
 
 
+@pytest.mark.parametrize("host", ["upstream:8188", "comfyui", "192.168.1.5:8188", "[fd00::5]:8188"])
+def test_a_proxy_that_writes_its_own_host_is_let_pass_where_comfyui_lets_it(host: str) -> None:
+    """Without https browsers do not say whose page it is; and they send no JSON for others without asking first."""
+    check_origin(host, ["http://comfy.example"], "")
+    for origins in (["null"], ["http://a.example", "http://b.example"], ["file://"], [""], ["http://127.0.0.1:8188"]):
+        assert code_of(lambda origins=origins: check_origin(host, origins, "")) == "forbidden"
+
+
+@pytest.mark.parametrize("site", ["", "cross-site", "same-site"])
+def test_other_pages_that_the_user_lets_use_comfyui(site: str) -> None:
+    """By --enable-cors-header."""
+    host, friend, other = "127.0.0.1:8188", "https://friend.example", "https://other.example"
+    check_origin(host, [friend], site, friend)
+    check_origin(host, [other], site, "*")
+    for origins in ([other], [friend, other], [f"{friend}.other.example"]):
+        assert code_of(lambda origins=origins: check_origin(host, origins, site, friend)) == "forbidden"
+
+
 def test_programs_send_no_origin() -> None:
     check_origin("127.0.0.1:8188", [], "")
     check_origin("127.0.0.1:8188", [], "none")
@@ -95,6 +113,10 @@ def test_programs_send_no_origin() -> None:
         ("127.0.0.1:8188", [], "cross-site"),
         ("127.0.0.1:8188", [], "Same-Site"),
         ("127.0.0.1:8188", ["http://127.0.0.1:8188"], "cross-site"),
+        ("127.9.9.9:8188", ["http://evil.example"], ""),
+        ("x.localhost:8188", ["http://evil.example"], ""),
+        ("[::1]:8188", ["http://evil.example"], ""),
+        ("192.168.1.5:8188", ["http://evil.example"], "cross-site"),
     ],
 )
 def test_another_page(host: str, origins: list[str], site: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slipstream.benchmarks.soaking import command
 from slipstream.benchmarks.soaking.account import Account, Report, slope
 from slipstream.benchmarks.soaking.subjects import SUBJECTS, Subject
 from slipstream.benchmarks.soaking.wishes import prompt_of, wish_of
@@ -104,6 +106,69 @@ def test_too_few_engine_calls_fail_the_soak(account: Account, tmp_path: Path) ->
     report_of(account, tmp_path, [600.0] * 100)
     account.eager_calls = account.engine_calls
     assert account.failures() == ["engines made 900 of 1800 calls only"]
+
+
+def chosen(*words: str) -> tuple[list[int], Path]:
+    options = command._options(["--comfyui", "x", *words])
+    return command._numbers(options), command._out(options)
+
+
+def test_any_thirty_are_repeated_by_one_command_and_the_account_of_all_stays() -> None:
+    """`docs/scaling.md` names these."""
+    assert chosen() == (list(range(1000)), command.RESULTS)
+    assert chosen("--device", "cuda", "--prompts", "300") == (list(range(300)), command.RESULTS)
+    numbers, out = chosen("--any", "30")
+    assert len(set(numbers)) == 30 and set(numbers) <= set(range(1000)) and out == command.AGAIN
+    assert chosen("--any", "30")[0] != numbers, "others each time"
+    assert chosen("--first", "970", "--prompts", "30") == (list(range(970, 1000)), command.AGAIN)
+    assert chosen("--only", "13", "7") == ([13, 7], command.AGAIN)
+    assert chosen("--only", "13", "--out", "mine.json")[1] == Path("mine.json")
+    for wrong in ("0", "1001"):
+        with pytest.raises(SystemExit):
+            chosen("--any", wrong)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_soak_from_its_command_to_its_report(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers are pretended; which flags they get, and what the report says, is not."""
+    given: list[Any] = []
+
+    class Servers:
+        def __init__(self, made: Any, flags: Any, subject: Subject, account: Account, ending: Any) -> None:
+            given.append((flags, subject))
+            self.account = account
+
+        def run(self, wish: Any) -> dict[str, Any]:
+            self.account.prompts += 1
+            self.account.engine_calls += 9
+            self.account.eager_calls += 1
+            return {"number": wish.number, "event": wish.event, "rss_mb": 700.0, "handles": 27}
+
+        def objects(self) -> dict[str, float]:
+            return {}
+
+        def stale_engines(self) -> int:
+            return 0
+
+    monkeypatch.setattr(command, "SoakServers", Servers)
+    monkeypatch.setattr(command, "_installation", lambda *_: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.33.0"')
+    out = tmp_path / "soak.json"
+    words = ["--comfyui", str(tmp_path), "--device", device, "--any", "30", "--out", str(out), "--commit", "abc"]
+    assert command.main(words) == 0, capsys.readouterr().err
+    told, rows = json.loads(out.read_text()), (tmp_path / "soak.jsonl").read_text().splitlines()
+    wanted = {
+        "prompts": 30, "wrong": 0, "errors": 0, "rss_first_mb": 700.0, "rss_last_mb": 700.0, "handles_first": 27,
+        "handles_last": 27, "engine_calls": 270, "eager_calls": 30, "deaths": 0, "seed": 20261, "commit": "abc",
+        "device": device,
+    }  # fmt: skip
+    assert wanted.items() <= told.items() and len(rows) == 30
+    flags, subject = given[0]
+    assert ("--cpu" in flags) is (device == "cpu")
+    assert subject._changed.get("optimize") == (None if device == "cuda" else "fast build")
 
 
 def test_slope() -> None:

@@ -6,14 +6,16 @@ import dataclasses
 import json
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.core.errors import BackendUnavailable, BuildCancelled, CorruptEngine, UntrustedEngine
 from slipstream.core.progress import CancelToken, Progress
-from slipstream.engine_cache import EngineStore, Entry
+from slipstream.core.protocols import Artifact
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Keyring
 from slipstream.engine_cache.travel import remote_store
 from slipstream.engine_cache.travel.remote_store import RemoteStore
 from slipstream.engine_cache.travel.retries import RemoteError, Retries
@@ -65,6 +67,52 @@ def test_other_addresses(
         pulled = web.pull(entry.digest, reader)
         assert pulled is not None and files_of(pulled) == files_of(entry)
         assert web.pull(make_key(72).digest, reader) is None
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address at which a web server gives out the folder `remote`."""
+    pytest.importorskip("aiohttp")
+    with web_server(tmp_path) as address:
+        yield address
+
+
+def test_cut_connections_to_a_web_server(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, web: str
+) -> None:
+    folder.push(entry := made(size=3 * MIB), maker)
+    with BadConnection(web) as line:
+        cut: list[int] = []
+
+        def spoil(number: int, piece: bytes) -> bytes | None:
+            if len(cut) == 3 or (len(cut) == 2 and len(piece) < 30000):  # the last one in the midst of a file
+                return piece
+            cut.append(number)
+            return None if len(cut) < 3 else piece[:1000]
+
+        line.spoil = spoil
+        pulled = RemoteStore(f"{line.address}/remote", retries=Retries(8, 0.01)).pull(entry.digest, reader)
+    assert len(cut) == 3 and pulled is not None and files_of(pulled) == files_of(entry)
+
+
+@pytest.mark.parametrize("wrong", [b"x" * 3000, b"x" * 10, b"x" * 9000, b""], ids=["same", "short", "long", "empty"])
+def test_wrong_bytes_of_a_web_server_are_never_taken(
+    wrong: bytes, maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, web: str
+) -> None:
+    folder.push(entry := made(), maker)
+    folder.write_small(f"files/{entry.manifest.files['model.pt2'].sha256}", wrong)
+    with BadConnection(web) as line:
+        with pytest.raises((CorruptEngine, RemoteError)):
+            RemoteStore(f"{line.address}/remote", retries=Retries(2, 0.01)).pull(entry.digest, reader)
+        assert line.connections < 10, "a file that is too short is asked for again and again"
+    assert reader.list() == [] and not any((reader.root / "tmp").iterdir())
+
+
+def test_a_web_server_is_only_read(maker: EngineStore, made: Made, folder: RemoteStore, web: str) -> None:
+    remote = RemoteStore(f"{web}/remote")
+    with pytest.raises(RemoteError, match=r"only read: push to the folder or bucket"):
+        remote.push(made(), maker)
+    assert folder.digests() == []
 
 
 def test_what_is_not_there(folder: RemoteStore, reader: EngineStore, bucket: Bucket) -> None:
@@ -214,6 +262,56 @@ def test_pulling_can_be_cancelled(
     with pytest.raises(BuildCancelled):
         folder.pull(entry.digest, reader, cancel, token)
     assert reader.list() == []
+
+
+def test_a_key_that_is_revoked_brings_nothing_more(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore
+) -> None:
+    """What it signed is not pulled from then on, and what was pulled before is not loaded."""
+    before, after = made(64), made(72)
+    for entry in (before, after):
+        folder.push(entry, maker)
+    pulled = folder.pull(before.digest, reader)
+    assert pulled is not None and pulled.artifact.files
+    Keyring(reader.keyring.folder).distrust(maker.keyring.public_key())  # another process of the reader
+    with pytest.raises(UntrustedEngine, match="not among the keys"):
+        folder.pull(after.digest, reader)
+    with pytest.raises(UntrustedEngine, match="not among the keys"):
+        _ = pulled.artifact
+    assert reader.trusted(before.digest) is None and "trust add" in str(
+        folder.why_not_pulled(after.digest, reader.keyring)
+    )
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_two_who_push_one_key_never_spoil_each_others(
+    maker: EngineStore, reader: EngineStore, made: Made, folder: RemoteStore, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, moment: int,
+) -> None:  # fmt: skip
+    """Each has a build of its own; the second sends all of its own between two writes of the first."""
+    first = made(size=3000)
+    other = EngineStore(tmp_path / "other", keyring=maker.keyring)
+    build = tmp_path / "another-build"
+    build.mkdir()
+    (build / "model.pt2").write_bytes(b"another" * 500)
+    second = other.put(make_key(), Artifact(build, ("model.pt2",)), label="SD15", build=BuildRecord(1.0))
+    assert second.digest == first.digest
+    put, count = RemoteStore._try, [0]
+
+    def interrupted(self: RemoteStore, what: str, *rest: Any) -> Any:
+        if what.startswith(("Sending", "Writing")):
+            count[0] += 1
+            if count[0] == moment + 1:
+                folder.push(second, other)
+        return put(self, what, *rest)
+
+    monkeypatch.setattr(RemoteStore, "_try", interrupted)
+    RemoteStore(folder.url).push(first, maker)
+    if moment == 3:
+        folder.push(second, other)
+    monkeypatch.undo()
+    pulled = folder.pull(first.digest, reader)
+    assert pulled is not None and files_of(pulled) in (files_of(first), files_of(second))
 
 
 _WRITER = """
