@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import comfyui_version
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium
+from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium, opened
 from slipstream.tests.comfyui.support.client import ComfyClient
 from slipstream.tests.comfyui.support.server import ComfyServer
 
 # Older ComfyUIs have no Nodes 2.0 to speak of; newer ones show the classic canvas until somebody chooses it.
 NEW = tuple(map(int, comfyui_version.__version__.split("."))) >= (0, 30)
 RENDERERS = ["classic", pytest.param("nodes2", marks=pytest.mark.slow)] if NEW else ["classic"]
-BUILD_SECONDS = 20
+BUILD_SECONDS = 300
+"""Longer than any test: a build ends when its test says so, not while a busy page is not looked at."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to a failure what the open tabs show, and the end of the server's log."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for page in opened:
+            with contextlib.suppress(Exception):  # it is closed
+                report.sections.append(("page", page.dump()))
+        if server := getattr(item, "funcargs", {}).get("server"):
+            report.sections.append(("log of the server", server.log()[-3000:]))
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +60,24 @@ def client(server: ComfyServer) -> Iterator[ComfyClient]:
         client.builds_take(BUILD_SECONDS)
         yield client
         client.clear()
+        client.cancel_builds()
 
 
 @pytest.fixture
 def tab(browser: Any, server: ComfyServer, nodes2: bool, client: ComfyClient) -> Iterator[Callable[[], ComfyPage]]:
     """Open a tab of the browser; an error in our files fails the test."""
-    opened: list[ComfyPage] = []
+    tabs: list[ComfyPage] = []
 
     def open_tab() -> ComfyPage:
         context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
-        context.set_default_timeout(20_000)
-        opened.append(ComfyPage(context.new_page(), server.url, nodes2))
-        opened[-1].open()
-        return opened[-1]
+        tabs.append(ComfyPage(context.new_page(), server.url, nodes2))
+        tabs[-1].open()
+        return tabs[-1]
 
     yield open_tab
-    for page in opened:
+    for page in tabs:
         page.page.context.close()
-    assert [error for page in opened for error in page.errors] == []
+    assert [error for page in tabs for error in page.errors] == []
 
 
 @pytest.fixture

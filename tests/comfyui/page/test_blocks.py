@@ -15,7 +15,7 @@ from slipstream.tests.comfyui.support.server import ComfyServer
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
-SECONDS = 120
+SECONDS = 240
 
 
 @pytest.fixture(scope="module", params=RENDERERS)
@@ -43,7 +43,6 @@ def blocks(store: EngineStore) -> list[Any]:
 def test_a_click_builds_the_blocks_and_a_cancel_ends_them_all(
     page: ComfyPage, client: ComfyClient, store: EngineStore
 ) -> None:
-    client.builds_take(3)
     page.load(example(64, optimize="blocks", backend="auto"))
     page.press()
     page.until(lambda: "Building 0 of" in page.seen()["button"], "how many are built", SECONDS)
@@ -72,7 +71,7 @@ def test_a_click_builds_the_blocks_and_a_cancel_ends_them_all(
     made = len(blocks(store))
     assert made > 1
     page.press()
-    page.until_toast("was there already", 60)
+    page.until_toast("was there already")
     assert len(blocks(store)) == made
 
     page.page.evaluate("() => app.queuePrompt(0)")

@@ -9,7 +9,6 @@ import copy
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,11 @@ STICKING_OUT = """panel => {
   return wide.map(element => element.className);
 }"""
 
-# How often our files ask for the queue while ComfyUI says so many times, each 50 ms, that so many prompts are left.
+# How often, and in how many ms, our files ask for the queue while ComfyUI says so many times, each 50 ms, that so many
+# prompts are left.
 ASKED_AFTER = """async ([events, remaining]) => {
   const fetch = app.api.fetchApi;
+  const began = performance.now();
   let asked = 0;
   app.api.fetchApi = (path, options) => {
     if (path === "/queue" && options?.cache === "no-store") asked += 1;
@@ -73,7 +74,7 @@ ASKED_AFTER = """async ([events, remaining]) => {
   }
   await wait(700);
   app.api.fetchApi = fetch;
-  return asked;
+  return [asked, performance.now() - began];
 }"""
 
 # A second node of the subgraph, wired as the first one is, with a picture of its own.
@@ -141,11 +142,17 @@ def test_a_click_builds_and_the_line_follows(page: ComfyPage, client: ComfyClien
     assert page.seen()["kind"] == "idle" and page.seen()["button"].startswith("Build engine")
     page.press()
     page.until_button("Cancel")
-    bars = []
-    while (seen := page.seen())["kind"] in ("queued", "building"):
-        bars += [seen["bar"]] if seen["bar"] else []
-        page.page.wait_for_timeout(300)
-    assert len(set(bars)) > 3 and bars == sorted(bars), bars
+    bars: list[float] = []
+
+    def has_moved() -> bool:
+        seen = page.seen()
+        assert seen["kind"] in ("queued", "building"), page.dump()
+        bars.extend([seen["bar"]] if seen["bar"] else [])
+        return len(set(bars)) > 3
+
+    page.until(has_moved, "a bar that moves")
+    assert bars == sorted(bars)
+    client.builds_take(SOON)
     assert page.until_kind("ready")["button"].startswith("Ready")
     page.until_toast("Engine ready")
     assert len(store.list()) == before + 1
@@ -173,9 +180,7 @@ def test_a_double_click_builds_once_and_cancel_leaves_nothing(
     page.page.wait_for_timeout(1500)
     assert queued(client) == before + 1 and "Cancel" in page.seen()["button"]
     page.press()
-    started = time.monotonic()
-    page.until_button("Build engine")
-    assert time.monotonic() - started < 5
+    page.until_button("Build engine", seconds=60)  # far less than the build would take
     page.until_toast("Build cancelled")
     assert page.seen()["kind"] != "ready" and len(store.list()) == engines
     assert client.pending() == 0 and client.get(f"{ROUTES}/builds")["builds"] == []
@@ -189,7 +194,7 @@ def test_a_build_that_waits_in_the_queue_is_taken_out(page: ComfyPage, client: C
     from slipstream.tests.comfyui.support.graph import Graph
 
     graph = Graph()
-    graph.add("SlipstreamTestSleep", seconds=30.0)
+    graph.add("SlipstreamTestSleep", seconds=300.0)
     sleeping = client.queue(graph)
     page.load(example(new_size()))
     page.press()
@@ -247,7 +252,7 @@ def test_a_click_on_build_engine(page: ComfyPage, client: ComfyClient, store: En
 
 def until_notice(page: ComfyPage, text: str) -> str:
     """All notices, once one has this text."""
-    page.until_toast(text, seconds=60)
+    page.until_toast(text)
     return page.toasts()
 
 
@@ -273,7 +278,7 @@ def test_a_click_that_gives_no_engine_warns(page: ComfyPage, client: ComfyClient
     page.press()
     notices = until_notice(page, "No engine for this node")
     assert "the moon" in notices and "1 engine built" in notices and "Engine ready" not in notices
-    assert page.page.locator(".p-toast-message-warn").count() == 1
+    assert page.warnings() == 1
     assert page.seen()["kind"] == "eager" and page.seen()["text"] == "The moon"
 
 
@@ -284,8 +289,8 @@ def test_a_click_counts_the_engines_of_other_nodes(page: ComfyPage, client: Comf
     page.press()
     page.until_button("Cancel")
     client.builds_take(SOON)
-    page.until_button("Ready", seconds=120)
-    assert "2 engines built" in page.toasts(), page.toasts()
+    page.until_button("Ready")
+    page.until_toast("2 engines built")
     assert page.seen()["kind"] == "ready" and len(store.list()) == before + 2
 
 
@@ -302,15 +307,16 @@ def test_an_answer_that_is_lost_is_asked_for_again(page: ComfyPage, client: Comf
     page.page.route(re.compile("/history/[0-9a-f-]{36}"), lose)
     client.interrupt()
     page.until(lambda: lost, "the question")
-    page.until_button("Build engine", seconds=15)
+    page.until_button("Build engine")
     assert len(lost) > 1
 
 
 def test_the_queue_is_not_asked_for_at_each_event(page: ComfyPage) -> None:
     page.load(example())
     page.page.wait_for_timeout(1500)
-    assert page.page.evaluate(ASKED_AFTER, [30, 0]) == 0
-    assert 1 <= page.page.evaluate(ASKED_AFTER, [30, 2]) <= 5, "1.5 s of events, and one look after them"
+    assert page.page.evaluate(ASKED_AFTER, [30, 0])[0] == 0
+    asked, took = page.page.evaluate(ASKED_AFTER, [30, 2])
+    assert 1 <= asked <= took / 500 + 2, "twice a second, and one look after the last"
 
 
 def test_notices_can_be_switched_off(page: ComfyPage, client: ComfyClient) -> None:

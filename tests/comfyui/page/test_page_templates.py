@@ -52,7 +52,6 @@ def newcomer(browser: Any, server_of: Callable[..., ComfyServer]) -> Iterator[Ca
         servers[-1].start()
         change_settings(servers[-1].url, Comfy_TutorialCompleted=False, Comfy_VueNodes_Enabled=nodes2)
         context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
-        context.set_default_timeout(30_000)
         pages.append(ComfyPage(context.new_page(), servers[-1].url, nodes2))
         pages[-1].open()
         return pages[-1], servers[-1]

@@ -9,6 +9,7 @@ import shutil
 import time
 import urllib.request
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +27,30 @@ ARGUMENTS = (
     "--disable-sync",
 )
 OURS = "/extensions/slipstream/"
-READY = "() => window.app?.extensionManager && window.app.canvas && document.getElementById('slipstream-style')"
-SECONDS = 60
+# Its spinner turns until it has opened its own first workflow, which else takes the place of one that a test opens.
+READY = """() => window.app?.extensionManager && !app.extensionManager.spinner && app.canvas
+  && document.getElementById("slipstream-style")"""
+SECONDS = 120
+"""Of every wait: far more than it takes, since two busy cores make a page ten times as slow."""
+# Notices go after seconds, and a page on a busy machine is looked at less often than that.
+_KEEP_NOTICES = """() => {
+  window.slipstreamTestNotices = [];
+  const keep = element => slipstreamTestNotices.push({ text: element.innerText, kind: element.className });
+  new MutationObserver(changes => {
+    for (const added of changes.flatMap(change => [...change.addedNodes])) {
+      if (added.matches?.(".p-toast-message")) keep(added);
+      else added.querySelectorAll?.(".p-toast-message").forEach(keep);
+    }
+  }).observe(document, { childList: true, subtree: true });
+}"""
+_NOTICES = "() => window.slipstreamTestNotices ?? []"
+# All that our nodes say, in the graph that is open.
+_LINES = """() => [...(window.app?.canvas?.graph?._nodes ?? [])].flatMap(node => {
+  const named = name => node.widgets?.find(widget => widget.name === name);
+  const line = named("slipstream_state")?.element;
+  const button = named("slipstream_build")?.label;
+  return line ? [`${node.id} ${node.type} [${button}] ${line.dataset.kind}: ${line.title}`] : [];
+})"""
 _MENU = ".comfyui-logo-wrapper, .comfyui-logo, .comfy-menu-button-wrapper"
 
 _T = TypeVar("_T")
@@ -140,6 +163,10 @@ def change_settings(url: str, **settings: Any) -> None:
     urllib.request.urlopen(urllib.request.Request(f"{url}/settings", json.dumps(named).encode(), headers)).close()
 
 
+opened: weakref.WeakSet[ComfyPage] = weakref.WeakSet()
+"""Tabs that may still be open."""
+
+
 class ComfyPage:
     """One tab of the browser. `errors` lists what went wrong in Slipstream's own files."""
 
@@ -149,14 +176,21 @@ class ComfyPage:
         self.nodes2 = nodes2
         self.errors: list[str] = []
         self.node: int | None = None
+        self._said: list[str] = []
+        opened.add(self)
+        page.set_default_timeout(SECONDS * 1000)
+        page.add_init_script(f"({_KEEP_NOTICES})()")
         page.on("pageerror", lambda error: self._note(f"{error} {error.stack}"))
         page.on("console", self._console)
 
     def _console(self, message: Any) -> None:
         if message.type == "error":
             self._note(f"{message.text} {message.location.get('url', '')}")
+        elif message.type == "warning":
+            self._said.append(message.text[:300])
 
     def _note(self, text: str) -> None:
+        self._said.append(text[:600])
         # The server's refusals are told to the user; the browser logs them as well.
         if OURS in text and "status of 4" not in text:
             self.errors.append(text[:2000])
@@ -252,13 +286,22 @@ class ComfyPage:
         """Wait until the node's button says this, among other things."""
         self.until(lambda: label in self.seen()["button"], f"the button {label!r}", seconds)
 
-    def until_toast(self, text: str, seconds: float = 10) -> None:
-        """Wait for a notice."""
+    def until_toast(self, text: str, seconds: float = SECONDS) -> None:
+        """Wait for a notice; one that was shown and went since the page was loaded counts too."""
         self.until(lambda: text in self.toasts(), f"the notice {text!r}", seconds)
 
     def toasts(self) -> str:
-        """All notices that are shown."""
-        return "\n".join(self.page.locator(".p-toast-message").all_inner_texts())
+        """All notices that were shown since the page was loaded."""
+        return "\n".join(notice["text"] for notice in self.page.evaluate(_NOTICES))
+
+    def warnings(self) -> int:
+        """How many of these were warnings."""
+        return sum("p-toast-message-warn" in notice["kind"] for notice in self.page.evaluate(_NOTICES))
+
+    def dump(self) -> str:
+        """What the page shows and what its console said, for whoever reads that a test failed."""
+        lines = [self.url, *self.page.evaluate(_LINES), f"notices: {self.toasts()!r}", "console:", *self._said[-20:]]
+        return "\n".join(lines)
 
     def open_tab(self, view: str = "Engines") -> Any:
         """Open the sidebar tab at a view; returns the panel."""

@@ -154,6 +154,17 @@ class ComfyClient:
             self.interrupt()
         self._until(lambda: not self.pending() or None, 60, "the queue to empty")
 
+    def cancel_builds(self) -> None:
+        """Cancel all builds, those in the background too, and wait until nothing of them is left."""
+
+        def ended() -> bool | None:
+            for build in (left := self.get("/slipstream/v1/builds")["builds"]):
+                with contextlib.suppress(urllib.error.HTTPError):  # it has ended meanwhile
+                    self.post(f"/slipstream/v1/builds/{build['id']}/cancel", {})
+            return not left or None
+
+        self._until(ended, 60, "all builds to end")
+
     def pending(self) -> int:
         """Return how many prompts run or wait."""
         queue = self.get("/queue")

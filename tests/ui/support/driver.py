@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 SERVE = Path(__file__).with_name("serve.py")
-SECONDS = 30.0
+SECONDS = 120.0
+"""Of every wait: far more than it takes on a quiet machine."""
 
 
 @contextmanager
@@ -109,7 +110,9 @@ class UiPage:
         """Wait until `ready` gives something, with the page going on meanwhile."""
         deadline = time.monotonic() + seconds
         while not (found := ready()):
-            assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}; {self.text()[-1500:]}"
+            assert time.monotonic() < deadline, (
+                f"waited {seconds:.0f} s in vain for {what}; {self.errors}; {self.text()[-1500:]}"
+            )
             self.page.wait_for_timeout(100)
         return found
 

@@ -9,10 +9,11 @@ const DOUBLE_CLICK_MS = 500;
 export function addBuildButton(node) {
   const actions = { build, cancel, ...mends };
   let shown = { label: t("build_engine"), tip: t("build_engine_tip"), action: "build" };
-  let last = 0;
+  let last = -Infinity;
   const press = () => {
-    const again = Date.now() - last < DOUBLE_CLICK_MS;
-    last = Date.now();
+    const now = window.event?.timeStamp ?? performance.now(); // of the click: a busy page hears of it late
+    const again = now - last < DOUBLE_CLICK_MS;
+    last = now;
     return again ? undefined : actions[shown.action]?.(node);
   };
   const widget = node.addWidget("button", "slipstream_build", null, press, { serialize: false });

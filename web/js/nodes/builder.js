@@ -2,7 +2,7 @@
 import { api, app } from "../lib/comfy.js";
 import { paced } from "../lib/paced.js";
 import { server } from "../lib/server.js";
-import { askState, buildOf, buildsOf, isOne, on, sameWorkflow, tell } from "../lib/store.js";
+import { askState, buildOf, buildsOf, isOne, on, sameWorkflow, store, tell } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 import { idsOf, workflowId } from "./graph.js";
@@ -13,6 +13,7 @@ const DOUBLE_CLICK_MS = 1000; // a second click within it is no cancel
 const LOOK_MS = 2000; // the queue says each change; this is for events that got lost
 const PACE_MS = 500; // a graph of many outputs changes the queue's state often, and its answer holds whole prompts
 const RESULT_MS = 700; // results of engines may come after the prompt's end
+const RESULTS_MS = 3000; // and those of builds that were seen are waited for so long
 
 const runs = new Set(); // at most one of a node
 let looking = null;
@@ -20,7 +21,8 @@ let remaining = null; // prompts in ComfyUI's queue, as it last said
 
 /**
  * The click's run of a node: `{phase: asking | queued | running | ending | over, estimate, message, result}`;
- * `heard`: the last result of an engine of this node, `built`: results of all engines that it made, by their ids.
+ * `heard`: the last result of an engine of this node, `built`: results of all engines that it made, by their ids,
+ * `awaited`: ids of engines that were seen to be built for it and have no result yet.
  */
 export function runOf(ids) {
   const workflow = workflowId();
@@ -50,7 +52,7 @@ export async function build(node) {
 
 function begin(facts) {
   for (const run of runs) if (!isGoing(run) && isOne(run, [facts.node], facts.workflow)) runs.delete(run);
-  const run = { ...facts, heard: null, built: new Map() };
+  const run = { ...facts, heard: null, built: new Map(), awaited: new Set() };
   runs.add(run);
   tell("builds");
   return run;
@@ -127,6 +129,7 @@ export async function startBuilder() {
     lookSoon();
   });
   on("result", noteResult);
+  on("builds", noteBuilds);
   await adopt();
 }
 
@@ -190,7 +193,9 @@ async function settle(run) {
 
 async function settled(run) {
   const { status, message } = await endOf(run.prompt);
-  await new Promise((resolve) => setTimeout(resolve, RESULT_MS));
+  const latest = Date.now() + RESULTS_MS;
+  do await new Promise((resolve) => setTimeout(resolve, RESULT_MS));
+  while (status === "success" && run.awaited.size && Date.now() < latest);
   if (status !== "success") return end(run, status === "error" ? "failed" : "cancelled", message);
   const state = await askState(run.node, run.workflow);
   if (state?.kind === "ready") return end(run, "done", "", state);
@@ -204,8 +209,17 @@ function end(run, result, message, state = null) {
   sayEnd(run, state);
 }
 
+/** Remembers which engines are built for a click's prompt: a busy server tells of results long after they are there. */
+function noteBuilds() {
+  for (const run of runs) {
+    const mine = store.builds.filter((build) => build.role !== "block" && build.nodes.length && mayBeOf(build, run));
+    for (const build of mine) if (build.state === "running") run.awaited.add(build.id);
+  }
+}
+
 /** What a click builds is said at its end, when it is known whether its node got an engine. */
 function noteResult(result) {
+  for (const run of runs) run.awaited.delete(result.id);
   const isOwn = (run) => result.nodes?.some((each) => isOne(each, [run.node], run.workflow));
   const own = [...runs].find((run) => isGoing(run) && isOwn(run));
   const mine = own ?? [...runs].find((run) => mayBeOf(result, run));
