@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ....compile_backend.blocks.attention_out import call_out
 from ....compile_backend.blocks.call_form import Form, say_form
 from ....core.dtypes import dtype_of
 from ....core.errors import UnsupportedModel
@@ -23,7 +24,7 @@ from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
 from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
-from .block_classes import BlockClass, block_class_of
+from .block_classes import OPTIONS, OVERRIDE, BlockClass, block_class_of
 
 PREFIX = "block."
 """Of every weight's name in the traced program."""
@@ -45,8 +46,45 @@ class Owner(Protocol):
     def fingerprint(self) -> ModelFingerprint: ...
 
 
+ATTENTION_OUT = "attention_out"
+"""Of a form: beside the block's own arguments, where its attention is called out of its package."""
+
+
+def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the place of ComfyUI's attention in a trace; a call out leads back to it, see `attention_outside`.
+
+    Raises:
+        UnsupportedModel: the block tells its attention more than it is told itself.
+    """
+    kwargs.pop(_INSIDE, None)
+    if kwargs.pop(OPTIONS, {}).keys() - {OVERRIDE}:
+        raise UnsupportedModel("the block tells its attention more than it is told itself")
+    return call_out(_attention_shape(*args, **kwargs), args, kwargs)
+
+
+_INSIDE = "_inside_attn_wrapper"
+"""A note of ComfyUI's to itself."""
+
+
+def _attention_shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: Any = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **_: Any,
+) -> list[Any]:
+    """Of what ComfyUI's attention gives: [batch, tokens, channels], or [batch, heads, tokens, channels of each]."""
+    batch, tokens = q.shape[0], q.shape[2 if skip_reshape else 1]
+    width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+    return [batch, heads, tokens, width] if skip_output_reshape else [batch, tokens, heads * width]
+
+
 class BlockGraph(torch.nn.Module):
-    """The block as it is traced: plain attention, no patches."""
+    """The block as it is traced: plain attention, or one that is called out, and no patches."""
 
     def __init__(self, block: torch.nn.Module, kind: BlockClass) -> None:
         super().__init__()
@@ -56,11 +94,13 @@ class BlockGraph(torch.nn.Module):
     def forward(self, **arguments: Any) -> Any:
         """
         Args:
-            arguments: of the block, by name.
+            arguments: of the block, by name; and `ATTENTION_OUT`.
         """
+        is_out = arguments.pop(ATTENTION_OUT, False)
+        attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
-            arguments["transformer_options"] = {"optimized_attention_override": scaled_dot_product_attention}
-        with plain_operators(), plain_attention(self._kind.attention):
+            arguments[OPTIONS] = {OVERRIDE: attention}
+        with plain_operators(), plain_attention(self._kind.attention, attention):
             return self.block(**arguments)
 
 
@@ -98,6 +138,8 @@ class ComfyBlock:
         block = self._owner.fresh.get_submodule(self._path)
         digest = hashlib.sha256(f"{block_digest(block)} {say_form(self.form)}".encode()).hexdigest()
         name = f"{self._owner.fingerprint.architecture_name} {type(block).__name__}{_say_width(block)}"
+        if any(argument == ATTENTION_OUT for argument, _ in self.form):
+            name += ", attention outside"
         return fingerprint_of(digest, name, block)
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attention_by
 from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
@@ -36,8 +37,8 @@ from ...model_patches import why_not_in_this_mode
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
-from .block_architecture import ComfyBlock, Owner
-from .block_patches import why_patched
+from .block_architecture import ATTENTION_OUT, ComfyBlock, Owner
+from .block_patches import attention_outside, why_patched
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
@@ -65,11 +66,13 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
+        outside: those of them whose attention was called out, which no CUDA graph may leave out.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
     """
 
     engine: int = 0
+    outside: int = 0
     waiting: int = 0
     eager: Counter[str] = field(default_factory=Counter)
 
@@ -188,7 +191,7 @@ class BlockCalls:
             self.share = BlockShare(whole.blocks)
             return result
         result = self(compute)
-        if self.share.engine and not (self.share.waiting or self.share.eager):
+        if self.share.engine and not (self.share.outside or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
@@ -264,6 +267,8 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
+            if (attention := attention_outside(block.kind, options)) is not None:
+                arguments[ATTENTION_OUT] = True
             form, tensors = taken_apart(arguments)
         except TypeError as error:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
@@ -286,11 +291,12 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
-        found = self._computed(block, offer, tensors)
+        found = self._computed(block, offer, tensors, attention)
         if isinstance(found, str):
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
+            self.share.outside += attention is not None
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
@@ -338,12 +344,16 @@ class BlockCalls:
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
-    def _computed(self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor]) -> Any:
+    def _computed(
+        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
+    ) -> Any:
         """What an engine gives; or why the block has to compute itself, in words."""
         assert offer.engine is not None
         try:
             with ExitStack() as until, torch.no_grad():
                 weights = self._weights(block, offer, until)
+                if attention is not None:
+                    until.enter_context(attention_by(functools.partial(self._attend, attention)))
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -352,6 +362,11 @@ class BlockCalls:
                     return found
         except self._hooks.interruptions:
             raise
+        except AttentionFailed as failed:
+            if not isinstance(failed.error, UnsupportedModel):
+                raise failed.error from None  # another node's own, as it would be in the block
+            offer.refuse(str(failed.error), is_final=False)
+            return offer.reason
         except UnsupportedModel as error:
             return str(error)
         except torch.OutOfMemoryError:
@@ -360,6 +375,14 @@ class BlockCalls:
             reason = f"its engine failed ({type(error).__name__}: {error})"
             self._engines.refuse(offer, reason)
             return reason
+
+    def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
+        """Attention in the midst of an engine; blocks that it calls compute themselves."""
+        self._resting += 1
+        try:
+            return attention(*args, **kwargs)
+        finally:
+            self._resting -= 1
 
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor]:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay."""
