@@ -13,7 +13,8 @@ import torch
 
 from ....compile_backend.blocks.attention_out import call_out
 from ....compile_backend.blocks.call_form import Form, say_form
-from ....core.dtypes import dtype_of
+from ....compile_backend.blocks.program import Stored
+from ....core.dtypes import dtype_name, dtype_named, dtype_of
 from ....core.errors import UnsupportedModel
 from ....core.placeholder import placeholder_of
 from ....core.protocols import Tensors
@@ -48,6 +49,20 @@ class Owner(Protocol):
 
 ATTENTION_OUT = "attention_out"
 """Of a form: beside the block's own arguments, where its attention is called out of its package."""
+
+
+STORED = "weights_stored"
+"""Of a form, likewise: which weights are handed over as they are stored, as `say_stored` has it."""
+
+
+def say_stored(stored: Mapping[str, Stored]) -> str:
+    """A text for weights of a block, by their names in it, that are handed over as they are stored."""
+    return "; ".join(
+        f"{name} {dtype_name(each.dtype)}{_SCALED if each.is_scaled else ''}" for name, each in sorted(stored.items())
+    )
+
+
+_SCALED = " scaled"
 
 
 def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,8 +109,9 @@ class BlockGraph(torch.nn.Module):
     def forward(self, **arguments: Any) -> Any:
         """
         Args:
-            arguments: of the block, by name; and `ATTENTION_OUT`.
+            arguments: of the block, by name; and `ATTENTION_OUT` and `STORED`.
         """
+        arguments.pop(STORED, None)
         is_out = arguments.pop(ATTENTION_OUT, False)
         attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
@@ -134,12 +150,24 @@ class ComfyBlock:
         return ComfyBlock, (self._owner, self._path, self.form, self.example, self.open_axes)
 
     @functools.cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """See `BlockArchitecture`."""
+        said = next((node[2] for name, node in self.form if name == STORED), "")
+        found: dict[str, Stored] = {}
+        for entry in said.split("; ") if said else ():
+            name, dtype, *scaled = entry.split(" ")
+            found[PREFIX + name] = Stored(dtype_named(dtype), bool(scaled))
+        return found
+
+    @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         block = self._owner.fresh.get_submodule(self._path)
         digest = hashlib.sha256(f"{block_digest(block)} {say_form(self.form)}".encode()).hexdigest()
         name = f"{self._owner.fingerprint.architecture_name} {type(block).__name__}{_say_width(block)}"
         if any(argument == ATTENTION_OUT for argument, _ in self.form):
             name += ", attention outside"
+        if self.stored:
+            name += f", weights in {' and '.join(sorted({dtype_name(each.dtype) for each in self.stored.values()}))}"
         return fingerprint_of(digest, name, block)
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:

@@ -37,8 +37,9 @@ from ...model_patches import why_not_in_this_mode
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
-from .block_architecture import ATTENTION_OUT, ComfyBlock, Owner
+from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
 from .block_patches import attention_outside, why_patched
+from .block_weights import stored_weights
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
@@ -66,13 +67,14 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
-        outside: those of them whose attention was called out, which no CUDA graph may leave out.
+        apart: those of them that no graph of the whole call repeats: their attention was called out, or their weights
+            are stored in 8 bits.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
     """
 
     engine: int = 0
-    outside: int = 0
+    apart: int = 0
     waiting: int = 0
     eager: Counter[str] = field(default_factory=Counter)
 
@@ -130,6 +132,7 @@ class BlockCalls:
         self._layers = [*layers_of(network).values()]
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
+        self._stored: dict[LedBlock, str | UnsupportedModel] = {}
         self._hold = Hold()
         self._is_held = False
         self._led: LedNetwork | None = None
@@ -191,7 +194,7 @@ class BlockCalls:
             self.share = BlockShare(whole.blocks)
             return result
         result = self(compute)
-        if self.share.engine and not (self.share.outside or self.share.waiting or self.share.eager):
+        if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
@@ -269,9 +272,13 @@ class BlockCalls:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
             if (attention := attention_outside(block.kind, options)) is not None:
                 arguments[ATTENTION_OUT] = True
+            if stored := self._stored_in(block):
+                arguments[STORED] = stored
             form, tensors = taken_apart(arguments)
         except TypeError as error:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
+        except UnsupportedModel as error:
+            return self._plain(block, args, kwargs, str(error))
         if options and (reason := why_patched(options, block.reads)):
             return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
@@ -296,12 +303,28 @@ class BlockCalls:
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
-            self.share.outside += attention is not None
+            self.share.apart += attention is not None or STORED in arguments
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
         self._trials[id(offer)] = _compared(offer, found, wanted)
         return wanted
+
+    def _stored_in(self, block: LedBlock) -> str:
+        """How the block's weights lie in 8 bits, as a form has it; looked at once a run.
+
+        Raises:
+            UnsupportedModel: engines do not take them.
+        """
+        if (known := self._stored.get(block)) is None:
+            try:
+                known = say_stored(stored_weights(block.module, self._device))
+            except UnsupportedModel as error:
+                known = error
+            self._stored[block] = known
+        if isinstance(known, str):
+            return known
+        raise UnsupportedModel(str(known))
 
     def _is_to_be_asked_for_again(self, offer: BlockOffer) -> bool:
         """Whether an offer without an engine may have one by now: once a run, by hand whatever the reason was."""
@@ -368,6 +391,7 @@ class BlockCalls:
             offer.refuse(str(failed.error), is_final=False)
             return offer.reason
         except UnsupportedModel as error:
+            self._stored.pop(block, None)  # its weights may be others than those that were looked at
             return str(error)
         except torch.OutOfMemoryError:
             return "memory does not suffice for its engine"
@@ -404,6 +428,7 @@ class BlockCalls:
         if self._is_held and self._hold.why_changed(self._layers):
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
+            self._stored.clear()
 
     def _settle(self) -> None:
         """Read what this call's trials gave: one wait for all of them."""

@@ -16,7 +16,7 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.models import eight_bits, tiny
 from slipstream.tests.tensors import distance
 
 STEPS = 4
@@ -127,3 +127,18 @@ def test_a_package_calls_attention_out(provider: EngineProvider) -> None:
         tiny.sample(fast, "wan", **sizes)
     assert len(calls) == fails_at
     assert distance(tiny.sample(fast, "wan", **sizes), tiny.sample(model, "wan", **sizes)) < 1e-5
+
+
+@pytest.mark.slow
+def test_packages_cast_weights_that_are_stored_in_eight_bits(provider: EngineProvider) -> None:
+    known = set(provider.store.digests())
+    model = eight_bits.scaled_fp8()
+    for name, layer in model.model.diffusion_model.named_modules():  # some without a scale, in both kinds of 8 bits
+        if name.endswith("adaLN_modulation.1") and layer.bias is not None:
+            layer.bias = torch.nn.Parameter(layer.bias.to(torch.float8_e5m2), requires_grad=False)
+    fast, module = accelerated(provider, model)
+    found = tiny.sample(fast, "sd3", cfg=2.0, steps=STEPS)
+    assert 0 < distance(found, tiny.sample(model, "sd3", cfg=2.0, steps=STEPS)) < 1e-5
+    assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+    made = (provider.store.lookup(digest) for digest in set(provider.store.digests()) - known)
+    assert all(entry is not None and "float8_e4m3fn and float8_e5m2" in entry.manifest.label for entry in made)
