@@ -14,8 +14,12 @@ from ...core.spec import EngineSpec, Optimize, Precision
 from ..aot_inductor import PACKAGE, AOTInductorBackend, compile_package
 from ..inductor.options import block_options
 from ..packages import load_package
+from .attention_out import calls_attention_out
 from .engine import BlockEngine
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
+
+_KEPT_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Options under which no memory is written twice: whoever computes attention may keep what the package hands out."""
 
 
 class BlockBackend(AOTInductorBackend):
@@ -36,7 +40,8 @@ class BlockBackend(AOTInductorBackend):
         program, signature = export_block(job, cast(BlockArchitecture, job.architecture))
         signature.save(job.directory)
         progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
-        with torch._inductor.config.patch(compile_threads=1):  # as many builds as there are cores run beside this one
+        kept = _KEPT_BUFFERS if calls_attention_out(program) else {}
+        with torch._inductor.config.patch(compile_threads=1, **kept):  # as many builds as cores run beside this one
             compile_package(job, program)
         details = {"nodes": signature.nodes, "open_sizes": signature.sizes.are_open}
         return Artifact(job.directory, (PACKAGE, SIGNATURE), details)

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from ...core.dtypes import dtype_name, dtype_named
+
 TENSOR = "tensor"
 _VALUE, _LIST, _TUPLE, _DATA = "value", "list", "tuple", "data"
+_DTYPE = "dtype"
 _PLAIN = frozenset((type(None), bool, int, float, str))
 _HOST = "comfy."
 """Where data classes may come from: a job's file can name no others."""
@@ -28,8 +31,8 @@ def taken_apart(arguments: Mapping[str, Any]) -> tuple[Form, list[torch.Tensor]]
     """The form of a call, and its tensors in the form's order.
 
     Raises:
-        TypeError: an argument is made of anything but tensors, numbers, texts, lists, tuples and ComfyUI's data classes
-            of these.
+        TypeError: an argument is made of anything but tensors, numbers, texts, dtypes, lists, tuples and ComfyUI's data
+            classes of these.
     """
     tensors: list[torch.Tensor] = []
     return tuple((name, _form_of(arguments[name], tensors)) for name in sorted(arguments)), tensors
@@ -63,6 +66,8 @@ def _form_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return _VALUE, kind.__name__, value  # with its type, since 1 equals True
+    if kind is torch.dtype:
+        return _DTYPE, dtype_name(value)
     if kind in (list, tuple):
         return _LIST if kind is list else _TUPLE, tuple(_form_of(each, tensors) for each in value)
     if dataclasses.is_dataclass(kind) and kind.__module__.startswith(_HOST) and "<" not in kind.__qualname__:
@@ -81,6 +86,8 @@ def _value_of(node: Any, left: Iterator[torch.Tensor]) -> Any:
     kind, *rest = node
     if kind == _VALUE:
         return rest[1]
+    if kind == _DTYPE:
+        return dtype_named(rest[0])
     if kind == _DATA:
         return _data_class(rest[0])(**{name: _value_of(each, left) for name, each in rest[1]})
     found = [_value_of(each, left) for each in rest[0]]
@@ -113,6 +120,8 @@ def _say(node: Any) -> str:
         return TENSOR
     if node[0] == _VALUE:
         return repr(node[2])
+    if node[0] == _DTYPE:
+        return f"torch.{node[1]}"
     if node[0] == _DATA:
         own = ", ".join(f"{name}={_say(each)}" for name, each in node[2])
         return f"{node[1]}({own})"

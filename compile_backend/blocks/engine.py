@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...core.errors import UnsupportedModel
 from .program import BlockSignature, as_laid_out
 
 Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -29,7 +30,8 @@ class BlockEngine:
     def __init__(self, signature: BlockSignature, run: Run) -> None:
         self._signature = signature
         self._run = run
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_called = False
         self._accepted: dict[Inputs, bool] = {}
         self.weights = signature.weights
         self._widest = max((size for _, shape, _ in signature.weights for size in shape), default=1)
@@ -50,10 +52,20 @@ class BlockEngine:
         return all(count * self._widest < _INDEX_LIMIT for count in rows)
 
     def __call__(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
-        """What the block returns; its tensors are fresh."""
+        """What the block returns; its tensors are fresh.
+
+        Raises:
+            UnsupportedModel: it is called by what computes its own attention.
+        """
         given = [*map(as_laid_out, inputs), *weights]
         with self._lock:  # the package knows one caller at a time
-            results = self._run(given)
+            if self._is_called:
+                raise UnsupportedModel("the block is called in the midst of its own attention")
+            self._is_called = True
+            try:
+                results = self._run(given)
+            finally:
+                self._is_called = False
         if self._signature.outputs is None:
             return results[0]
         left = iter(results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from ...core.dtypes import dtype_name, dtype_named
 from ...core.errors import UnsupportedModel, first_line
+from ...core.placeholder import views_of_one_buffer
 from ...core.protocols import Architecture, BuildJob, Tensors
 from ..layouts import MANY_CHANNELS
 from ..rewrites.graph import written_memory
@@ -33,6 +34,7 @@ class BlockArchitecture(Architecture, Protocol):
         form: of the call.
         example: shapes of the form's tensors in the call that is traced, by their names.
         open_axes: those axes of each tensor whose size the program leaves open.
+        stored: those weights that the program casts itself, by their names.
     """
 
     @property
@@ -43,6 +45,26 @@ class BlockArchitecture(Architecture, Protocol):
 
     @property
     def open_axes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def stored(self) -> Mapping[str, Stored]: ...
+
+
+SCALE = "@scale"
+"""Behind a weight's name: the number by which what is stored of it is multiplied."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight that is handed over in another form than the block computes with.
+
+    Attributes:
+        dtype: that it is stored in.
+        is_scaled: whether a number in fp32 follows it, by which it is multiplied once it is cast.
+    """
+
+    dtype: torch.dtype
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,9 +124,11 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
         UnsupportedModel: torch.export cannot trace it.
     """
     block = architecture.placeholder(job.spec.precision, job.device)
-    weights = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    own = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    stored = {name: form for name, form in architecture.stored.items() if name in own}
+    weights = _as_stored(own, stored, job.device)
     inputs = [as_laid_out(tensor) for tensor in _example(job, architecture).values()]
-    traced = _Traced(block, [*weights], architecture.form, is_on_gpu=job.device.type == "cuda")
+    traced = _Traced(block, own, stored, architecture.form, is_on_gpu=job.device.type == "cuda")
     program = _export(job, traced, inputs, [*weights.values()], architecture)
     if written := _written(program, len(inputs)):
         # What the block writes into is the caller's: it is left as it is, and the result is a fresh tensor.
@@ -138,23 +162,36 @@ class _Returned:
 class _Traced(torch.nn.Module):
     """A block as it is traced: inputs and weights are arguments.
 
+    Args:
+        own: the block's weights, by name.
+        stored: which of them the arguments have in another form.
+
     Attributes:
         copied: which inputs are copied first, since the block writes into them.
         returned: what it returned when it was called last.
     """
 
-    def __init__(self, block: torch.nn.Module, names: Sequence[str], form: Form, is_on_gpu: bool) -> None:
+    def __init__(
+        self,
+        block: torch.nn.Module,
+        own: Mapping[str, torch.Tensor],
+        stored: Mapping[str, Stored],
+        form: Form,
+        is_on_gpu: bool,
+    ) -> None:
         super().__init__()
         self.__dict__["block"] = block  # not as a part: its weights are arguments
-        self._names, self._form, self._is_on_gpu = names, form, is_on_gpu
+        self._weights = [(name, tensor.dtype, stored.get(name)) for name, tensor in own.items()]
+        self._form, self._is_on_gpu = form, is_on_gpu
         self.copied: frozenset[int] = frozenset()
         self.returned = _Returned()
 
     def forward(self, inputs: list[torch.Tensor], weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = [tensor.clone() if place in self.copied else tensor for place, tensor in enumerate(inputs)]
+        left = iter(weights)
+        named = {name: _cast(left, dtype, stored) for name, dtype, stored in self._weights}
         if self._is_on_gpu:
-            weights = [_as_convolutions_want(tensor) for tensor in weights]
-        named = dict(zip(self._names, weights, strict=True))
+            named = {name: _as_convolutions_want(tensor) for name, tensor in named.items()}
         arguments = put_together(self._form, given)
         with NormsByRows() if self._is_on_gpu else nullcontext():
             result = torch.func.functional_call(self.__dict__["block"], named, (), arguments)
@@ -168,6 +205,32 @@ class _Traced(torch.nn.Module):
 
 
 _RETURNED = torch.Tensor, type(None)
+
+
+def _cast(left: Iterator[torch.Tensor], dtype: torch.dtype, stored: Stored | None) -> torch.Tensor:
+    """The next weight as the block computes with it; rounded as ComfyUI rounds it."""
+    weight = next(left)
+    if stored is None:
+        return weight
+    weight = weight.to(dtype)
+    return weight * next(left).to(dtype) if stored.is_scaled else weight
+
+
+def _as_stored(
+    own: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """A block's weights as its program is given them."""
+    views: dict[str, torch.Tensor] = {}
+    for dtype in {form.dtype for form in stored.values()}:
+        names = [name for name, form in stored.items() if form.dtype == dtype]
+        shapes = [tuple(own[name].shape) for name in names]
+        views.update(zip(names, views_of_one_buffer(shapes, dtype, device), strict=True))
+    given: dict[str, torch.Tensor] = {}
+    for name, tensor in own.items():
+        given[name] = views.get(name, tensor)
+        if name in stored and stored[name].is_scaled:
+            given[name + SCALE] = torch.ones((), dtype=torch.float32, device=device)
+    return given
 
 
 def _as_convolutions_want(weight: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,11 @@ _BOOKKEEPING = frozenset(
     | {"use_checkpoint", "checkpoint", "gradient_checkpointing"}  # what these save is for training
 )
 """What hosts give layers; what such a thing does to weights counts as weights."""
+_OF_QUANTISED = frozenset(
+    {"factory_kwargs", "_orig_shape", "tensor_class", "layout_type", "quant_format"}
+    | {"_full_precision_mm", "_full_precision_mm_config"}
+)
+"""What ComfyUI's layers hold that may be quantised. Engines of parts are told how such a part's weights are stored."""
 _HOSTS_OWN = "comfy", "ldm_patched"
 """In names of more of the same."""
 _LOADERS = {"model_patcher", "model_management", "memory_management", "model_prefetch", "pinned_memory", "ops"}
@@ -193,16 +198,17 @@ class LiveModel:
             layer = layers.get(name)
             if layer is None or not _is_alike(type(layer), kind):
                 yield _say_other(name or "the model", layer)
-            elif reason := self._why_not_this_layer(name, layer, wanted, has_own_hooks=name == part != ""):
+            elif reason := self._why_not_this_layer(name, layer, wanted, part):
                 yield reason
         for name in layers:
             if name not in wanted_layers and self._is_read(name, layers):
                 yield f"another extension put {name} into the model"
 
     def _why_not_this_layer(
-        self, name: str, layer: torch.nn.Module, wanted: Mapping[str, Any], has_own_hooks: bool
+        self, name: str, layer: torch.nn.Module, wanted: Mapping[str, Any], part: str
     ) -> str | None:
         own, what = vars(layer), name or "the model"
+        has_own_hooks = name == part != ""
         if not has_own_hooks and any(own.get(hooks) for hooks in _HOOKS):
             return f"another extension hooks into {what}"
         if own.get(_COMPILED) is not None:
@@ -215,7 +221,8 @@ class LiveModel:
             if not _is_same(own[key], value):
                 return f"another extension changed {key} of {what}{_say_change(value, own[key])}"
         kind: Any = type(layer)
-        for key in own.keys() - wanted.keys() - _OF_MODULES:
+        known = _OF_QUANTISED if part and kind.__module__ == "comfy.ops" else frozenset()
+        for key in own.keys() - wanted.keys() - _OF_MODULES - known:
             if own[key] is None:
                 continue
             is_method = callable(getattr(kind, key, None))

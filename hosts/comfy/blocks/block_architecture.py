@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ....compile_backend.blocks.attention_out import call_out
 from ....compile_backend.blocks.call_form import Form, say_form
-from ....core.dtypes import dtype_of
+from ....compile_backend.blocks.program import Stored
+from ....core.dtypes import dtype_name, dtype_named, dtype_of
 from ....core.errors import UnsupportedModel
 from ....core.placeholder import placeholder_of
 from ....core.protocols import Tensors
@@ -23,7 +25,7 @@ from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
 from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
-from .block_classes import BlockClass, block_class_of
+from .block_classes import OPTIONS, OVERRIDE, BlockClass, block_class_of
 
 PREFIX = "block."
 """Of every weight's name in the traced program."""
@@ -45,8 +47,59 @@ class Owner(Protocol):
     def fingerprint(self) -> ModelFingerprint: ...
 
 
+ATTENTION_OUT = "attention_out"
+"""Of a form: beside the block's own arguments, where its attention is called out of its package."""
+
+
+STORED = "weights_stored"
+"""Of a form, likewise: which weights are handed over as they are stored, as `say_stored` has it."""
+
+
+def say_stored(stored: Mapping[str, Stored]) -> str:
+    """A text for weights of a block, by their names in it, that are handed over as they are stored."""
+    return "; ".join(
+        f"{name} {dtype_name(each.dtype)}{_SCALED if each.is_scaled else ''}" for name, each in sorted(stored.items())
+    )
+
+
+_SCALED = " scaled"
+
+
+def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the place of ComfyUI's attention in a trace; a call out leads back to it, see `attention_outside`.
+
+    Raises:
+        UnsupportedModel: the block tells its attention more than it is told itself.
+    """
+    kwargs.pop(_INSIDE, None)
+    if kwargs.pop(OPTIONS, {}).keys() - {OVERRIDE}:
+        raise UnsupportedModel("the block tells its attention more than it is told itself")
+    return call_out(_attention_shape(*args, **kwargs), args, kwargs)
+
+
+_INSIDE = "_inside_attn_wrapper"
+"""A note of ComfyUI's to itself."""
+
+
+def _attention_shape(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    mask: Any = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **_: Any,
+) -> list[Any]:
+    """Of what ComfyUI's attention gives: [batch, tokens, channels], or [batch, heads, tokens, channels of each]."""
+    batch, tokens = q.shape[0], q.shape[2 if skip_reshape else 1]
+    width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+    return [batch, heads, tokens, width] if skip_output_reshape else [batch, tokens, heads * width]
+
+
 class BlockGraph(torch.nn.Module):
-    """The block as it is traced: plain attention, no patches."""
+    """The block as it is traced: plain attention, or one that is called out, and no patches."""
 
     def __init__(self, block: torch.nn.Module, kind: BlockClass) -> None:
         super().__init__()
@@ -56,11 +109,14 @@ class BlockGraph(torch.nn.Module):
     def forward(self, **arguments: Any) -> Any:
         """
         Args:
-            arguments: of the block, by name.
+            arguments: of the block, by name; and `ATTENTION_OUT` and `STORED`.
         """
+        arguments.pop(STORED, None)
+        is_out = arguments.pop(ATTENTION_OUT, False)
+        attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
-            arguments["transformer_options"] = {"optimized_attention_override": scaled_dot_product_attention}
-        with plain_operators(), plain_attention(self._kind.attention):
+            arguments[OPTIONS] = {OVERRIDE: attention}
+        with plain_operators(), plain_attention(self._kind.attention, attention):
             return self.block(**arguments)
 
 
@@ -94,10 +150,24 @@ class ComfyBlock:
         return ComfyBlock, (self._owner, self._path, self.form, self.example, self.open_axes)
 
     @functools.cached_property
+    def stored(self) -> Mapping[str, Stored]:
+        """See `BlockArchitecture`."""
+        said = next((node[2] for name, node in self.form if name == STORED), "")
+        found: dict[str, Stored] = {}
+        for entry in said.split("; ") if said else ():
+            name, dtype, *scaled = entry.split(" ")
+            found[PREFIX + name] = Stored(dtype_named(dtype), bool(scaled))
+        return found
+
+    @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         block = self._owner.fresh.get_submodule(self._path)
         digest = hashlib.sha256(f"{block_digest(block)} {say_form(self.form)}".encode()).hexdigest()
         name = f"{self._owner.fingerprint.architecture_name} {type(block).__name__}{_say_width(block)}"
+        if any(argument == ATTENTION_OUT for argument, _ in self.form):
+            name += ", attention outside"
+        if self.stored:
+            name += f", weights in {' and '.join(sorted({dtype_name(each.dtype) for each in self.stored.values()}))}"
         return fingerprint_of(digest, name, block)
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:

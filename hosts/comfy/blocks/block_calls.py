@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attention_by
 from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
@@ -37,8 +38,9 @@ from ...model_patches import why_not_in_this_mode
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
-from .block_architecture import ComfyBlock, Owner
-from .block_patches import why_patched
+from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
+from .block_patches import attention_outside, why_patched
+from .block_weights import stored_weights
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
@@ -66,11 +68,14 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
+        apart: those of them that no graph of the whole call repeats: their attention was called out, or their weights
+            are stored in 8 bits.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
     """
 
     engine: int = 0
+    apart: int = 0
     waiting: int = 0
     eager: Counter[str] = field(default_factory=Counter)
 
@@ -129,6 +134,7 @@ class BlockCalls:
         self._layers = [*layers_of(network).values()]
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
+        self._stored: dict[LedBlock, str | UnsupportedModel] = {}
         self._hold = Hold()
         self._is_held = False
         self._led: LedNetwork | None = None
@@ -196,7 +202,7 @@ class BlockCalls:
             self.share = BlockShare(whole.blocks)
             return result
         result = self(compute, True)
-        if self.share.engine and not (self.share.waiting or self.share.eager):
+        if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
@@ -278,9 +284,15 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
+            if (attention := attention_outside(block.kind, options)) is not None:
+                arguments[ATTENTION_OUT] = True
+            if stored := self._stored_in(block):
+                arguments[STORED] = stored
             form, tensors = taken_apart(arguments)
         except TypeError as error:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
+        except UnsupportedModel as error:
+            return self._plain(block, args, kwargs, str(error))
         if options and (reason := why_patched(options, block.reads)):
             return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
@@ -300,16 +312,33 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
-        found = self._computed(block, offer, tensors)
+        found = self._computed(block, offer, tensors, attention)
         if isinstance(found, str):
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
+            self.share.apart += attention is not None or STORED in arguments
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
         self._trials[id(offer)] = _compared(offer, found, wanted)
         return wanted
+
+    def _stored_in(self, block: LedBlock) -> str:
+        """How the block's weights lie in 8 bits, as a form has it; looked at once a run.
+
+        Raises:
+            UnsupportedModel: engines do not take them.
+        """
+        if (known := self._stored.get(block)) is None:
+            try:
+                known = say_stored(stored_weights(block.module, self._device))
+            except UnsupportedModel as error:
+                known = error
+            self._stored[block] = known
+        if isinstance(known, str):
+            return known
+        raise UnsupportedModel(str(known))
 
     def _is_to_be_asked_for_again(self, offer: BlockOffer) -> bool:
         """Whether an offer without an engine may have one by now: once a run, by hand whatever the reason was."""
@@ -352,12 +381,16 @@ class BlockCalls:
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
-    def _computed(self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor]) -> Any:
+    def _computed(
+        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
+    ) -> Any:
         """What an engine gives; or why the block has to compute itself, in words."""
         assert offer.engine is not None
         try:
             with ExitStack() as until, torch.no_grad():
                 weights = self._weights(block, offer, until)
+                if attention is not None:
+                    until.enter_context(attention_by(functools.partial(self._attend, attention)))
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -366,7 +399,13 @@ class BlockCalls:
                     return found
         except self._hooks.interruptions:
             raise
+        except AttentionFailed as failed:
+            if not isinstance(failed.error, UnsupportedModel):
+                raise failed.error from None  # another node's own, as it would be in the block
+            offer.refuse(str(failed.error), is_final=False)
+            return offer.reason
         except UnsupportedModel as error:
+            self._stored.pop(block, None)  # its weights may be others than those that were looked at
             return str(error)
         except torch.OutOfMemoryError:
             return "memory does not suffice for its engine"
@@ -374,6 +413,14 @@ class BlockCalls:
             reason = f"its engine failed ({type(error).__name__}: {error})"
             self._engines.refuse(offer, reason)
             return reason
+
+    def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
+        """Attention in the midst of an engine; blocks that it calls compute themselves."""
+        self._resting += 1
+        try:
+            return attention(*args, **kwargs)
+        finally:
+            self._resting -= 1
 
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor]:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay."""
@@ -395,6 +442,7 @@ class BlockCalls:
         if self._is_held and self._hold.why_changed(self._layers):
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
+            self._stored.clear()
 
     def _settle(self) -> None:
         """Read what this call's trials gave: one wait for all of them."""

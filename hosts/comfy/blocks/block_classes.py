@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-_OPTIONS = "transformer_options"
+OPTIONS = "transformer_options"
+OVERRIDE = "optimized_attention_override"
+"""Of options: what other nodes want attention computed by."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,20 @@ class BlockClass:
         if len(args) > len(names):
             raise TypeError("more arguments than the block takes")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        options = given.pop(_OPTIONS, None)
+        options = given.pop(OPTIONS, None)
         return {
             name: value for name, value in given.items() if name not in defaults or value is not defaults[name]
         }, options
 
     @property
+    def has_attention(self) -> bool:
+        """Whether it computes any attention."""
+        return self.takes_options or self.attention is not None
+
+    @property
     def takes_options(self) -> bool:
         """Whether its calls are given `transformer_options`, by which other nodes reach into it."""
-        return bool(self.names) or _OPTIONS in _parameters_of(self.load().forward)[0]
+        return bool(self.names) or OPTIONS in _parameters_of(self.load().forward)[0]
 
     def load(self) -> type[torch.nn.Module]:
         """The class itself."""

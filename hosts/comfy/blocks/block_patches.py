@@ -1,11 +1,16 @@
-"""Whether other nodes reach into one block in one call, by what its call is told."""
+"""Whether other nodes reach into one block in one call, by what its call is told; and what computes its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-_PATCHES, _REPLACE, _ATTENTION = "patches", "patches_replace", "optimized_attention_override"
+from .block_classes import OPTIONS, OVERRIDE, BlockClass
+
+_PATCHES, _REPLACE = "patches", "patches_replace"
 _BLOCK, _INDEX = "block", "block_index"
 
 _FACTS = frozenset(
@@ -17,14 +22,14 @@ _FACTS = frozenset(
 
 
 def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
-    """Why a block has to run as it is in this call, in words; None where nothing reaches into it.
+    """Why a block has to run as it is in this call, in words; None where nothing but attention is another one's.
 
     Args:
         options: `transformer_options` of the call.
         reads: all names that the block's code knows.
     """
     for name in options:
-        if name in _FACTS or name not in reads and name != _ATTENTION:
+        if name in _FACTS or name == OVERRIDE or name not in reads:
             continue
         value = options[name]
         if name == _PATCHES:
@@ -33,8 +38,6 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
         elif name == _REPLACE:
             if replaced := next((each for each in value if each in reads and _is_here(value[each], options)), None):
                 return f"another node replaces a part of it ({replaced})"
-        elif name == _ATTENTION:
-            return "another node replaces the attention function"
         else:
             return f"it is told {name!r}, which engines do not take"
     return None
@@ -48,3 +51,38 @@ def _is_here(replacements: Mapping[Any, Any], options: Mapping[str, Any]) -> boo
     if block is None:
         return True
     return block in replacements or (*block[:2], options.get(_INDEX, 0)) in replacements
+
+
+_ATTENTION = "comfy.ldm.modules.attention"
+
+_EXACT = frozenset(f"attention_{name}" for name in ("basic", "flash", "pytorch", "split", "sub_quad", "xformers"))
+"""ComfyUI's ways to compute attention itself. Those that round it (SageAttention, comfy-kitchen) are called out."""
+
+
+def attention_outside(kind: BlockClass, options: Mapping[str, Any] | None) -> Callable[..., Any] | None:
+    """What computes a block's attention in this call, in the midst of its engine: the function of ComfyUI that the
+    block itself would call, with the options of its call, by which that finds another node's. None where engines
+    compute what it does: it rounds nothing, and nobody replaces it.
+
+    Args:
+        kind: of the block.
+        options: `transformer_options` of the call.
+    """
+    if not kind.has_attention:
+        return None
+    function = importlib.import_module(kind.attention or _ATTENTION).optimized_attention
+    is_replaced = kind.takes_options and options is not None and OVERRIDE in options
+    if not is_replaced and _is_exact(function):
+        return None
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        own = {OPTIONS: {} if options is None else options} if kind.takes_options else {}
+        return function(*args, **kwargs, **own)
+
+    return attention
+
+
+@functools.lru_cache(maxsize=16)
+def _is_exact(function: Callable[..., Any]) -> bool:
+    plain = inspect.unwrap(function)
+    return plain.__module__ == _ATTENTION and plain.__name__ in _EXACT

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import PLAIN
+from ...live_model.layer_walk import layers_of
 from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized
 from .block_architecture import PREFIX
 
@@ -19,6 +21,83 @@ Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 _CHANGES = "weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"
 _STAGED = "_v"
 """Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
+
+_STORED_OTHERWISE = "its weights are stored otherwise than when the run began"
+
+_EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
+
+_READS_EIGHT_BITS = 8, 9
+"""The compute capability from which on NVIDIA's kernels read such weights."""
+
+
+def stored_weights(block: torch.nn.Module, device: torch.device) -> dict[str, Stored]:
+    """Which weights of a block lie in 8 bits, and are cast or multiplied by a scale at each call, by their names in it.
+    None of them where functions change any of its weights at its calls, as LoRAs do where memory is short, and on GPUs
+    whose kernels do not read them: ComfyUI casts them then.
+
+    Raises:
+        UnsupportedModel: ComfyUI does not cast them, but multiplies in 8 bits.
+    """
+    found: dict[str, Stored] = {}
+    are_cast = device.type == "cuda" and not _kernels_read_eight_bits(device)
+    for path, layer in layers_of(block).items():
+        own = layer.__dict__
+        are_cast = are_cast or any(map(own.get, _CHANGES))
+        for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
+            if tensor is None:
+                continue
+            if is_quantized(tensor) or tensor.dtype in _EIGHT_BITS:
+                _check_product(layer, tensor)
+            if (stored := _stored(layer, name, tensor)) is not None:
+                found[f"{path}.{name}" if path else name] = stored
+    return {} if are_cast else found
+
+
+def _kernels_read_eight_bits(device: torch.device) -> bool:
+    is_nvidia = torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= _READS_EIGHT_BITS
+
+
+def _check_product(layer: Any, tensor: Any) -> None:
+    """
+    Raises:
+        UnsupportedModel: see `stored_weights`.
+    """
+    forward = getattr(type(layer), "forward_comfy_cast_weights", None)
+    variables = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    cells = dict(zip(variables, getattr(forward, "__closure__", None) or (), strict=True))
+    if is_quantized(tensor):
+        multiplies = not getattr(layer, "_full_precision_mm", False) and not vars(layer).get("comfy_force_cast_weights")
+    else:  # by --fast, in older ComfyUIs by a checkpoint's wish
+        multiplies = type(layer).__qualname__.startswith("fp8_ops.") or (
+            "fp8_matrix_mult" in cells and bool(cells["fp8_matrix_mult"].cell_contents)
+        )
+        multiplies = multiplies and tensor.dtype == torch.float8_e4m3fn
+    if multiplies:
+        raise UnsupportedModel("ComfyUI multiplies with its weights in 8 bits itself")
+    if getattr(layer, "pre_quant_scale", None) is not None:
+        raise UnsupportedModel("its inputs are scaled before its quantised weights")
+
+
+def _stored(layer: Any, name: str, tensor: Any) -> Stored | None:
+    """How a weight that lies in 8 bits is stored; None for others."""
+    if is_quantized(tensor):
+        data, scale = _quantized_parts(tensor)
+        is_one = data.dtype in _EIGHT_BITS and data.shape == tensor.shape and scale is not None and scale.numel() == 1
+        return Stored(data.dtype, True) if is_one else None
+    dtype = getattr(tensor, "_model_dtype", tensor.dtype)  # in which ComfyUI stages it
+    if dtype not in _EIGHT_BITS or type(tensor) not in PLAIN:
+        return None
+    return Stored(dtype, name == "weight" and getattr(layer, _OLD_SCALE, None) is not None)
+
+
+_OLD_SCALE = "scale_weight"
+"""Of layers of older ComfyUIs."""
+
+
+def _quantized_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What ComfyUI stores of a quantised tensor, and its scale."""
+    return tensor._qdata, getattr(tensor._params, "scale", None)
 
 
 class BlockWeights:
@@ -68,15 +147,20 @@ class BlockWeights:
                 layer = layer._modules[name]
             own = layer.__dict__
             tensors = own["_parameters"]
-            is_plain = _STAGED not in own and not any(map(own.get, _CHANGES))
+            is_changed = any(map(own.get, _CHANGES))
+            is_plain = _STAGED not in own and not is_changed
             cast: dict[str, torch.Tensor] | None = None
             for place, name, shape, dtype in parts:
                 tensor = tensors.get(name) if name in tensors else own["_buffers"].get(name)
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
                 if not is_right or tensor.device != device or tensor.dtype != dtype:
                     if cast is None:
-                        cast = _cast(layer, [each for _, each, _, _ in parts], dtype, device, until)
-                    tensor = cast[name]
+                        if is_changed and any(each in _EIGHT_BITS for *_, each in parts):
+                            raise UnsupportedModel(_STORED_OTHERWISE)
+                        cast = _cast(layer, {own: each for _, own, _, each in parts}, device, until)
+                    tensor = cast.get(name)
+                    if tensor is None or tensor.dtype != dtype:
+                        raise UnsupportedModel(_STORED_OTHERWISE)
                 if tensor.shape != shape:
                     raise UnsupportedModel(f"its weight {'.'.join((*path, name))} has another shape than the engine's")
                 found[place] = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -84,21 +168,42 @@ class BlockWeights:
 
 
 def _cast(
-    layer: Any, names: Sequence[str], dtype: torch.dtype, device: torch.device, until: ExitStack
+    layer: Any, wanted: Mapping[str, torch.dtype], device: torch.device, until: ExitStack
 ) -> dict[str, torch.Tensor]:
-    """What a layer's weights are in its own call."""
+    """What a layer's weights are in its own call; or as they are stored, where they are wanted in 8 bits.
+
+    Args:
+        wanted: name → dtype; the name of a scale is that of its weight with `SCALE` behind it.
+    """
     if not hasattr(type(layer), CASTS):
-        return {name: _moved(layer, name, dtype, device) for name in names}
-    if is_quantized(layer.weight):
-        raise UnsupportedModel("its weights are quantised, and computed with as they are")
-    cast = LayerCast(layer, dtype, device)
+        return {name: _moved(layer, name, dtype, device) for name, dtype in wanted.items()}
+    held, dtype = layer.weight, wanted.get("weight", next(iter(wanted.values())))
+    is_stored = dtype in _EIGHT_BITS
+    if is_stored and not is_quantized(held) and getattr(held, "_model_dtype", held.dtype) != dtype:
+        raise UnsupportedModel(_STORED_OTHERWISE)
+    cast = LayerCast(layer, held.dtype if is_stored and is_quantized(held) else dtype, device, wanted.get("bias"))
     weight, bias = cast.__enter__()
+    parts = _scaled(layer, weight, is_stored) | ({} if bias is None else {"bias": bias})
     if _stay(layer, weight, device):
         until.callback(cast.__exit__, None, None, None)
     else:  # ComfyUI may use the same memory for the next layer
-        weight, bias = weight.clone(), None if bias is None else bias.clone()
+        parts = {name: tensor.clone() for name, tensor in parts.items()}
         cast.__exit__(None, None, None)
-    return {"weight": weight} | ({} if bias is None else {"bias": bias})
+    return parts
+
+
+def _scaled(layer: Any, weight: Any, is_stored: bool) -> dict[str, torch.Tensor]:
+    """What ComfyUI's cast gave of a layer's weight: multiplied by its scale, or with it."""
+    if is_quantized(weight):
+        if not is_stored:
+            return {"weight": weight.dequantize()}
+        weight, scale = _quantized_parts(weight)
+    else:
+        scale = getattr(layer, _OLD_SCALE, None)
+    if scale is None:
+        return {"weight": weight}
+    scale = scale.detach().to(weight.device, torch.float32 if is_stored else weight.dtype).reshape(())
+    return {"weight": weight, f"weight{SCALE}": scale} if is_stored else {"weight": weight * scale}
 
 
 def _stay(layer: Any, weight: torch.Tensor, device: torch.device) -> bool:
@@ -113,4 +218,6 @@ def _moved(layer: Any, name: str, dtype: torch.dtype, device: torch.device) -> t
     tensor = getattr(layer, name, None)
     if tensor is None or type(tensor) not in PLAIN:
         raise UnsupportedModel(f"its weight {name} is of a kind that engines do not take")
+    if dtype in _EIGHT_BITS and tensor.dtype != dtype:
+        raise UnsupportedModel(_STORED_OTHERWISE)
     return as_needed(tensor.detach(), dtype, device)

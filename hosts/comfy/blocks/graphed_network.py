@@ -100,8 +100,8 @@ class GraphedNetwork:
 
     Args:
         led: the network's blocks, which stay while it has these.
-        weights: gives those weights of the network that lie on its device in a dtype, by name, for as long as it gives
-            the same ones.
+        weights: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
+            as long as it gives the same ones.
     """
 
     def __init__(
@@ -260,17 +260,20 @@ class GraphedNetwork:
     def _weights_for(self, whole: WholeCall) -> Mapping[str, torch.Tensor] | None:
         """All weights of the network, by name; None where not all lie where they stay, in the dtype that is wanted."""
         dtypes = {dtype_of(offer.precision) for offer in whole.offers}
-        lying = self._weights(dtypes.pop()) if len(dtypes) == 1 else {}
+        if len(dtypes) > 1:
+            return None
+        dtype = dtypes.pop()
+        lying = self._weights(dtype)
         if lying is self._found[0]:
             return self._found[1]
-        self._found = lying, self._all_of(lying)
+        self._found = lying, self._all_of(lying, dtype)
         return self._found[1]
 
-    def _all_of(self, lying: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+    def _all_of(self, lying: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Mapping[str, torch.Tensor] | None:
         found: dict[str, torch.Tensor] = {}
         for name, place in self._led.copied.weights.items():
             tensor = lying.get(name)
-            if tensor is None or tensor.shape != place.shape:
+            if tensor is None or tensor.shape != place.shape or tensor.dtype != dtype:
                 log.debug("Slipstream: no CUDA graph of the model's call, as %s does not lie where it stays", name)
                 return None
             found[name] = tensor

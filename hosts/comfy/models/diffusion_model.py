@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,16 +77,18 @@ def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torc
 
 
 @contextmanager
-def plain_attention(module: str | None) -> Iterator[None]:
-    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile."""
+def plain_attention(module: str | None, attention: Callable[..., Any] = scaled_dot_product_attention) -> Iterator[None]:
+    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile.
+
+    Args:
+        attention: as overrides are.
+    """
     if module is None:
         yield
         return
-    from comfy.ldm.modules.attention import attention_pytorch
-
     names = vars(importlib.import_module(module))
     before = names["optimized_attention"]
-    names["optimized_attention"] = attention_pytorch
+    names["optimized_attention"] = functools.partial(attention, before)
     try:
         yield
     finally:

@@ -237,16 +237,23 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 class LayerCast:
     """ComfyUI's cast of one layer. A newer ComfyUI wants to be told when it is no longer needed: what streams from RAM
-    stays pinned in device memory otherwise."""
+    stays pinned in device memory otherwise.
 
-    def __init__(self, layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        bias_dtype: of the bias, where it is not to be in `dtype`.
+    """
+
+    def __init__(
+        self, layer: Any, dtype: torch.dtype, device: torch.device, bias_dtype: torch.dtype | None = None
+    ) -> None:
         self._layer, self._dtype, self._device = layer, dtype, device
+        self._bias_dtype = bias_dtype or dtype
         self._done: tuple[Any, ...] | None = None
 
     def __enter__(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         import comfy.ops
 
-        options = {"dtype": self._dtype, "device": self._device, "bias_dtype": self._dtype}
+        options = {"dtype": self._dtype, "device": self._device, "bias_dtype": self._bias_dtype}
         if not hasattr(comfy.ops, "uncast_bias_weight"):
             weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
             return weight, bias

@@ -172,11 +172,12 @@ def _found(
 def weights_in_place(
     patcher: Any, network: torch.nn.Module, dtype: torch.dtype, ending: ExitStack
 ) -> Mapping[str, torch.Tensor]:
-    """Those weights of a loaded model that lie on its device in `dtype`, by their names in the network.
+    """Those weights of a loaded model that lie on its device, by their names in the network.
 
     No copies but of small ones where ComfyUI stages the others: it moves those at each load.
 
     Args:
+        dtype: that the network computes in; weights may be stored in another one.
         network: of the patcher's model.
         ending: closed when they are not used any more; until then what ComfyUI stages is held.
     """
@@ -185,14 +186,15 @@ def weights_in_place(
         return {}
     if not is_dynamic(patcher):
         is_streamed = getattr(patcher, "is_dynamic", bool)()  # in pages that cannot be held
-        return {} if is_streamed else _own_weights(network, dtype, device)
+        return {} if is_streamed else _own_weights(network, device)
     if (pages := _held(patcher, device)) is None:
         return {}
     ending.callback(pages.release)
     known = _staged.get(network, (dtype, device, "in place"), _Staged)
     if known.look is None or not known.look.finds(_Look(token, pages, network)):
         names = {f"{name}.weight" for name in layers_of(network)}
-        staged, own = _staged_weights(network, names, dtype, device, pages), _own_weights(network, dtype, device)
+        staged = _staged_weights(network, names, dtype, device, pages, is_any_form=True)
+        own = _own_weights(network, device)
         _copy_small(known.small, {name: tensor for name, tensor in own.items() if tensor.nbytes <= _SMALL_BYTES})
         known.tensors = {**own, **known.small, **staged}
         known.look = _Look(token, pages, network)
@@ -200,23 +202,26 @@ def weights_in_place(
     return known.tensors
 
 
-def _own_weights(network: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """What layers hold in the right form, and nothing changes at their calls."""
+def _own_weights(network: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """What layers hold on the device, and nothing changes at their calls."""
     places = places_of(device)
     return {
         f"{name}.{part}" if name else part: tensor.detach()
         for name, layer in layers_of(network).items()
         for part, tensor in chain(layer._parameters.items(), layer._buffers.items())
-        if tensor is not None
-        and (type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places)
-        and is_untouched(layer, part)
+        if tensor is not None and (type(tensor) in PLAIN and tensor.device in places) and is_untouched(layer, part)
     }
 
 
 def _staged_weights(
-    network: torch.nn.Module, names: Set[str], dtype: torch.dtype, device: torch.device, pages: Pages
+    network: torch.nn.Module,
+    names: Set[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    pages: Pages,
+    is_any_form: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Those that ComfyUI stages in the dtype that is wanted, by name; LoRAs are part of them."""
+    """Those that ComfyUI stages in the dtype that is wanted, or in any, by name; LoRAs are part of them."""
     found: dict[str, torch.Tensor] = {}
     for name, layer in layers_of(network).items():
         if "_v" not in layer.__dict__ or f"{name}.weight" not in names or _is_changed_at_calls(layer):
@@ -224,7 +229,9 @@ def _staged_weights(
         if not pages.hold_weights_of(layer):
             cast_once(layer, dtype, device)
         parts = {"weight": getattr(layer, "_v_weight", None), "bias": getattr(layer, "_v_bias", None)}
-        if pages.hold_weights_of(layer) and all(_is_plain(tensor, dtype) for tensor in parts.values()):
+        if pages.hold_weights_of(layer) and all(
+            _is_plain(tensor, None if is_any_form else dtype) for tensor in parts.values()
+        ):
             found |= {f"{name}.{part}": tensor.detach() for part, tensor in parts.items() if tensor is not None}
     return found
 
@@ -234,8 +241,8 @@ def _is_changed_at_calls(layer: Any) -> bool:
     return bool(getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
 
 
-def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is None or (tensor.dtype == dtype and type(tensor) in PLAIN)
+def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
+    return tensor is None or (type(tensor) in PLAIN and dtype in (None, tensor.dtype))
 
 
 def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from slipstream.core.spec import Optimize, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
-from slipstream.hosts.comfy.blocks import block_weights, led_network
+from slipstream.hosts.comfy.blocks import block_patches, block_weights, led_network
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.module import AcceleratedModule
@@ -22,6 +22,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.tensors import distance
@@ -115,7 +116,7 @@ def patched(patcher: Any, how: str) -> Any:
 
 PATCHES = {
     "attention input": 0.5, "attention output": 0.5, "one attention": 0.9, "every attention over the text": 0.5,
-    "skips": 1.0, "attention function": 0.5,
+    "skips": 1.0, "attention function": 1.0,
 }  # fmt: skip
 """What another node does, and the least share of the calls of blocks that engines still compute."""
 
@@ -136,6 +137,157 @@ def share_of(module: AcceleratedModule) -> tuple[int, int]:
     """Calls of blocks that engines computed in the last call of the model, and all of them."""
     words = module.status.standing.blocks.split()
     return int(words[0]), int(words[2])
+
+
+def overridden(patcher: Any, override: Any) -> Any:
+    """A clone whose attention another node replaces."""
+    clone = patcher.clone()
+    clone.model_options["transformer_options"]["optimized_attention_override"] = override
+    return clone
+
+
+class Seen:
+    """An override of attention that halves what ComfyUI gives, and notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        options = kwargs["transformer_options"]
+        told = {name: options.get(name) for name in ("block", "block_index", "cond_or_uncond", "sigmas")}
+        self.calls.append((chosen, args, kwargs, told, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        assert options["optimized_attention_override"] is self
+        return 0.5 * chosen(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", with_slow(["sd15", "sd3", "flux", "wan", "qwen", "lumina"], "sd3", "wan", "lumina"))
+def test_an_override_of_attention_is_called_in_the_midst_of_engines_as_in_blocks(
+    family: str, provider: EngineProvider
+) -> None:
+    model = tiny.model(family) if family == "sd15" else tiny.transformer(family)
+    fast, module = accelerated(provider, model)
+    mask = {"attention_mask": torch.ones(1, 77, dtype=torch.int64)} if family == "lumina" else {}
+    prompts = {name: tiny.conditioning(family, seed, **mask) for seed, name in ((1, "positive"), (2, "negative"))}
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0, **prompts}
+    first, here, there = Seen(), Seen(), Seen()
+    tiny.sample(overridden(fast, first), family, **options)  # compares engines: blocks call it once more then
+    found = tiny.sample(overridden(fast, here), family, **options)
+    wanted = tiny.sample(overridden(model, there), family, **options)
+    assert 4 * distance(found, wanted) < 4e-5 < distance(wanted, tiny.sample(model, family, **options))
+    on_engines, total = share_of(module)
+    assert on_engines == total > 0
+    assert len(here.calls) == len(there.calls) > 0
+    for one, other in zip(here.calls, there.calls, strict=True):
+        assert one[0] is other[0] and one[4:] == other[4:]
+        assert one[2].keys() == other[2].keys() and len(one[1]) == len(other[1])
+        assert same(one[3], other[3])
+        for name, value in (*enumerate(other[1]), *other[2].items()):
+            given = one[1][name] if isinstance(name, int) else one[2][name]
+            assert name == "transformer_options" or same(given, value), name
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two arguments are, but for rounding."""
+    if isinstance(other, torch.Tensor):
+        is_alike = one.shape == other.shape and one.dtype == other.dtype
+        return is_alike and (torch.equal(one, other) or distance(one, other) < 1e-4)
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[name], value) for name, value in other.items())
+    return type(one) is type(other) and bool(one == other)
+
+
+def test_an_override_may_hand_back_what_it_was_given(provider: EngineProvider) -> None:
+    """As perturbed attention does."""
+    model = tiny.transformer("wan")
+    fast, module = accelerated(provider, model)
+
+    def values(chosen: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return v if v.shape == q.shape else chosen(q, k, v, *args, **kwargs)
+
+    found, wanted = tiny.sample(overridden(fast, values), "wan"), tiny.sample(overridden(model, values), "wan")
+    assert distance(found, wanted) < 1e-5 and module.status.block_calls
+
+
+def test_what_an_override_raises_reaches_the_user(provider: EngineProvider) -> None:
+    class Failed(Exception):
+        pass
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    seen = Seen()
+    tiny.sample(overridden(fast, seen), steps=STEPS)
+    assert module.status.block_calls
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        failed.append(1)
+        raise Failed("in the override")
+
+    failed: list[int] = []
+    with pytest.raises(Failed, match="in the override"):
+        tiny.sample(overridden(fast, fail), steps=STEPS)
+    assert len(failed) == 1 and not forwards(model)
+    before = module.status.block_calls
+    found, wanted = tiny.sample(overridden(fast, seen), steps=STEPS), tiny.sample(overridden(model, seen), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 and module.status.block_calls == before + STEPS
+
+
+def test_an_override_of_another_result_leaves_its_blocks_to_the_model(
+    provider: EngineProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+
+    def odd(chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        return chosen(*args, **kwargs).as_subclass(Odd)
+
+    with caplog.at_level("INFO"):
+        found = tiny.sample(overridden(fast, odd), "flux", steps=STEPS)
+    assert distance(found, tiny.sample(overridden(model, odd), "flux", steps=STEPS)) < 1e-5
+    assert not module.status.block_calls and "another node's attention gives Odd" in caplog.text
+
+
+def test_an_override_may_call_the_model_itself(provider: EngineProvider) -> None:
+    """Blocks that are called in the midst of attention compute themselves."""
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+    block = model.model.diffusion_model.single_blocks[0]
+    inner: list[Any] = []
+
+    def nested(chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["transformer_options"].get("nested"):
+            return chosen(*args, **kwargs)
+        q, width = args[0], block.hidden_size
+        x = q.new_ones(q.shape[0], q.shape[2], width)
+        inner.append(block(x, q.new_ones(q.shape[0], width), None, transformer_options={"nested": True}))
+        return chosen(*args, **kwargs)
+
+    if "modulation" in vars(block)["_modules"]:
+        found = tiny.sample(overridden(fast, nested), "flux", steps=STEPS)
+        assert distance(found, tiny.sample(model, "flux", steps=STEPS)) < 1e-5
+        assert module.status.block_calls >= STEPS - 2 and all(torch.equal(inner[0][0], each[0]) for each in inner)
+
+
+def test_attention_that_rounds_is_computed_by_comfyui_itself(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ComfyUI was started with SageAttention or comfy-kitchen's, which are none of these on a CPU."""
+    known = set(provider.store.digests())
+    block_patches._is_exact.cache_clear()
+    monkeypatch.setattr(block_patches, "_EXACT", frozenset())
+    try:
+        for family in ("qwen", "pixart"):
+            model = tiny.transformer(family)
+            fast, module = accelerated(provider, model)
+            found, wanted = tiny.sample(fast, family, steps=STEPS), tiny.sample(model, family, steps=STEPS)
+            assert distance(found, wanted) < 1e-5 and module.status.block_calls >= STEPS - 2
+    finally:
+        block_patches._is_exact.cache_clear()
+    made = (provider.store.lookup(digest) for digest in set(provider.store.digests()) - known)
+    names = [entry.manifest.label for entry in made if entry is not None]
+    assert any("PixArt" in name and "attention outside" in name for name in names)
 
 
 def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvider) -> None:

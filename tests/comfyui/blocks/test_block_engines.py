@@ -16,7 +16,7 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.models import eight_bits, tiny
 from slipstream.tests.tensors import distance
 
 STEPS = 4
@@ -86,3 +86,59 @@ def test_a_build_that_is_killed_leaves_nothing_and_the_picture_goes_on(tmp_path:
     assert not killer.is_alive()
     assert torch.equal(found, tiny.sample(model, "flux", cfg=2.0, steps=STEPS))
     assert not provider.store.list() and not module.status.block_calls
+
+
+def test_a_package_calls_attention_out(provider: EngineProvider) -> None:
+    """Compiled code, a C++ operator in it, and Python that it calls: no cheaper test has all of them."""
+
+    class Failed(Exception):
+        pass
+
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    calls: list[int] = []
+
+    def override(chosen: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise Failed("in the override")
+        kept.extend((tensor, tensor.clone()) for tensor in (q, k, v))
+        return 0.5 * chosen(q, k, v, *args, **kwargs)
+
+    fails_at = 0
+    model = tiny.transformer("wan")
+    fast, module = accelerated(provider, model)
+    for patcher in (fast, model):
+        patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+    sizes = {"cfg": 2.0, "steps": STEPS}
+    for size in (tiny.size_of("wan"), 2 * tiny.size_of("wan")):
+        before = module.status.block_calls
+        found = tiny.sample(fast, "wan", **sizes, size=size)
+        assert 0 < distance(found, tiny.sample(model, "wan", **sizes, size=size)) < 1e-5
+        assert module.status.block_calls >= before + STEPS - 2, module.status.to_json()
+    calls.clear()
+    tiny.sample(fast, "wan", **sizes)
+    here, _ = len(calls), calls.clear()
+    tiny.sample(model, "wan", **sizes)
+    assert len(calls) == here > STEPS
+    assert all(torch.equal(tensor, clone) for tensor, clone in kept)  # what an override keeps stays as it is
+    calls.clear()
+    fails_at = here // 2
+    with pytest.raises(Failed, match="in the override"):
+        tiny.sample(fast, "wan", **sizes)
+    assert len(calls) == fails_at
+    assert distance(tiny.sample(fast, "wan", **sizes), tiny.sample(model, "wan", **sizes)) < 1e-5
+
+
+@pytest.mark.slow
+def test_packages_cast_weights_that_are_stored_in_eight_bits(provider: EngineProvider) -> None:
+    known = set(provider.store.digests())
+    model = eight_bits.scaled_fp8()
+    for name, layer in model.model.diffusion_model.named_modules():  # some without a scale, in both kinds of 8 bits
+        if name.endswith("adaLN_modulation.1") and layer.bias is not None:
+            layer.bias = torch.nn.Parameter(layer.bias.to(torch.float8_e5m2), requires_grad=False)
+    fast, module = accelerated(provider, model)
+    found = tiny.sample(fast, "sd3", cfg=2.0, steps=STEPS)
+    assert 0 < distance(found, tiny.sample(model, "sd3", cfg=2.0, steps=STEPS)) < 1e-5
+    assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+    made = (provider.store.lookup(digest) for digest in set(provider.store.digests()) - known)
+    assert all(entry is not None and "float8_e4m3fn and float8_e5m2" in entry.manifest.label for entry in made)

@@ -1,0 +1,159 @@
+"""Weights that a model stores in 8 bits: engines of blocks take them as they are, and cast them as ComfyUI does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import pytest
+import torch
+
+from slipstream.core.spec import Optimize
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.blocks import block_weights
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.cases import with_slow
+from slipstream.tests.comfyui.support.models import eight_bits, tiny
+from slipstream.tests.tensors import distance
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
+    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
+        yield made
+
+
+def compared(provider: EngineProvider, model: Any, **options: Any) -> AcceleratedModule:
+    """Sample with and without engines of blocks, and compare the pictures."""
+    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
+    fast = accelerate_model(model, module)
+    found, wanted = (tiny.sample(each, "sd3", steps=STEPS, cfg=2.0, **options) for each in (fast, model))
+    assert torch.isfinite(wanted).all() and distance(found, wanted) < 1e-5
+    return module
+
+
+def share_of(module: AcceleratedModule) -> tuple[int, int]:
+    """Calls of blocks that engines computed in the last call of the model, and all of them."""
+    words = module.status.standing.blocks.split()
+    return (int(words[0]), int(words[2])) if words else (0, 0)
+
+
+def all_on_engines(module: AcceleratedModule) -> bool:
+    on_engines, total = share_of(module)
+    return on_engines == total > 0 and module.status.block_calls >= STEPS - 2
+
+
+def labels(provider: EngineProvider) -> list[str]:
+    return [entry.manifest.label for entry in provider.store.list()]
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Layers that ComfyUI was asked to cast for an engine."""
+    seen: list[Any] = []
+    cast = block_weights._cast
+
+    def noted(layer: Any, *args: Any) -> Any:
+        seen.append(layer)
+        return cast(layer, *args)
+
+    monkeypatch.setattr(block_weights, "_cast", noted)
+    return seen
+
+
+def test_a_model_that_is_loaded_in_fp8_hands_its_weights_over_as_they_are(
+    provider: EngineProvider, casts: list[Any]
+) -> None:
+    assert all_on_engines(compared(provider, eight_bits.in_fp8()))
+    assert not casts
+    assert labels(provider) and all("weights in float8_e4m3fn" in label for label in labels(provider))
+
+
+def test_weights_in_fp8_that_a_lora_changes_reach_engines(provider: EngineProvider, casts: list[Any]) -> None:
+    model = eight_bits.in_fp8()
+    names = [name for name in model.model_state_dict() if name.endswith("qkv.weight")]
+    before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
+    changed = model.clone()
+    state = model.model_state_dict()
+    changes = {name: (torch.full(state[name].shape, 0.2),) for name in names}
+    assert len(changed.add_patches(changes, 1.0)) == len(names) > 0
+    assert all_on_engines(compared(provider, changed)) and not casts
+    assert distance(tiny.sample(changed, "sd3", steps=STEPS, cfg=2.0), before) > 1e-3
+
+
+@pytest.mark.parametrize("make", [eight_bits.in_fp8, eight_bits.scaled_fp8])
+def test_weights_that_functions_change_are_cast_by_comfyui(
+    make: Callable[[], Any], provider: EngineProvider, casts: list[Any]
+) -> None:
+    """As a LoRA is applied where memory is short; here from the first step on, since a load sets functions back."""
+    model = make()
+    layers = [layer for name, layer in model.model.diffusion_model.named_modules() if name.endswith("qkv")]
+
+    def halve(weight: torch.Tensor) -> torch.Tensor:
+        return 0.5 * weight
+
+    def change(step: int, *_: Any) -> None:
+        for layer in layers:
+            layer.weight_function = [halve] if step < STEPS - 1 else []
+
+    before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
+    casts.clear()
+    module = compared(provider, model, callback=change)
+    on_engines, total = share_of(module)  # at first they were found to be stored otherwise than they were
+    assert on_engines == total > 0 and casts
+    assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0, callback=change), before) > 1e-3
+
+
+@pytest.mark.parametrize("part", with_slow(["bias", "weight"], "weight"))
+def test_layers_of_several_dtypes(part: str, provider: EngineProvider) -> None:
+    model = eight_bits.in_fp8()
+    for name, layer in model.model.diffusion_model.named_modules():
+        if name.endswith(("proj", "fc1")) and getattr(layer, part, None) is not None:
+            tensor = getattr(layer, part)
+            setattr(layer, part, torch.nn.Parameter(tensor.to(torch.bfloat16), requires_grad=False))
+    assert all_on_engines(compared(provider, model))
+
+
+def test_weights_with_a_scale_are_handed_over_with_it(provider: EngineProvider) -> None:
+    model = eight_bits.scaled_fp8()
+    network = model.model.diffusion_model
+    held = [block_weights.stored_weights(block, torch.device("cpu")) for block in network.joint_blocks]
+    assert all(any(each.is_scaled for each in stored.values()) for stored in held)
+    assert all_on_engines(compared(provider, model))
+
+
+def test_what_comfyui_multiplies_in_eight_bits_stays_with_the_model(
+    provider: EngineProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = set(provider.store.digests())
+    model = eight_bits.scaled_fp8()
+    is_newer = any(block_weights.is_quantized(parameter) for parameter in model.model.diffusion_model.parameters())
+    for layer in model.model.diffusion_model.modules():
+        if is_newer and hasattr(layer, "_full_precision_mm"):
+            layer._full_precision_mm = False
+        elif not is_newer and hasattr(layer, "scale_weight"):
+            layer.__class__ = comfy.ops.fp8_ops.Linear
+    with caplog.at_level("INFO"):
+        module = compared(provider, model)
+    assert not module.status.block_calls and set(provider.store.digests()) == known
+    assert "ComfyUI multiplies with its weights in 8 bits itself" in caplog.text
+
+
+@pytest.mark.parametrize("make", [eight_bits.in_fp8, eight_bits.scaled_fp8])
+def test_weights_in_eight_bits_that_comfyui_stages(
+    make: Callable[[], Any], provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = staging.switch_on(monkeypatch)
+    model = make()
+    comfy.model_management.archive_model_dtypes(model.model)
+    patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
+    assert all_on_engines(compared(provider, patcher))
