@@ -57,7 +57,13 @@ class Remembered(Generic[_Known]):
 
 
 class NetworkArchitecture(ABC):
-    """What the architectures of all hosts' networks derive from a meta module of the network."""
+    """What the architectures of all hosts' networks derive from a meta module of the network.
+
+    Attributes:
+        is_part: it is that of some layers of the host's module; others lie beside them.
+    """
+
+    is_part: bool = False
 
     @abstractmethod
     def new_meta_module(self) -> torch.nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from .shared.accelerated_output import HIDDEN, accelerated, fingerprint
-from .shared.inputs import choices
+from .shared.inputs import BLOCKS_OF_VAES, choices
 from .shared.search import ENGINES, found_by
 
 
@@ -24,7 +24,7 @@ class AccelerateVAE(io.ComfyNode):
             **found_by(ENGINES),
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to accelerate. Other nodes may go on using it as it is."),
-                *choices(with_manual=False, with_blocks=False),
+                *choices(with_manual=False, blocks=BLOCKS_OF_VAES),
             ],
             outputs=[io.Vae.Output(tooltip="For the nodes that decode or encode, and for Engine Info.")],
             hidden=HIDDEN,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io, ui
 
 from .shared.accelerated_output import HIDDEN
-from .shared.inputs import backend_input, engine_inputs, optimize_input, precision_input
+from .shared.inputs import BLOCKS_OF_MODELS, backend_input, engine_inputs, optimize_input, precision_input
 from .shared.search import ENGINES, found_by
 
 if TYPE_CHECKING:
+    from ..engine_cache import Entry
     from ..runtime.settings.model_settings import Settings
 
 
@@ -44,7 +45,7 @@ class BuildEngine(io.ComfyNode):
                 ),
                 backend_input(with_off=False),
                 precision_input(),
-                optimize_input(with_blocks=False),
+                optimize_input(BLOCKS_OF_MODELS),
                 *engine_inputs(),
             ],
             outputs=[
@@ -95,7 +96,8 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
     this node cannot know.
     """
     from ..core.errors import UnsupportedModel
-    from ..hosts.comfy.building.build_engines import build_engines
+    from ..core.spec import Optimize
+    from ..hosts.comfy.building.build_engines import build_blocks, build_engines
     from ..hosts.comfy.building.built_engines import BUILT_ENGINES
     from ..hosts.comfy.dry_run.build_prompt import is_added
     from ..hosts.comfy.node_state.watched_nodes import watch
@@ -107,10 +109,20 @@ def _built(hidden: Any, model: Any, settings: Settings, batch: int, tokens: int)
     if is_users:
         watch(module, hidden.unique_id, hidden.extra_pnginfo)
     try:
-        made = build_engines(module, model, batch, tokens)
+        if settings.optimize is Optimize.BLOCKS:
+            found = build_blocks(module, model, batch, tokens)
+            entries, lines = found, [_line(entry) for entry in found]
+        else:
+            made = build_engines(module, model, batch, tokens)
+            entries, lines = [engine.entry for engine in made], [str(engine) for engine in made]
     except UnsupportedModel as error:
         if is_users:
             raise
         return [str(error)]
-    BUILT_ENGINES.note([engine.entry.digest for engine in made])
-    return [str(engine) for engine in made]
+    BUILT_ENGINES.note([entry.digest for entry in entries])
+    return lines
+
+
+def _line(entry: Entry) -> str:
+    manifest = entry.manifest
+    return f"{manifest.label}: {manifest.precision_name}, built in {manifest.build.seconds:.0f} s, ready"

@@ -285,8 +285,7 @@ class EngineProvider:
             whatever `hooks.check_interrupted` raises; the build that was waited for is cancelled then.
         """
         try:
-            role = source.architecture.role
-            reason = _why_blocks_alone(settings, role) or settings.why_not_wanted(call.shapes)
+            reason = _why_blocks_alone(settings) or settings.why_not_wanted(call.shapes)
             if reason := reason or self._overflows.why_not(source, settings):
                 return Offer(reason=reason)
             return self._or_in_bf16(source, settings, lambda: self._offer(source, call, settings, hooks))
@@ -355,7 +354,7 @@ class EngineProvider:
         Raises:
             SlipstreamError: why there is none, or that it computes something else.
         """
-        if _why_blocks_alone(settings, source.architecture.role):
+        if _why_blocks_alone(settings):
             raise UnsupportedModel(
                 'Engines of blocks are built when a workflow first runs: set build to "first use" in the Accelerate '
                 "Model node and run one step, or choose another optimize to build an engine of the whole model"
@@ -719,9 +718,9 @@ class EngineProvider:
 _OF_VAES = Role.VAE_ENCODE, Role.VAE_DECODE
 
 
-def _why_blocks_alone(settings: Settings, role: Role) -> str | None:
-    """Why no engine of the whole model is wanted; VAEs have none of blocks."""
-    if settings.optimize is Optimize.BLOCKS and role in (Role.UNET, Role.CONTROLNET):
+def _why_blocks_alone(settings: Settings) -> str | None:
+    """Why no engine of the whole model is wanted."""
+    if settings.optimize is Optimize.BLOCKS:
         return "the node asks for engines of blocks alone"
     return None
 

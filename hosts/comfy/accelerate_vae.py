@@ -10,21 +10,28 @@ import copy
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
+from ...core.spec import Optimize
+from ...runtime.checking.verify import is_finite
+from ...runtime.loaded.device_clock import disturb
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings.model_settings import BackendChoice
+from ...runtime.settings.model_settings import BackendChoice, BuildPolicy
 from ..model_patches import why_not_in_this_mode
+from .blocks.block_calls import BlockShare, block_calls_of
 from .models.autoencoders import DECODER, ENCODER, HALVES, Half
-from .models.vae import ComfyVaeSource, plain_method
-from .models.vae_fallback_reasons import why_not_this_call
+from .models.vae import ComfyVaeSource, plain_method, source_of
+from .models.vae_fallback_reasons import why_not_this_call, why_nothing_of_it
 from .process.dynamic_vram import loading_once
 from .run.run_start import RunRecorder, begin_run, recorded
 from .run.vae_memory import memory_needed
@@ -33,6 +40,10 @@ log = logging.getLogger(__name__)
 
 _MODEL = "first_stage_model"
 _BY_ITSELF = "another extension replaced what the VAE computes by, so that no engine is asked"
+_OVERFLOWED = "its engines computed NaN or Inf from finite numbers"
+
+_overflowed: WeakSet[torch.nn.Module] = WeakSet()
+"""VAEs of which that was seen: their blocks run as they are from then on."""
 
 
 def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -57,10 +68,10 @@ def accelerated_vae_module(vae: Any) -> AcceleratedModule | None:
 
 
 def _why_never(vae: Any) -> str | None:
-    """Why engines can stand for neither half, or not for one."""
+    """Why engines can stand for neither half as a whole, or not for one."""
     try:
         for half in HALVES.values():
-            ComfyVaeSource(vae, half).precision  # noqa: B018  an unsupported dtype is a reason too
+            source_of(vae, half).precision  # noqa: B018  an unsupported dtype is a reason too
     except SlipstreamError as error:
         return str(error)
     return None
@@ -217,21 +228,26 @@ class Session:
         self.tiled = tiled
         self._module = module
         self._vae = vae
-        self._runs: dict[Half, tuple[Run, ComfyVaeSource] | str] = {}
+        self._halves: dict[Half, _HalfCalls | str] = {}
         self._ending = ExitStack()
         self._is_asked = False
 
     def compute(self, model: Any, half: Half, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_asked = True
-        plain = plain_method(model, half)
-        found = self._run(half)
+        plain = functools.partial(plain_method(model, half), model)
+        found = self._calls(half)
+        if isinstance(found, str):
+            self._tell(found)
+            return plain(*args, **kwargs)
         given = args[0] if args else None
-        veto = found if isinstance(found, str) else _why_not(found[1], given, args, kwargs)
-        if isinstance(found, str) or veto:
-            self._tell(str(veto))
-            return plain(model, *args, **kwargs)
-        assert given is not None
-        return _one_by_one(found[0], half, given, functools.partial(plain, model))
+        if (veto := _why_not(found.source, given, args, kwargs)) is None:
+            assert given is not None
+            return _one_by_one(found, half, given, plain)
+        if found.blocks is None:
+            self._tell(veto)
+            return plain(*args, **kwargs)
+        # Whole batches: what others changed may look at all pictures of one.
+        return found.run({}, lambda: found.by_blocks(lambda: plain(*args, **kwargs), given), veto)["out"]
 
     def tell_if_not_asked(self) -> None:
         """Another extension computes in the model's place."""
@@ -242,34 +258,89 @@ class Session:
         """Give the engines back."""
         self._ending.close()
 
-    def _run(self, half: Half) -> tuple[Run, ComfyVaeSource] | str:
+    def _calls(self, half: Half) -> _HalfCalls | str:
         """Or why every call goes to the plain model."""
-        if half not in self._runs:
-            self._runs[half] = begin_run(
+        if half not in self._halves:
+            begun = begin_run(
                 self._module, lambda: ComfyVaeSource(self._vae, half), self._ending, finite_only=True, cold_calls=0
             )
-        return self._runs[half]
+            if isinstance(begun, str):
+                self._halves[half] = begun
+            else:
+                self._halves[half] = _HalfCalls(self._module, *begun, self._vae.patcher, self._ending)
+        return self._halves[half]
 
     def _tell(self, reason: str) -> None:
         if self._module.status.count_eager(reason):
             log.warning("Slipstream uses the plain VAE: %s", reason)
 
 
+class _HalfCalls:
+    """The calls of one half in a session.
+
+    Args:
+        ending: closed when the session is over.
+
+    Attributes:
+        blocks: those of the half's blocks, where no engine of the whole half answers; None where they are not wanted.
+    """
+
+    def __init__(
+        self, module: AcceleratedModule, run: Run, source: ComfyVaeSource, patcher: Any, ending: ExitStack
+    ) -> None:
+        self.run, self.source = run, source
+        settings = run.settings
+        if settings.optimize is not Optimize.BLOCKS:  # then no picture waits for them
+            settings = replace(settings, policy=BuildPolicy.BACKGROUND)
+        self.blocks = None
+        if why_nothing_of_it(patcher, source.network) is None:
+            self.blocks = block_calls_of(source.network, source, module, settings, patcher, ending)
+        if self.blocks is not None:
+            run.by_blocks = self.blocks.answer
+
+    def by_blocks(self, plain: Callable[[], Any], given: Any) -> Tensors:
+        """The half itself, whose blocks may be on engines.
+
+        Args:
+            given: what it is called with.
+        """
+        if self.blocks is None:
+            return {"out": plain()}
+        if self.source.network not in _overflowed:
+            found = self.blocks(lambda: {"out": plain()})
+            if not (self.blocks.share.engine and _has_overflowed(found["out"], given)):
+                return found
+            disturb()
+            _overflowed.add(self.source.network)
+        self.blocks.share = BlockShare(eager=Counter({_OVERFLOWED: 1}))
+        return {"out": plain()}
+
+
+def _has_overflowed(found: Any, given: Any) -> bool:
+    """Whether finite numbers gave NaN or Inf."""
+    return torch.is_tensor(found) and not is_finite({"out": found}) and is_finite({"in": given})
+
+
 def _why_not(source: ComfyVaeSource, given: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     extra = kwargs or args[1:]
-    if reason := why_not_in_this_mode(source.device) or source.why_changed():
+    if reason := why_not_in_this_mode(source.device) or source.why_not():
         return reason
     return why_not_this_call(given, extra, source.architecture.channels, dtype_of(source.precision), source.device)
 
 
-def _one_by_one(run: Run, half: Half, given: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _one_by_one(
+    calls: _HalfCalls, half: Half, given: torch.Tensor, plain: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
     """Picture by picture, so that one engine serves every batch."""
 
     def compute(picture: torch.Tensor) -> torch.Tensor:
         def eager() -> Tensors:
             return {"out": plain(picture)}
 
-        return run({half.input: picture.contiguous()}, eager, beside=eager)["out"]
+        def by_blocks() -> Tensors:
+            return calls.by_blocks(lambda: plain(picture), picture)
+
+        return calls.run({half.input: picture.contiguous()}, by_blocks, beside=eager)["out"]
 
     first, *others = given.split(1)
     result = compute(first)

@@ -41,24 +41,30 @@ def precision_input() -> io.Combo.Input:
     )
 
 
-def optimize_input(with_blocks: bool = True) -> io.Combo.Input:
+BLOCKS_OF_MODELS = (
+    "blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
+    "sizes and prompts, and where another node patches some blocks, only those run as they are. Built sooner than "
+    "the whole, and slower: on an H100 a step of SDXL takes 63 ms by them, 31 by the whole, 158 without."
+)
+BLOCKS_OF_VAES = (
+    "blocks: no engine of the whole decoder or encoder, but one for each kind of block that it is made of. They serve "
+    "all picture sizes and tiles, and where another node changes some blocks, only those run as they are."
+)
+
+
+def optimize_input(blocks: str) -> io.Combo.Input:
     """
     Args:
-        with_blocks: whether engines of blocks alone are offered.
+        blocks: what engines of blocks alone are.
     """
-    blocks = (
-        " blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
-        "sizes and prompts, and where another node patches some blocks, only those run as they are. Built sooner than "
-        "the whole, and slower: on an H100 a step of SDXL takes 63 ms by them, 31 by the whole, 158 without."
-    )
     return io.Combo.Input(
         "optimize",
-        options=[level.value for level in Optimize if with_blocks or level is not Optimize.BLOCKS],
+        options=[level.value for level in Optimize],
         default=Optimize.BALANCED.value,
         tooltip="How much build time to spend. fast build: the shortest build, with slower kernels. balanced: the "
         "default. max: on a GPU, tries more variants of each fused kernel, which takes several times as long and gains "
         "a few per cent, and joins layers that share an input even where that costs copies of their weights in GPU "
-        "memory." + (blocks if with_blocks else ""),
+        f"memory. {blocks}",
     )
 
 
@@ -81,9 +87,9 @@ def resolutions_input() -> io.String.Input:
     )
 
 
-def choices(with_manual: bool = True, with_blocks: bool = True) -> list[io.Input]:
+def choices(with_manual: bool = True, blocks: str = BLOCKS_OF_MODELS) -> list[io.Input]:
     """What every Accelerate node asks for."""
-    effort, seldom = optimize_input(with_blocks), advanced(resolutions_input())
+    effort, seldom = optimize_input(blocks), advanced(resolutions_input())
     return [backend_input(), precision_input(), effort, build_input(with_manual), seldom]
 
 

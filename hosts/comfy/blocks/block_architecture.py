@@ -35,6 +35,11 @@ class Owner(Protocol):
     """The architecture of a model that has blocks; it pickles."""
 
     @property
+    def is_part(self) -> bool:
+        """Whether it is that of some of the model's layers alone."""
+        ...
+
+    @property
     def fresh(self) -> torch.nn.Module:
         """The whole network as a meta module."""
         ...
@@ -203,7 +208,7 @@ def block_digest(block: torch.nn.Module) -> str:
     facts = {
         "recipe": [RECIPE, BLOCK_RECIPE],
         "layers": [
-            (name, type(layer).__module__, type(layer).__qualname__.rpartition(".")[2], _plain(own, name))
+            (name, type(layer).__module__, type(layer).__qualname__.rpartition(".")[2], _plain(_fixed(own), name))
             for (name, layer), own in zip(layers.items(), settings_of(layers), strict=True)
         ],
         "weights": sorted((name, list(tensor.shape)) for name, tensor in _tensors_of(block).items()),
@@ -214,6 +219,15 @@ def block_digest(block: torch.nn.Module) -> str:
 
 BLOCK_RECIPE = 1
 """Raise when the way in which engines of blocks are exported or compiled changes."""
+
+
+_BY_MACHINE = "optimized_attention"
+"""A VAE's attention blocks hold the function that ComfyUI chose for its process; programs are traced with one."""
+
+
+def _fixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are the same in every process."""
+    return {name: value for name, value in settings.items() if name != _BY_MACHINE}
 
 
 def _tensors_of(block: torch.nn.Module) -> dict[str, torch.Tensor]:

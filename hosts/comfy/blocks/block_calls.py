@@ -255,6 +255,13 @@ class BlockCalls:
             return self.share.why_none
         return ByBlocks(str(self.share), None if self.share.waiting else self.id)
 
+    @property
+    def digests(self) -> list[str]:
+        """Of the engines that this process has for the network's blocks."""
+        blocks = self._led.blocks if self._led is not None else []
+        offers = (offer for block in blocks for offer in block.offers.values() if offer.engine is not None)
+        return [*dict.fromkeys(offer.digest for offer in offers)]
+
     def _tell_builds(self) -> None:
         """Let the node show the builds that this run waits for, from its first one on."""
         self._awaited |= {number: offer.build for number, offer in self._wished.items()}
@@ -529,6 +536,11 @@ def _compared(offer: BlockOffer, found: Any, wanted: Any) -> _Trial:
         if one.shape != other.shape or one.dtype != other.dtype:
             difference = difference + torch.inf
         else:
-            difference = difference + (one.float() - other.float()).square().sum()
-        size = size + other.float().square().sum()
+            difference = difference + _square(one - other)
+        size = size + _square(other)
     return _Trial(offer, (difference / size.clamp_min(1e-30)).sqrt(), size.isfinite().float())
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of all squares in fp32, without a copy: a VAE's features may fill a large part of the memory."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()

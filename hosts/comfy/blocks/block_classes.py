@@ -94,6 +94,7 @@ def _parameters_of(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 _UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
 _ATTENTION = "comfy.ldm.modules.attention"
 _FLUX = "comfy.ldm.flux.layers"
+_VAE = "comfy.ldm.modules.diffusionmodules.model"
 
 BLOCK_CLASSES = (
     # UNets of SD1.x, SD2, SDXL, and their ControlNets
@@ -141,6 +142,13 @@ BLOCK_CLASSES = (
         {"x": (0, 1), "y": (0, 1), "t": (0,)},
         attention="comfy.ldm.pixart.blocks",
     ),
+    # VAEs of SD1.x, SD2, SDXL, SD3, Flux
+    BlockClass(_VAE, "ResnetBlock", {"x": (0, 2, 3)}),
+    BlockClass(_VAE, "AttnBlock", {"x": (0, 2, 3)}),
+    BlockClass(_VAE, "Upsample", {"x": (0, 2, 3)}),
+    BlockClass(_VAE, "Downsample", {"x": (0, 2, 3)}),
+    # TAESD
+    BlockClass("comfy.taesd.taesd", "Block", {"x": (0, 2, 3)}),
 )
 
 _BY_PLACE = {row.place: row for row in BLOCK_CLASSES}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ....core.dtypes import dtype_of
-from ....core.errors import UnsupportedModel
-from ....engine_cache import WeightsMemo
+from ....core.errors import BuildFailed, UnsupportedModel
+from ....engine_cache import Entry, WeightsMemo
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
 from ....runtime.provider import Made
 from ....runtime.requests.make_engines import make_engines
 from ....runtime.settings.model_settings import PIXELS, Resolution
 from ...live_model.account import why_changed
+from ..blocks.block_calls import block_calls_of
 from ..models.fallback_reasons import why_not_this_run
 from ..models.model_classes import CallSize
 from ..models.unet_source import ComfyUNetSource
@@ -37,15 +39,50 @@ def build_engines(module: AcceleratedModule, patcher: Any, batch: int, tokens: i
     provider, settings, status = module.provider, module.settings, module.status
     made = []
     with failing(module):
-        if not settings.resolutions:
-            raise UnsupportedModel("Name at least one resolution, such as 512x512")
-        source = open_unet(patcher, provider.weights_memo)
-        calls = [unet_call(source, resolution, batch, tokens) for resolution in settings.resolutions]
+        source, calls = _opened(module, patcher, batch, tokens)
         hooks = replace(waiting_hooks(), wants=status.want, by_hand=module.by_hand)
         for engine in make_engines(provider, source, calls, settings, hooks):
             status.want(engine.plan.key.digest)
             made.append(engine)
     return made
+
+
+def build_blocks(module: AcceleratedModule, patcher: Any, batch: int, tokens: int) -> list[Entry]:
+    """Build (or find), load and compare the engines of a model's blocks in calls of the settings' resolutions.
+
+    Args:
+        batch, tokens: see `build_engines`.
+
+    Raises:
+        SlipstreamError: no engine could be had.
+    """
+    settings, store = module.settings, module.provider.store
+    with failing(module), ExitStack() as ending:
+        source, calls = _opened(module, patcher, batch, tokens)
+        blocks = block_calls_of(source.unet, source, module, settings, patcher, ending)
+        if blocks is None:
+            raise UnsupportedModel(
+                "Engines of blocks are compiled ones in the model's own precision: set backend and precision to auto"
+            )
+        for call in calls:
+            shapes, dtypes = call.shapes, {name: dtype for name, _, dtype in call.inputs}
+            inputs = source.architecture.random_inputs(shapes, dtypes, source.device, seed=0)
+            with torch.no_grad():
+                blocks(functools.partial(source.eager, inputs))
+            if not blocks.share.engine:
+                raise BuildFailed(f"No block of the model runs on an engine: {blocks.share.why_none}")
+        return [entry for digest in blocks.digests if (entry := store.lookup(digest)) is not None]
+
+
+def _opened(
+    module: AcceleratedModule, patcher: Any, batch: int, tokens: int
+) -> tuple[ComfyUNetSource, list[CallShape]]:
+    """The model on its device, and its call at each of the settings' resolutions."""
+    resolutions = module.settings.resolutions
+    if not resolutions:
+        raise UnsupportedModel("Name at least one resolution, such as 512x512")
+    source = open_unet(patcher, module.provider.weights_memo)
+    return source, [unet_call(source, resolution, batch, tokens) for resolution in resolutions]
 
 
 @contextmanager

@@ -62,6 +62,7 @@ class ComfyVaeHalf(NetworkArchitecture):
     """What a VAE's decoder or encoder computes, apart from the model that was loaded."""
 
     outputs: tuple[str, ...] = ("out",)
+    is_part = True
 
     def __init__(self, kind: Kind, half: Half, config: Config) -> None:
         self.kind = kind
@@ -86,12 +87,9 @@ class ComfyVaeHalf(NetworkArchitecture):
             )
         try:
             config = kind.read(model, half)
-            found = _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
+            return _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
         except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
             raise UnsupportedModel(f"The VAE's layers cannot be read ({error}); the plain model is used") from error
-        if layer := why_other_layers(model, found.meta_module):
-            raise UnsupportedModel(f"The VAE's {layer} is not as ComfyUI makes it; the plain model is used")
-        return found
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
@@ -120,6 +118,11 @@ class ComfyVaeHalf(NetworkArchitecture):
         """The half as a meta module."""
         return build_half(self.kind, self.config, self.half)
 
+    def whole_for_tracing(self) -> torch.nn.Module:
+        """The same, with the attention that compilers know."""
+        model: torch.nn.Module = VaeGraph(self.new_meta_module(), self.half).model
+        return model
+
 
 _remembered: Remembered[ComfyVaeHalf] = Remembered()
 
@@ -140,23 +143,29 @@ class ComfyVaeSource:
         vae: loaded on its device while weights are asked for, see `open_vae`.
 
     Raises:
-        UnsupportedModel: engines cannot stand for it.
+        UnsupportedModel: it is of a kind that has no engines.
+
+    Attributes:
+        network: the autoencoder, of which this is one half.
     """
 
     def __init__(self, vae: Any, half: Half = DECODER) -> None:
         self._vae = vae
-        self._model: torch.nn.Module = vars(vae)["first_stage_model"]  # an accelerated VAE shows something else
-        if self._model is None:
+        self.network: torch.nn.Module = vars(vae)["first_stage_model"]  # an accelerated VAE shows something else
+        if self.network is None:
             raise UnsupportedModel("There is no VAE: the file that was loaded contains none")
-        if reason := why_not_this_vae(vae.patcher, self._model):
-            raise UnsupportedModel(f"An engine would not be used: {reason}")
-        self.architecture = ComfyVaeHalf.of(self._model, half)
-        if reason := self.why_changed():
-            raise UnsupportedModel(f"An engine would not be used: {reason}")
+        try:
+            self.architecture = ComfyVaeHalf.of(self.network, half)
+        except UnsupportedModel as error:  # what others did to it may be why
+            raise UnsupportedModel(why_not_this_vae(vae.patcher, self.network) or str(error)) from error
 
-    def why_changed(self) -> str | None:
-        """What others did to the layers, in words; None where nothing."""
-        return why_changed(self._model, self.architecture, is_part=True)
+    def why_not(self) -> str | None:
+        """What others did to the VAE that an engine of the half cannot honour, in words; None where nothing."""
+        if reason := why_not_this_vae(self._vae.patcher, self.network):
+            return reason
+        if layer := why_other_layers(self.network, self.architecture.meta_module):
+            return f"the VAE's {layer} is not as ComfyUI makes it"
+        return why_changed(self.network, self.architecture, self.architecture.is_part)
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +181,7 @@ class ComfyVaeSource:
         return any(getattr(self._vae.patcher, kind, None) for kind in ("patches", "weight_wrapper_patches"))
 
     def weights_digest(self) -> str:
-        return original_digest(self._vae.patcher, self._model, self.architecture.weight_names)
+        return original_digest(self._vae.patcher, self.network, self.architecture.weight_names)
 
     def bind(self, precision: Precision) -> BoundWeights:
         return self._bound(dtype_of(precision), weights_token(self._vae.patcher))
@@ -180,7 +189,7 @@ class ComfyVaeSource:
     def eager(self, inputs: Tensors) -> Tensors:
         half = self.architecture.half
         given = cast_inputs(inputs, dtype_of(self.precision))[half.input]
-        return {"out": plain_method(self._model, half)(self._model, given)}
+        return {"out": plain_method(self.network, half)(self.network, given)}
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32, with a copy of the weights: autoencoders are small."""
@@ -195,12 +204,24 @@ class ComfyVaeSource:
 
     def _bound(self, dtype: torch.dtype, token: Any) -> BoundWeights:
         names, owner = self.architecture.weight_names, self.architecture.role.value
-        return bind_weights(self._vae.patcher, self._model, names, dtype, token, owner, PREFIX)
+        return bind_weights(self._vae.patcher, self.network, names, dtype, token, owner, PREFIX)
 
 
 def plain_method(model: Any, half: Half) -> Any:
     """How the class of `model` computes a half: what others put into the instance calls it in turn."""
     return getattr(type(model), half.method)
+
+
+def source_of(vae: Any, half: Half) -> ComfyVaeSource:
+    """One half of a `comfy.sd.VAE` that an engine can stand for as a whole.
+
+    Raises:
+        UnsupportedModel: it can have no engine, or none would be used.
+    """
+    source = ComfyVaeSource(vae, half)
+    if reason := source.why_not():
+        raise UnsupportedModel(f"An engine would not be used: {reason}")
+    return source
 
 
 def open_vae(vae: Any, half: Half = DECODER) -> ComfyVaeSource:
@@ -212,7 +233,7 @@ def open_vae(vae: Any, half: Half = DECODER) -> ComfyVaeSource:
     import comfy.model_management
 
     comfy.model_management.load_models_gpu([vae.patcher])
-    return ComfyVaeSource(vae, half)
+    return source_of(vae, half)
 
 
 def vae_call(source: ComfyVaeSource, resolution: Resolution, batch: int) -> CallShape:

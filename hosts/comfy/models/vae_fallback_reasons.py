@@ -12,18 +12,25 @@ from ...model_patches import why_not_these_tensors
 
 def why_not_this_vae(patcher: Any, model: torch.nn.Module) -> str | None:
     """Reasons that lie in how other nodes have ComfyUI patch the VAE."""
-    import comfy.model_management as management
-
-    if getattr(management, "in_training", False):
-        return "the model is being trained"
-    if patcher.model is not model:
-        return "another node replaced the VAE's model"
+    if reason := why_nothing_of_it(patcher, model):
+        return reason
     if any(getattr(patcher, "injections", {}).values()):
         return "another node injects layers of its own into the VAE"
     if getattr(patcher, "hook_patches", None):
         return "weight hooks change the VAE"
     if patcher.object_patches:
         return f"another node replaces {next(iter(patcher.object_patches))} of the VAE"
+    return None
+
+
+def why_nothing_of_it(patcher: Any, model: torch.nn.Module) -> str | None:
+    """Those for which no part of the VAE may run on engines either."""
+    import comfy.model_management as management
+
+    if getattr(management, "in_training", False):
+        return "the model is being trained"
+    if patcher.model is not model:
+        return "another node replaced the VAE's model"
     return None
 
 

@@ -90,7 +90,8 @@ def yielding(device: torch.device) -> int:
     """Return the bytes on a device that staged weights give back by themselves: all but those of held pages."""
     import comfy.model_management as management
 
-    models = (patcher for patcher in management.loaded_models() if patcher.load_device == device)
+    patchers = (patcher for patcher in management.loaded_models() if patcher is not None)  # None: it is gone already
+    models = (patcher for patcher in patchers if patcher.load_device == device)
     staged = (getattr(patcher.model, "dynamic_vbars", {}).get(device) for patcher in models if is_dynamic(patcher))
     vbars = {id(vbar): vbar for vbar in staged if vbar is not None}
     for pages in [*_held.values()]:

@@ -10,7 +10,7 @@ from ....core.dtypes import dtype_of
 from ....core.shapes import Shape
 from ....runtime.module import AcceleratedModule
 from ..models.autoencoders import DECODER, Half
-from ..models.vae import ComfyVaeSource
+from ..models.vae import ComfyVaeSource, source_of
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def memory_needed(
 def _on_engine(vae: Any, module: AcceleratedModule, half: Half, usual: float, shape: Shape) -> float | None:
     if len(shape) != 4:
         return None
-    source = ComfyVaeSource(vae, half)
+    source = source_of(vae, half)
     forecast = module.provider.forecast(source, source.call((1, *shape[1:])), module.settings)
     if forecast is None:
         return None

@@ -491,3 +491,22 @@ def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch
     for call in (0, 1, 1, 2):
         block.keep(call, offers[call])
     assert block.offers == {1: offers[1], 2: offers[2]}
+
+
+def test_build_engine_makes_the_engines_of_all_blocks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.hosts.comfy.process import shared_provider
+    from slipstream.nodes.build_engine import BuildEngine
+
+    hidden = type("Hidden", (), {"unique_id": "7", "prompt": None, "extra_pnginfo": None})
+    monkeypatch.setattr(BuildEngine, "hidden", hidden)
+    chosen = {"batch": 2, "tokens": 77, "backend": "auto", "precision": "auto", "optimize": "blocks"}
+    with quick_block_provider(EngineStore(tmp_path)) as provider, torch.inference_mode():
+        monkeypatch.setattr(shared_provider, "provider", lambda: provider)
+        model = tiny.model()
+        report = BuildEngine.execute(model, "64x64", **chosen).result[1].splitlines()
+        assert len(report) == len(provider.store.digests()) > 3
+        assert all("fp32, built in" in line and line.endswith("ready") for line in report), report
+        fast, module = accelerated(provider, model)
+        found, wanted = tiny.sample(fast, size=96, steps=3), tiny.sample(model, size=96, steps=3)
+        assert distance(found, wanted) < 1e-5 and module.status.block_calls
+        assert len(provider.store.digests()) == len(report)

@@ -13,6 +13,9 @@ import torch
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
+from slipstream.hosts.comfy.blocks import block_classes
+from slipstream.hosts.comfy.blocks.block_classes import BLOCK_CLASSES
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -142,3 +145,22 @@ def test_packages_cast_weights_that_are_stored_in_eight_bits(provider: EnginePro
     assert module.status.block_calls >= STEPS - 2, module.status.to_json()
     made = (provider.store.lookup(digest) for digest in set(provider.store.digests()) - known)
     assert all(entry is not None and "float8_e4m3fn and float8_e5m2" in entry.manifest.label for entry in made)
+
+
+@pytest.mark.slow
+def test_one_package_of_each_kind_serves_a_vae_at_all_sizes(provider: EngineProvider) -> None:
+    """Those of the attention block and of TAESD's: what goes through their builds is what differs from a UNet's."""
+    for vae, kinds in ((tiny.taesd(), {"Block"}), (tiny.vae(), {"AttnBlock"})):
+        only = {row.place: row for row in BLOCK_CLASSES if row.name in kinds}
+        module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
+        fast, before = accelerate_vae(vae, module), len(provider.store.digests())
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(block_classes, "_BY_PLACE", only)
+            for size in (8, 12):
+                z = torch.randn(1, 4, size, size, generator=torch.Generator().manual_seed(1))
+                for _ in range(3):
+                    found = fast.decode(z)
+                assert 0 < distance(found, vae.decode(z)) < 1e-5
+                words = module.status.standing.blocks.split()
+                assert int(words[0]) == int(words[2]) > 0, module.status.to_json()
+        assert len(provider.store.digests()) == before + 1

@@ -580,7 +580,7 @@ def test_nothing_is_found_in_a_controlnet_that_nobody_touched(family: str) -> No
 @pytest.mark.parametrize("vae", [tiny.vae(), tiny.vae(quantised=False), tiny.taesd()])
 def test_nothing_is_found_in_a_vae_that_nobody_touched(vae: Any) -> None:
     for half in (DECODER, ENCODER):
-        assert ComfyVaeSource(vae, half).why_changed() is None
+        assert ComfyVaeSource(vae, half).why_not() is None
 
 
 def test_it_can_be_asked_about_a_block(account: tuple[Any, LiveModel]) -> None:

@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.tests.comfyui.support.packs.loading import TOGETHER, VARIABLE, all_packs, packs_folder
+from slipstream.tests.comfyui.support.packs.loading import CORE, TOGETHER, VARIABLE, all_packs, packs_folder
+from slipstream.tests.comfyui.support.packs.run import BLOCKS, WHOLE
 
 ROWS = "SLIPSTREAM_PACKS_ROWS"
 """Names a file that keeps the rows."""
 TOLERANCE = 2e-4
 CHANGES = 1e-3
 SECONDS = 1800
+LEAST = 0.5
+"""Share of the calls of blocks that stays on engines with each of ComfyUI's own nodes."""
 CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); import conftest\n"
     "from slipstream.tests.comfyui.support.packs.run import main\n"
@@ -31,15 +34,16 @@ CODE = (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 PACKS = all_packs()
-if not PACKS:
-    pytest.skip(f"no packs in {packs_folder()}: {VARIABLE} names a folder that holds some", allow_module_level=True)
+needs_packs = pytest.mark.skipif(
+    not PACKS, reason=f"no packs in {packs_folder()}: {VARIABLE} names a folder that holds some"
+)
 
 
-def measured(pack: str, comfyui_dir: Path, store: Path, rows: Path) -> list[dict[str, Any]]:
+def measured(pack: str, comfyui_dir: Path, store: Path, rows: Path, engines: str = WHOLE) -> list[dict[str, Any]]:
     """The rows of a pack."""
     tests = Path(__file__).resolve().parents[2]
     ran = subprocess.run(
-        [sys.executable, "-c", CODE, str(tests), pack, str(comfyui_dir), str(store), str(rows)],
+        [sys.executable, "-c", CODE, str(tests), pack, str(comfyui_dir), str(store), str(rows), engines],
         env={**os.environ, "OMP_NUM_THREADS": "1", "SLIPSTREAM_STEP_TIMES": "off", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
@@ -51,6 +55,7 @@ def measured(pack: str, comfyui_dir: Path, store: Path, rows: Path) -> list[dict
     return [json.loads(line) for line in lines]
 
 
+@needs_packs
 @pytest.mark.parametrize("pack", [*PACKS, TOGETHER])
 def test_a_pack_makes_the_pictures_that_it_makes_without_slipstream(
     pack: str, comfyui_dir: Path, engine_store: EngineStore, tmp_path: Path
@@ -70,3 +75,20 @@ def test_a_pack_makes_the_pictures_that_it_makes_without_slipstream(
         # Some packs change ComfyUI's own code as soon as they are loaded.
         by_itself = not row["used"] and all("replaced comfy." in why for why in row["reasons"])
         assert row["used"] or by_itself or not row["eager_calls"], f"it is only installed: {what}"
+
+
+@pytest.mark.parametrize("pack", [CORE, *PACKS])
+def test_blocks_that_a_node_does_not_reach_into_stay_on_engines(pack: str, comfyui_dir: Path, tmp_path: Path) -> None:
+    rows = measured(pack, comfyui_dir, tmp_path, tmp_path / "rows.jsonl", BLOCKS)
+    ran = [row for row in rows if not row["broken"]]
+    if not ran:
+        pytest.skip(f"{pack} does not run here, with or without Slipstream: {rows[0]['broken']}")
+    for row in ran:
+        what = f"{row['feature']}: {row}"
+        assert row["error"] <= TOLERANCE, f"a wrong picture: {what}"
+        assert not row["changes"] or row["effect"] >= CHANGES, f"the node did nothing, the row proves nothing: {what}"
+        assert row["blocks_on_engines"] == row["blocks"] or row["reasons"], f"no reason: {what}"
+    if pack == CORE:
+        # Flux's blocks hold attention and all the rest in one, and it is patched in all of them.
+        few = {row["feature"] for row in ran if row["blocks_on_engines"] < LEAST * row["blocks"]}
+        assert few <= {"NAGuidance, Flux"}, few

@@ -13,7 +13,7 @@ import torch
 from slipstream.core.errors import UnsupportedModel
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.models.autoencoders import DECODER, ENCODER, Half
-from slipstream.hosts.comfy.models.vae import ComfyVaeSource, open_vae, vae_call
+from slipstream.hosts.comfy.models.vae import open_vae, source_of, vae_call
 from slipstream.runtime.building.job_file import as_plain, from_plain
 from slipstream.runtime.checking.verify import relative_error
 from slipstream.runtime.module import AcceleratedModule
@@ -178,10 +178,10 @@ def other_attention(model: Any) -> None:
 )
 def test_other_vaes_have_no_engines(change: Any, reason: str) -> None:
     vae = tiny.vae()
-    ComfyVaeSource(vae)
+    source_of(vae, DECODER)
     change(vae.first_stage_model)
     with pytest.raises(UnsupportedModel, match=reason):
-        ComfyVaeSource(vae)
+        source_of(vae, DECODER)
 
 
 def known_by_its_layers_class() -> weakref.ref[torch.nn.Module]:
@@ -195,7 +195,7 @@ def known_by_its_layers_class() -> weakref.ref[torch.nn.Module]:
 
     model.decoder.conv_out.__class__ = Watched
     with pytest.raises(UnsupportedModel, match=r"decoder\.conv_out is not as"):
-        ComfyVaeSource(vae)
+        source_of(vae, DECODER)
     return weakref.ref(model)
 
 
@@ -208,17 +208,17 @@ def test_a_vae_that_was_refused_is_let_go_of() -> None:
 def test_an_encoder_that_draws_random_numbers_has_no_engine() -> None:
     vae = tiny.vae()
     vae.first_stage_model.regularization.sample = True
-    ComfyVaeSource(vae)
+    source_of(vae, DECODER)
     with pytest.raises(UnsupportedModel, match="random"):
-        ComfyVaeSource(vae, ENCODER)
+        source_of(vae, ENCODER)
 
 
 def test_a_taesd_of_another_form_has_no_engine() -> None:
     vae = tiny.taesd()
     vae.first_stage_model.taesd_decoder.append(torch.nn.ReLU())
-    ComfyVaeSource(vae, ENCODER)
+    source_of(vae, ENCODER)
     with pytest.raises(UnsupportedModel, match=r"taesd_decoder\.\d+ is not as"):
-        ComfyVaeSource(vae)
+        source_of(vae, DECODER)
 
 
 def object_patch(vae: Any) -> None:
@@ -236,4 +236,4 @@ def test_patched_vaes_have_no_engines(change: Any, reason: str) -> None:
     vae = tiny.vae()
     change(vae)
     with pytest.raises(UnsupportedModel, match=reason):
-        ComfyVaeSource(vae)
+        source_of(vae, DECODER)

@@ -15,7 +15,7 @@ from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.architectures import TINY_SD15, TINY_SDXL
 
 from .faces import EvaClip, FaceAnalysis, put_in_place
-from .loading import TOGETHER, call, call_all
+from .loading import CORE, TOGETHER, call, call_all
 from .measuring import STEPS, Feature, Patcher
 
 LENT: dict[str, tuple[str, ...]] = {
@@ -609,6 +609,40 @@ def _ppm() -> Iterable[Feature]:
     yield Feature("CADS", _node("CADSPPM"))
     yield Feature("Epsilon Scaling", _node("EpsilonScalingPPM"))
     yield Feature("Model Attention Selector", _node("ModelAttentionSelector"), changes=False)
+
+
+@_of(CORE)
+def _core() -> Iterable[Feature]:
+    """Those of ComfyUI's own nodes that reach into the model."""
+
+    def with_controlnet(patcher: Patcher) -> torch.Tensor:
+        positive, negative = call_all(
+            "ControlNetApplyAdvanced", positive=tiny.conditioning(seed=1), negative=tiny.conditioning(seed=2),
+            control_net=tiny.controlnet(), image=_image(64),
+        )  # fmt: skip
+        return tiny.sample(patcher, steps=STEPS, positive=positive, negative=negative)
+
+    layers = {"start_percent": 0.0, "end_percent": 1.0}
+    yield Feature("PerturbedAttentionGuidance", _node("PerturbedAttentionGuidance"), options=LARGER)
+    yield Feature("SelfAttentionGuidance", _node("SelfAttentionGuidance"), options=LARGER)
+    yield Feature("SkipLayerGuidanceSD3", _node("SkipLayerGuidanceSD3", layers="0", **layers), "sd3")
+    yield Feature("SkipLayerGuidanceDiT", _node(
+        "SkipLayerGuidanceDiT", double_layers="0", single_layers="0", **layers), "flux", _CFG_TWO)  # fmt: skip
+    yield Feature("HyperTile", _node("HyperTile", tile_size=32), options=LARGER)
+    yield Feature("TomePatchModel", _node("TomePatchModel", ratio=0.5), options=LARGER)
+    yield Feature("PatchModelAddDownscale", _node("PatchModelAddDownscale"), options=LARGER)
+    yield Feature("EasyCache, SD1.5", _node("EasyCache", reuse_threshold=3.0))
+    yield Feature("EasyCache, Flux", _node("EasyCache", reuse_threshold=3.0), "flux", CFG_ONE)
+    yield Feature("LazyCache", _node("LazyCache", reuse_threshold=3.0))
+    yield Feature("NAGuidance, SD1.5", _node("NAGuidance"))
+    yield Feature("NAGuidance, Flux", _node("NAGuidance"), "flux", _CFG_TWO)
+    yield Feature("RescaleCFG", _node("RescaleCFG"))
+    yield Feature("FreeU", _node("FreeU"), DEEP)
+    yield Feature("FreeU_V2", _node("FreeU_V2"), DEEP)
+    yield Feature("ControlNetApplyAdvanced", sample=with_controlnet)
+
+
+_CFG_TWO: Callable[[], dict[str, Any]] = lambda: {"cfg": 2.0}  # noqa: E731
 
 
 @_of(TOGETHER)

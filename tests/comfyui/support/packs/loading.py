@@ -19,6 +19,10 @@ TOGETHER = "all packs together"
 """In the place of one pack: all that can be loaded, in one ComfyUI."""
 
 
+CORE = "ComfyUI"
+"""In the place of one pack: the nodes that ComfyUI itself brings along."""
+
+
 def packs_folder() -> Path:
     """The folder that holds one folder a pack, as `custom_nodes` does."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/slipstream/packs").expanduser()
@@ -50,14 +54,7 @@ def load(pack: Path, base: Path, lent: Iterable[str] = ()) -> None:
     Raises:
         PackFailed: With the last line of what the loader said.
     """
-    # As ComfyUI's main module does: `nodes` puts a folder first that has a `utils` of its own.
-    importlib.import_module("utils.extra_config")
-    import server
-
-    import nodes
-
-    if getattr(server.PromptServer, "instance", None) is None:
-        server.PromptServer(asyncio.new_event_loop())
+    nodes = _nodes()
     for name in lent:
         _lend(name)
     copied = base / "custom_nodes" / pack.name
@@ -65,6 +62,34 @@ def load(pack: Path, base: Path, lent: Iterable[str] = ()) -> None:
     with _Said() as said:
         if not asyncio.run(nodes.load_custom_node(str(copied))):
             raise PackFailed(f"ComfyUI could not import {pack.name}: {said.error}")
+
+
+def load_core() -> None:
+    """Have ComfyUI load its own nodes of `comfy_extras`; those whose libraries this machine lacks stay out.
+
+    Raises:
+        PackFailed: with the last line of what the loader said.
+    """
+    nodes = _nodes()
+    extras = Path(nodes.__file__).parent / "comfy_extras"
+    with _Said() as said:
+        loaded = [
+            asyncio.run(nodes.load_custom_node(str(file), module_parent="comfy_extras"))
+            for file in sorted(extras.glob("nodes_*.py"))
+        ]
+    if not any(loaded):
+        raise PackFailed(f"ComfyUI could not import its own nodes: {said.error}")
+
+
+def _nodes() -> Any:
+    """ComfyUI's `nodes`, with a server that packs may add routes to."""
+    # As ComfyUI's main module does: `nodes` puts a folder first that has a `utils` of its own.
+    importlib.import_module("utils.extra_config")
+    import server
+
+    if getattr(server.PromptServer, "instance", None) is None:
+        server.PromptServer(asyncio.new_event_loop())
+    return importlib.import_module("nodes")
 
 
 class _Said(logging.Handler):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from slipstream.engine_cache import EngineStore
+from slipstream.core.spec import Optimize
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.blocks.block_calls import BlockCalls, BlockShare
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -22,6 +24,8 @@ from .loading import PackFailed
 Patcher = Any
 ORDERS = ("before", "after", "later")
 """Before or after Accelerate Model in the workflow; later: after, and a picture without the pack's node came first."""
+BY_BLOCKS = "by blocks"
+"""In the place of an order: after, with engines of blocks alone."""
 
 
 def unchanged(patcher: Patcher) -> Patcher:
@@ -87,6 +91,8 @@ class Row:
         used: whether a node of the pack was.
         changes: whether it is meant to change the picture.
         broken: why the pack itself fails in this ComfyUI; nothing was measured then.
+        blocks: calls of blocks in the picture, by blocks.
+        blocks_on_engines: those of them that engines computed.
     """
 
     pack: str
@@ -102,6 +108,8 @@ class Row:
     used: bool = True
     changes: bool = True
     broken: str = ""
+    blocks: int = 0
+    blocks_on_engines: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """As a line of the file of rows."""
@@ -116,11 +124,11 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 class Measurement:
-    """Accelerates models with engines of one store."""
+    """Accelerates models with engines of one provider."""
 
-    def __init__(self, pack: str, store: EngineStore) -> None:
+    def __init__(self, pack: str, provider: EngineProvider) -> None:
         self.pack = pack
-        self.provider = EngineProvider(store)
+        self.provider = provider
 
     @torch.inference_mode()  # as ComfyUI runs nodes
     def rows(self, feature: Feature, orders: tuple[str, ...] = ORDERS) -> list[Row]:
@@ -132,6 +140,36 @@ class Measurement:
             return [Row(self.pack, feature.name, feature.family, orders[0], broken=_last_line(failure))]
         effect = relative(wanted, plain)
         return [self._row(feature, order, wanted, effect) for order in orders]
+
+    @torch.inference_mode()
+    def row_by_blocks(self, feature: Feature) -> Row:
+        """Measure a feature with engines of blocks alone.
+
+        A picture later than the first, in which engines are built, and the next ones, in which those of all sizes that
+        come up are compared.
+        """
+        row = Row(self.pack, feature.name, feature.family, BY_BLOCKS, used=feature.used, changes=feature.changes)
+        try:
+            plain = feature.baseline() if feature.baseline else feature.plain_picture(feature.model())
+            eager = feature.apply(feature.model())
+            wanted = [feature.picture(eager) for _ in range(_WARM + 1)][-1]  # some packs keep things for the next one
+        except Exception as failure:  # whatever a pack raises
+            row.broken = _last_line(failure)
+            return row
+        module = AcceleratedModule(self.provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
+        patched = feature.apply(accelerate_model(feature.model(), module))
+        for _ in range(_WARM):
+            feature.picture(patched)
+        before = _counts(module)
+        with _share_of_calls() as share:
+            found = feature.picture(patched)
+        after = _counts(module)
+        row.effect, row.error = relative(wanted, plain), relative(found, wanted)
+        row.blocks_on_engines, row.blocks = share.engine, share.engine + share.waiting + share.eager.total()
+        row.engine_calls, row.eager_calls = (new - old for new, old in zip(after[:2], before[:2], strict=True))
+        reasons = [*share.eager, *(["their engines were on their way"] if share.waiting else [])]
+        row.reasons = reasons or [why for why, count in after[2].items() if count > before[2].get(why, 0)]
+        return row
 
     def _row(self, feature: Feature, order: str, wanted: torch.Tensor, effect: float) -> Row:
         row = Row(self.pack, feature.name, feature.family, order, effect)
@@ -154,6 +192,29 @@ class Measurement:
         if order == "later":
             row.error_afterwards = relative(feature.plain_picture(fast), feature.plain_picture(model))
         return row
+
+
+_WARM = 2
+"""Pictures before the one whose calls of blocks are counted."""
+
+
+@contextmanager
+def _share_of_calls() -> Iterator[BlockShare]:
+    """What becomes of all calls of blocks meanwhile."""
+    sum_of, call = BlockShare(), BlockCalls.__call__
+
+    def counted(calls: BlockCalls, compute: Callable[[], Any]) -> Any:
+        result = call(calls, compute)
+        sum_of.engine += calls.share.engine
+        sum_of.waiting += calls.share.waiting
+        sum_of.eager += calls.share.eager
+        return result
+
+    BlockCalls.__call__ = counted  # type: ignore[method-assign]
+    try:
+        yield sum_of
+    finally:
+        BlockCalls.__call__ = call  # type: ignore[method-assign]
 
 
 def _counts(module: AcceleratedModule) -> tuple[int, int, dict[str, int]]:

@@ -6,16 +6,25 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.runtime.provider import EngineProvider
 
 
-def main(pack: str, checkout: str, store: str, rows: str, wanted: str = "") -> None:
+WHOLE, BLOCKS = "whole", "blocks"
+"""Engines that are measured with."""
+
+
+def main(pack: str, checkout: str, store: str, rows: str, engines: str = WHOLE, wanted: str = "") -> None:
     """Measure a pack and append a line of JSON for each row.
 
     Args:
-        pack: name of its folder, or `loading.TOGETHER`.
+        pack: name of its folder, `loading.TOGETHER`, or `loading.CORE`.
         checkout: the ComfyUI.
-        store: folder of the engines, shared by all packs.
+        store: folder of the engines, shared by all packs; of blocks' engines none are kept.
         rows: file of the rows.
+        engines: of whole models or of blocks.
         wanted: part of a feature's name; the others are left out.
     """
     sys.argv = sys.argv[:1]
@@ -23,26 +32,36 @@ def main(pack: str, checkout: str, store: str, rows: str, wanted: str = "") -> N
 
     with tempfile.TemporaryDirectory() as base:
         enter(Path(checkout), Path(base))
-        _measure(pack, Path(base), Path(store), Path(rows), wanted)
+        from slipstream.engine_cache import EngineStore
+        from slipstream.runtime.provider import EngineProvider
+        from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+
+        if engines == WHOLE:
+            _measure(pack, Path(base), EngineProvider(EngineStore(Path(store))), Path(rows), engines, wanted)
+            return
+        with quick_block_provider(EngineStore(Path(base) / "engines of blocks")) as provider:
+            _measure(pack, Path(base), provider, Path(rows), engines, wanted)
 
 
-def _measure(pack: str, base: Path, store: Path, rows: Path, wanted: str) -> None:
-    from slipstream.engine_cache import EngineStore
-
+def _measure(pack: str, base: Path, provider: EngineProvider, rows: Path, engines: str, wanted: str) -> None:
     from . import loading
     from .features import COMPANIONS, LENT, PREPARED, features_of
     from .measuring import Feature, Measurement, Row
 
     folder = loading.packs_folder() / pack
-    about = {"commit": loading.commit_of(folder), "comfyui": _version()}
+    about = {"commit": "" if pack == loading.CORE else loading.commit_of(folder), "comfyui": _version()}
 
     def write(found: list[Row]) -> None:
         with rows.open("a", encoding="utf-8") as lines:
             for row in found:
                 lines.write(json.dumps({**row.to_json(), **about}) + "\n")
 
-    measurement = Measurement(pack, EngineStore(store))
-    for name in loading.all_packs() if pack == loading.TOGETHER else (*COMPANIONS.get(pack, ()), pack):
+    measurement = Measurement(pack, provider)
+    names = loading.all_packs() if pack == loading.TOGETHER else (*COMPANIONS.get(pack, ()), pack)
+    if pack == loading.CORE:
+        loading.load_core()
+        names = []
+    for name in names:
         PREPARED.get(name, lambda: None)()
         try:
             loading.load(folder.with_name(name), base, LENT.get(name, ()))
@@ -52,7 +71,11 @@ def _measure(pack: str, base: Path, store: Path, rows: Path, wanted: str) -> Non
             write([Row(pack, "", "", "", broken=str(failure))])
             return
     for feature in [Feature("installed, no node of it used", changes=False), *features_of(pack)]:
-        if wanted in feature.name:
+        if wanted not in feature.name:
+            continue
+        if engines == BLOCKS:
+            write([measurement.row_by_blocks(feature)])
+        else:
             write(measurement.rows(feature, ("later",) if feature.sample else ("before", "after", "later")))
 
 

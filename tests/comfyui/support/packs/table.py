@@ -10,8 +10,11 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "other-packs.md"
 TOGETHER = "all packs together"
+CORE, CORES_NAME = "ComfyUI", "ComfyUI's own nodes"
+BY_BLOCKS = "by blocks"
 TOLERANCE = 2e-4
 BEGIN, END = "<!-- made by tests/comfyui/support/packs/table.py -->", "<!-- end -->"
+BEGIN_BLOCKS, END_BLOCKS = BEGIN.replace("made", "by blocks, made"), END.replace("end", "end of by blocks")
 AUTHORS = {
     "Comfy-WaveSpeed": "chengzeyi",
     "ComfyUI-Advanced-ControlNet": "Kosinkadink",
@@ -48,11 +51,48 @@ Row = dict[str, Any]
 
 
 def main(*files: str) -> None:
-    """Put the tables into the page."""
+    """Put the tables into the page, of engines of whole models, of blocks, or of both, as there are rows of them."""
     rows = [json.loads(line) for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{tables(rows)}\n\n{END}{after}", encoding="utf-8")
+    by_blocks = [row for row in rows if row["order"] == BY_BLOCKS]
+    if whole := [row for row in rows if row["order"] != BY_BLOCKS]:
+        _put(BEGIN, tables(whole), END)
+    if by_blocks:
+        _put(BEGIN_BLOCKS, table_by_blocks(by_blocks), END_BLOCKS)
+
+
+def _put(begin: str, text: str, end: str) -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    PAGE.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
+def table_by_blocks(rows: list[Row]) -> str:
+    """What stays on engines of blocks."""
+    ran = [row for row in rows if row["used"] and not row["broken"]]
+    packs = {row["pack"] for row in ran} - {CORE}
+    wrong = [row for row in ran if row["error"] > TOLERANCE]
+    kept = [row for row in ran if row["blocks"] and row["blocks_on_engines"] >= _MUCH * row["blocks"]]
+    lines = [
+        f"{len(ran)} features of {len(packs)} packs and of ComfyUI itself: {len(wrong)} wrong pictures. "
+        f"With {len(kept)} of them engines compute {100 * _MUCH:.0f} % of the calls of blocks or more.",
+        "",
+        "| pack | feature | model | ComfyUI | changes the picture by | calls of blocks on engines | the others | off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ran.sort(key=lambda row: (row["pack"] != CORE, row["pack"].lower(), row["comfyui"]))
+    return "\n".join([*lines, *map(_line_by_blocks, ran)])
+
+
+_MUCH = 0.7
+
+
+def _line_by_blocks(row: Row) -> str:
+    changes = percent(row["effect"]) if row["changes"] else f"{percent(row['effect'])} (meant to change nothing)"
+    share = f"{row['blocks_on_engines']} of {row['blocks']}"
+    if not row["blocks"]:
+        share = "none is called through Slipstream"
+    cells = (_name(row), row["feature"], row["family"], row["comfyui"], changes, share, _cell(_reasons(row["reasons"])))
+    return f"| {' | '.join(cells)} | {percent(row['error'])} |"
 
 
 def tables(rows: list[Row]) -> str:
@@ -98,8 +138,8 @@ def _place(found: list[Row]) -> tuple[str, str]:
 def _name(row: Row) -> str:
     pack = row["pack"]
     author = AUTHORS.get(pack)
-    if pack == TOGETHER:
-        return pack
+    if pack in (TOGETHER, CORE):
+        return CORES_NAME if pack == CORE else pack
     return f"{f'[{pack}](https://github.com/{author}/{pack})' if author else pack} {row['commit']}"
 
 
