@@ -69,9 +69,7 @@ def tab(browser: Any, server: ComfyServer, nodes2: bool, client: ComfyClient) ->
     tabs: list[ComfyPage] = []
 
     def open_tab() -> ComfyPage:
-        context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
-        tabs.append(ComfyPage(context.new_page(), server.url, nodes2))
-        tabs[-1].open()
+        tabs.append(new_tab(browser, server, nodes2))
         return tabs[-1]
 
     yield open_tab
@@ -80,9 +78,49 @@ def tab(browser: Any, server: ComfyServer, nodes2: bool, client: ComfyClient) ->
     assert [error for page in tabs for error in page.errors] == []
 
 
+@pytest.fixture(scope="module")
+def lent() -> Iterator[list[ComfyPage]]:
+    """The tab that tests of a module have one after another, if there is one: to load ComfyUI's page takes 10 s."""
+    tabs: list[ComfyPage] = []
+    yield tabs
+    for page in tabs:
+        page.page.context.close()
+
+
 @pytest.fixture
-def page(tab: Callable[[], ComfyPage]) -> ComfyPage:
-    return tab()
+def page(
+    request: pytest.FixtureRequest,
+    browser: Any,
+    server: ComfyServer,
+    nodes2: bool,
+    client: ComfyClient,
+    lent: list[ComfyPage],
+) -> Iterator[ComfyPage]:
+    """A tab with nothing of another test in it; an error in our files fails the test.
+
+    It is lent to the next test, unless this one fails, loads the page again, or leaves a dialog open.
+    """
+    page = lent.pop() if lent else None
+    if page is not None and (page.nodes2 != nodes2 or page.url != server.url or not page.start_afresh()):
+        page.page.context.close()
+        page = None
+    if page is None:
+        page = new_tab(browser, server, nodes2)
+    loads = page.loads
+    yield page
+    if page.loads == loads and not request.session.testsfailed and not page.errors:
+        lent.append(page)
+    else:
+        page.page.context.close()
+    assert page.errors == []
+
+
+def new_tab(browser: Any, server: ComfyServer, nodes2: bool) -> ComfyPage:
+    """Open ComfyUI's page in a tab whose storage and cache are its own."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US")
+    page = ComfyPage(context.new_page(), server.url, nodes2)
+    page.open()
+    return page
 
 
 @pytest.fixture

@@ -90,6 +90,15 @@ _ENTER = """() => {
   app.canvas.openSubgraph(node.subgraph, node);
   return node.id;
 }"""
+# As a page that was just loaded is; whether that could be had without loading it.
+_AFRESH = """() => {
+  const { toast, command } = app.extensionManager;
+  toast.removeAll?.();
+  window.slipstreamTestNotices = [];
+  if (document.querySelector(".slipstream-panel")) command.execute("Slipstream.OpenTab");
+  app.canvas.setGraph(app.canvas.graph.rootGraph ?? app.graph);
+  return !document.querySelector("[role=dialog], .p-dialog-mask, .comfy-modal[style*=block]");
+}"""
 _LEAVE = "() => app.canvas.setGraph(app.canvas.graph.rootGraph)"
 _SELECT = "ids => app.canvas.selectItems(ids.map(id => app.canvas.graph.getNodeById(id)))"
 _INSERT = """([kind, from, output, to, input, values]) => {
@@ -176,6 +185,7 @@ class ComfyPage:
         self.nodes2 = nodes2
         self.errors: list[str] = []
         self.node: int | None = None
+        self.loads = 0
         self._said: list[str] = []
         opened.add(self)
         page.set_default_timeout(SECONDS * 1000)
@@ -197,8 +207,17 @@ class ComfyPage:
 
     def open(self) -> None:
         """Load the page, or load it again."""
+        self.loads += 1
         self.page.goto(self.url)
         self.page.wait_for_function(READY, timeout=SECONDS * 1000)
+
+    def start_afresh(self) -> bool:
+        """Clear away what a test left, and return whether all is as in a page that was just loaded."""
+        self.page.unroute_all()
+        self.node = None
+        self.errors.clear()
+        self._said.clear()
+        return bool(self.page.evaluate(_AFRESH))
 
     def load(self, workflow: dict[str, Any]) -> None:
         """Open a workflow and bring its Accelerate Model into view."""
