@@ -110,8 +110,8 @@ class BlockCalls:
     Args:
         owner: the network's architecture.
         module: is told which builds these calls wait for.
-        in_place: gives those weights of the network that lie on its device in a dtype, by name, for the length of the
-            run.
+        in_place: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
+            the length of the run.
         ending: closed when the run is over.
 
     Attributes:
@@ -135,6 +135,7 @@ class BlockCalls:
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._stored: dict[LedBlock, str | UnsupportedModel] = {}
+        """How weights of blocks lie in 8 bits; or why engines do not take them."""
         self._hold = Hold()
         self._is_held = False
         self._led: LedNetwork | None = None

@@ -260,7 +260,7 @@ class GraphedNetwork:
     def _weights_for(self, whole: WholeCall) -> Mapping[str, torch.Tensor] | None:
         """All weights of the network, by name; None where not all lie where they stay, in the dtype that is wanted."""
         dtypes = {dtype_of(offer.precision) for offer in whole.offers}
-        if len(dtypes) > 1:
+        if len(dtypes) != 1:
             return None
         dtype = dtypes.pop()
         lying = self._weights(dtype)
