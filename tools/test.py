@@ -72,8 +72,8 @@ UNIT_PARTS = {
 """Folders of the unit tests that run in a process of their own: so that cores share the work."""
 LONGEST = ("ui", "unit runtime", "unit backends")
 """How the titles of those begin that take longest, of the tiers without ComfyUI."""
-PAGE = ("page/test_page.py", "page/test_page_templates.py", "page/test_ui.py")
-"""Those that drive ComfyUI's page in a browser: a process of their own, so that two cores share the work."""
+BY_THEMSELVES = ("page", "server")
+"""Folders of the tests in ComfyUI that run in a process of their own: so that cores share the work."""
 NEWEST_WEBUI = "webui-neo"
 GET_COMFYUI = (
     "no ComfyUI found, so nothing was tried in the program that Slipstream is made for. Get one with "
@@ -267,11 +267,10 @@ def _comfyui_tests(is_newest: bool, whole: bool) -> dict[str, list[str]]:
     """Return pytest's arguments for each process of tests in one ComfyUI, by what is added to its name."""
     if not is_newest and not whole:
         return {"": [str(COMFYUI_TESTS / name) for name in SEAMS]}
-    elsewhere = PAGE if is_newest else (*PAGE, *ONCE)
-    return {
-        "": [str(COMFYUI_TESTS), *(f"--ignore={COMFYUI_TESTS / name}" for name in elsewhere)],
-        " page": [str(COMFYUI_TESTS / name) for name in PAGE],
-    }
+    left_out = () if is_newest else ONCE
+    parts = {"": [str(COMFYUI_TESTS), *(f"--ignore={COMFYUI_TESTS / name}" for name in BY_THEMSELVES)]}
+    parts |= {f" {name}": [str(COMFYUI_TESTS / name)] for name in BY_THEMSELVES}
+    return {name: [*paths, *(f"--ignore={COMFYUI_TESTS / each}" for each in left_out)] for name, paths in parts.items()}
 
 
 def _chosen(arguments: Sequence[str]) -> list[str]:

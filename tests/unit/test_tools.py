@@ -213,14 +213,16 @@ def test_what_is_not_about_a_version_runs_in_one_comfyui(command: ModuleType, tm
         return [path.relative_to(command.COMFYUI_TESTS).as_posix() for path in ignored]
 
     usual, whole = planned(False), planned(True)
-    page = [str(command.COMFYUI_TESTS / name) for name in command.PAGE]
-    assert list(usual) == ["comfyui older", "comfyui newer", "comfyui newer page"]
+    parts = [f"comfyui newer {name}" for name in command.BY_THEMSELVES]
+    assert list(usual) == ["comfyui older", "comfyui newer", *parts]
     assert usual["comfyui older"] == [str(command.COMFYUI_TESTS / name) for name in command.SEAMS] + [NO_SLOW]
-    assert usual["comfyui newer page"] == [*page, NO_SLOW] and whole["comfyui newer page"] == page
-    assert whole["comfyui older page"] == page
-    assert ignored(usual["comfyui newer"]) == ignored(whole["comfyui newer"]) == list(command.PAGE)
-    assert ignored(whole["comfyui older"]) == [*command.PAGE, *command.ONCE]
-    named = (*command.ONCE, *command.SEAMS, *command.PAGE)
+    for part, name in zip(parts, command.BY_THEMSELVES, strict=True):
+        folder = command.COMFYUI_TESTS / name
+        assert folder.is_dir() and whole[part] == [str(folder)] and usual[part] == [str(folder), NO_SLOW]
+    assert ignored(usual["comfyui newer"]) == ignored(whole["comfyui newer"]) == list(command.BY_THEMSELVES)
+    assert ignored(whole["comfyui older"]) == [*command.BY_THEMSELVES, *command.ONCE]
+    assert all(ignored(whole[f"comfyui older {name}"]) == list(command.ONCE) for name in command.BY_THEMSELVES)
+    named = (*command.ONCE, *command.SEAMS)
     assert all((command.COMFYUI_TESTS / name).is_file() for name in named)
     chosen = command._planned(Path(sys.executable), hosts, [str(command.COMFYUI_TESTS / "server" / "test_cli.py")])
     assert [tier.title for tier in chosen] == ["comfyui older", "comfyui newer"]
