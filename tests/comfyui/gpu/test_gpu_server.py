@@ -306,12 +306,17 @@ def test_blocks_serve_every_step(server: Server) -> None:
 
 @pytest.mark.skipif(not on_gpu(), reason="nothing is captured without a GPU")
 def test_blocks_are_one_graph_which_free_drops(server: Server) -> None:
-    _until_blocks_serve(server)
-    assert IN_ONE_GRAPH in server.process.log()
+    wish = replace(BLOCKS, size=512, steps=30)  # a size that no other test captures
+    before = server.process.log().count(IN_ONE_GRAPH)
+    for seed in (60, 61):
+        assert_right(server, replace(wish, seed=seed), server.fast(replace(wish, seed=seed)))
+    assert server.process.log().count(IN_ONE_GRAPH) > before
+    held = server.memory_used()
     server.client.free()
-    time.sleep(1)
+    time.sleep(2)
+    assert server.memory_used() < held
     for seed in (65, 66):
-        assert_by_engine(server, replace(BLOCKS, seed=seed), server.fast(replace(BLOCKS, seed=seed)))
+        assert_by_engine(server, replace(wish, seed=seed), server.fast(replace(wish, seed=seed)))
 
 
 @pytest.mark.skipif(not on_gpu(), reason="nothing is captured without a GPU")

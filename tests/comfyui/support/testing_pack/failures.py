@@ -110,7 +110,8 @@ class Failures:
             self.at(where)
 
     def _before_call(self, results: Any) -> None:
-        x = results if isinstance(results, torch.Tensor) else next(iter(getattr(results, "values", lambda: results)()))
+        given = [results] if isinstance(results, torch.Tensor) else getattr(results, "values", lambda: results)()
+        x = next(each for each in given if each is not None)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self.at("capture", x)
         else:
