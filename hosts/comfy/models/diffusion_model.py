@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,8 @@ def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torc
 
 @contextmanager
 def plain_attention(module: str | None, attention: Callable[..., Any] = scaled_dot_product_attention) -> Iterator[None]:
-    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile.
+    """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile, for
+    calls in this thread.
 
     Args:
         attention: as overrides are.
@@ -87,8 +89,13 @@ def plain_attention(module: str | None, attention: Callable[..., Any] = scaled_d
         yield
         return
     names = vars(importlib.import_module(module))
-    before = names["optimized_attention"]
-    names["optimized_attention"] = functools.partial(attention, before)
+    before, here = names["optimized_attention"], threading.get_ident()
+
+    @functools.wraps(before)
+    def in_its_place(*args: Any, **kwargs: Any) -> Any:
+        return attention(before, *args, **kwargs) if threading.get_ident() == here else before(*args, **kwargs)
+
+    names["optimized_attention"] = in_its_place
     try:
         yield
     finally:
