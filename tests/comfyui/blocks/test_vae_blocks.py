@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
@@ -16,6 +17,7 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.blocks.block_architecture import block_digest
 from slipstream.hosts.comfy.models.vae import ComfyVaeHalf
+from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
@@ -199,21 +201,22 @@ def test_numbers_too_large_for_an_engine_give_the_plain_picture(tmp_path: Any) -
 
 
 def test_no_picture_waits_for_blocks_that_were_not_asked_for(tmp_path: Any) -> None:
-    """While an engine of the whole is built in the background, blocks serve where they are there already."""
+    """While an engine of the whole is on its way, blocks serve where theirs are there already."""
     settings = Settings(policy=BuildPolicy.BACKGROUND, levers=Levers(by_blocks=ByBlocks.ON))
     with quick_block_provider(EngineStore(tmp_path)) as provider:
         provider.backends = []
         vae = tiny.vae()
         hurried: list[Any] = []
+        coming = lambda block, dtypes, precision, *_: BlockOffer(block, (), precision)  # noqa: E731
+        provider.blocks.offer = coming  # type: ignore[method-assign]
         provider.blocks.wait_for = lambda offers, *_: hurried.extend(offers)  # type: ignore[method-assign]
+        wanted = vae.decode(latents())
         fast, _ = accelerated(provider, vae, settings)
-        assert torch.equal(fast.decode(latents()), vae.decode(latents()))
-        fast, _ = accelerated(provider, vae, Settings(policy=BuildPolicy.FIRST_USE, levers=settings.levers))
-        fast.decode(latents())
-        assert not hurried
-        fast, _ = accelerated(provider, vae)
-        fast.decode(latents())
-        assert hurried
+        assert torch.equal(fast.decode(latents()), wanted) and not hurried
+        fast, _ = accelerated(provider, vae, replace(settings, policy=BuildPolicy.FIRST_USE))
+        assert torch.equal(fast.decode(latents()), wanted) and not hurried
+        fast, _ = accelerated(provider, tiny.vae())  # which has other blocks, that no offers are kept for
+        assert torch.equal(fast.decode(latents()), wanted) and hurried
 
 
 def test_the_attention_that_comfyui_chose_is_no_part_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -637,8 +637,8 @@ def _core() -> Iterable[Feature]:
     yield Feature("NAGuidance, SD1.5", _node("NAGuidance"))
     yield Feature("NAGuidance, Flux", _node("NAGuidance"), "flux", _CFG_TWO)
     yield Feature("RescaleCFG", _node("RescaleCFG"))
-    yield Feature("FreeU", _node("FreeU"), DEEP)
-    yield Feature("FreeU_V2", _node("FreeU_V2"), DEEP)
+    yield Feature("FreeU", _node("FreeU"), options=LARGER)
+    yield Feature("FreeU_V2", _node("FreeU_V2"), options=LARGER)
     yield Feature("ControlNetApplyAdvanced", sample=with_controlnet)
 
 

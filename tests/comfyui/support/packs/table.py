@@ -91,7 +91,7 @@ def _line_by_blocks(row: Row) -> str:
     share = f"{row['blocks_on_engines']} of {row['blocks']}"
     if not row["blocks"]:
         share = "none is called through Slipstream"
-    cells = (_name(row), row["feature"], row["family"], row["comfyui"], changes, share, _cell(_reasons(row["reasons"])))
+    cells = (_name(row), row["feature"], row["family"], row["comfyui"], changes, share, _cell(_short(row["reasons"])))
     return f"| {' | '.join(cells)} | {percent(row['error'])} |"
 
 
@@ -164,6 +164,11 @@ def _computed_by(row: Row) -> str:
 
 def _reasons(reasons: Iterable[str]) -> str:
     return "; ".join(reasons)
+
+
+def _short(reasons: list[str]) -> str:
+    """The first one, where each of many blocks has its own."""
+    return _reasons(reasons) if len(reasons) < 3 else f"{reasons[0]}; and {len(reasons) - 1} like it"
 
 
 def _cell(text: str) -> str:
