@@ -203,8 +203,8 @@ def _share_of_calls() -> Iterator[BlockShare]:
     """What becomes of all calls of blocks meanwhile."""
     sum_of, call = BlockShare(), BlockCalls.__call__
 
-    def counted(calls: BlockCalls, compute: Callable[[], Any]) -> Any:
-        result = call(calls, compute)
+    def counted(calls: BlockCalls, *args: Any) -> Any:
+        result = call(calls, *args)
         sum_of.engine += calls.share.engine
         sum_of.waiting += calls.share.waiting
         sum_of.eager += calls.share.eager
