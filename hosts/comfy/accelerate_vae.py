@@ -311,7 +311,11 @@ class _HalfCalls:
             if not (self.blocks.share.engine and _has_overflowed(found["out"], given)):
                 return found
             disturb()
+            if not is_finite(again := {"out": plain()}):  # the VAE's own doing
+                return again
             _overflowed.add(self.source.network)
+            self.blocks.share = BlockShare(eager=Counter({_OVERFLOWED: 1}))
+            return again
         self.blocks.share = BlockShare(eager=Counter({_OVERFLOWED: 1}))
         return {"out": plain()}
 

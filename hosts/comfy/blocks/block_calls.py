@@ -11,7 +11,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -35,11 +35,12 @@ from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
 from ...model_patches import why_not_in_this_mode
+from ...stand_in import copied
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
-from .block_patches import attention_outside, why_patched
+from .block_patches import attending_exactly, attention_outside, exact_attention, why_patched
 from .block_weights import stored_weights
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
@@ -58,6 +59,8 @@ _TRIALS = 8
 
 _CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
+
+_TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 
@@ -320,6 +323,9 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
+        if attention is not None and not offer.is_trusted:
+            self._try_with_exact_attention(block, offer, tensors, options, args, kwargs)
+            return self._rest(block, args, kwargs)
         found = self._computed(block, offer, tensors, attention)
         if isinstance(found, str):
             return self._plain(block, args, kwargs, found)
@@ -329,8 +335,38 @@ class BlockCalls:
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
-        self._trials[id(offer)] = _compared(offer, found, wanted)
+        self._compare(offer, found, wanted)
         return wanted
+
+    def _compare(self, offer: BlockOffer, found: Any, wanted: Any) -> None:
+        """Hold an engine's result against the block's; where memory does not suffice for that, a later one."""
+        with suppress(torch.OutOfMemoryError):
+            self._trials[id(offer)] = _compared(offer, found, wanted)
+
+    def _try_with_exact_attention(
+        self,
+        block: LedBlock,
+        offer: BlockOffer,
+        tensors: Sequence[torch.Tensor],
+        options: dict[str, Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Compare an engine that calls attention out with its block, both with the same exact attention.
+
+        Another node's may count its calls, or add noise: it is called once, by the block, for the picture.
+        """
+        found = self._computed(block, offer, tensors, exact_attention)
+        if isinstance(found, str):
+            return
+        with suppress(torch.OutOfMemoryError), attending_exactly(block.kind, options):
+            given, named = copied(list(args), with_tensors=True), copied(kwargs, with_tensors=True)
+            self._resting += 1
+            try:
+                wanted = block.plain(*given, **named)
+            finally:
+                self._resting -= 1
+            self._compare(offer, found, wanted)
 
     def _stored_in(self, block: LedBlock) -> str:
         """How the block's weights lie in 8 bits, as a form has it; looked at once a run.
@@ -408,6 +444,8 @@ class BlockCalls:
         except self._hooks.interruptions:
             raise
         except AttentionFailed as failed:
+            if isinstance(failed.error, torch.OutOfMemoryError):
+                return _TOO_LITTLE_MEMORY
             if not isinstance(failed.error, UnsupportedModel):
                 raise failed.error from None  # another node's own, as it would be in the block
             offer.refuse(str(failed.error), is_final=False)
@@ -416,7 +454,7 @@ class BlockCalls:
             self._stored.pop(block, None)  # its weights may be others than those that were looked at
             return str(error)
         except torch.OutOfMemoryError:
-            return "memory does not suffice for its engine"
+            return _TOO_LITTLE_MEMORY
         except Exception as error:  # whatever compiled code, or ComfyUI's cast, raises: the picture goes on
             reason = f"its engine failed ({type(error).__name__}: {error})"
             self._engines.refuse(offer, reason)

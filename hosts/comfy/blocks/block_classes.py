@@ -56,12 +56,12 @@ class BlockClass:
             name: value for name, value in given.items() if name not in defaults or value is not defaults[name]
         }, options
 
-    @property
+    @cached_property
     def has_attention(self) -> bool:
         """Whether it computes any attention."""
         return self.takes_options or self.attention is not None
 
-    @property
+    @cached_property
     def takes_options(self) -> bool:
         """Whether its calls are given `transformer_options`, by which other nodes reach into it."""
         return bool(self.names) or OPTIONS in _parameters_of(self.load().forward)[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
+from ..models.diffusion_model import plain_attention, scaled_dot_product_attention
 from .block_classes import OPTIONS, OVERRIDE, BlockClass
 
 _PATCHES, _REPLACE = "patches", "patches_replace"
@@ -80,6 +82,30 @@ def attention_outside(kind: BlockClass, options: Mapping[str, Any] | None) -> Ca
         return function(*args, **kwargs, **own)
 
     return attention
+
+
+def exact_attention(*args: Any, **kwargs: Any) -> Any:
+    """What engines of blocks that call nothing out compute."""
+    return scaled_dot_product_attention(None, *args, **kwargs)
+
+
+@contextmanager
+def attending_exactly(kind: BlockClass, options: dict[str, Any] | None) -> Iterator[None]:
+    """Meanwhile a block that is called with these options computes its attention by `exact_attention`."""
+    with plain_attention(kind.attention):
+        if options is None:
+            yield
+            return
+        missing = object()
+        before = options.get(OVERRIDE, missing)
+        options[OVERRIDE] = scaled_dot_product_attention
+        try:
+            yield
+        finally:
+            if before is missing:
+                del options[OVERRIDE]
+            else:
+                options[OVERRIDE] = before
 
 
 @functools.lru_cache(maxsize=16)

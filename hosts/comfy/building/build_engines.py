@@ -20,7 +20,7 @@ from ....runtime.requests.make_engines import make_engines
 from ....runtime.settings.model_settings import PIXELS, Resolution
 from ...live_model.account import why_changed
 from ..blocks.block_calls import block_calls_of
-from ..models.fallback_reasons import why_not_this_run
+from ..models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from ..models.model_classes import CallSize
 from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
@@ -58,7 +58,7 @@ def build_blocks(module: AcceleratedModule, patcher: Any, batch: int, tokens: in
     """
     settings, store = module.settings, module.provider.store
     with failing(module), ExitStack() as ending:
-        source, calls = _opened(module, patcher, batch, tokens)
+        source, calls = _opened(module, patcher, batch, tokens, for_blocks=True)
         blocks = block_calls_of(source.unet, source, module, settings, patcher, ending)
         if blocks is None:
             raise UnsupportedModel(
@@ -75,13 +75,13 @@ def build_blocks(module: AcceleratedModule, patcher: Any, batch: int, tokens: in
 
 
 def _opened(
-    module: AcceleratedModule, patcher: Any, batch: int, tokens: int
+    module: AcceleratedModule, patcher: Any, batch: int, tokens: int, for_blocks: bool = False
 ) -> tuple[ComfyUNetSource, list[CallShape]]:
     """The model on its device, and its call at each of the settings' resolutions."""
     resolutions = module.settings.resolutions
     if not resolutions:
         raise UnsupportedModel("Name at least one resolution, such as 512x512")
-    source = open_unet(patcher, module.provider.weights_memo)
+    source = open_unet(patcher, module.provider.weights_memo, for_blocks)
     return source, [unet_call(source, resolution, batch, tokens) for resolution in resolutions]
 
 
@@ -97,11 +97,12 @@ def failing(module: AcceleratedModule) -> Iterator[None]:
         raise
 
 
-def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
+def open_unet(patcher: Any, memo: WeightsMemo, for_blocks: bool = False) -> ComfyUNetSource:
     """Load a model onto its device, where it stays, ready to be measured and checked.
 
     Args:
         memo: remembers the digests of checkpoint files.
+        for_blocks: engines of its blocks are wanted, of which changed ones do without.
 
     Raises:
         UnsupportedModel: no engine would be used for it.
@@ -110,7 +111,10 @@ def open_unet(patcher: Any, memo: WeightsMemo) -> ComfyUNetSource:
 
     comfy.model_management.load_models_gpu([patcher])
     source = ComfyUNetSource(patcher, memo)
-    if reason := why_not_this_run(patcher, patcher.model_options) or why_changed(source.unet, source.architecture):
+    reason = why_nothing_of_it(patcher.model_options)
+    if not for_blocks:
+        reason = why_not_this_run(patcher, patcher.model_options) or why_changed(source.unet, source.architecture)
+    if reason:
         raise UnsupportedModel(f"An engine would not be used: {reason}")
     return source
 

@@ -160,6 +160,53 @@ class Seen:
         return 0.5 * chosen(*args, **kwargs)
 
 
+@pytest.mark.parametrize("kind", ["counts its calls", "adds noise"])
+def test_engines_are_trusted_whatever_an_override_of_attention_does(kind: str, provider: EngineProvider) -> None:
+    """As caches do that tell layers apart by counting; engines are compared without it."""
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0}
+
+    def override() -> Any:
+        calls, noise = [], torch.Generator().manual_seed(3)
+
+        def attention(chosen: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            out = chosen(*args, **kwargs)
+            if kind == "adds noise":
+                return out + 0.1 * torch.randn(out.shape, generator=noise)
+            return out * (0.5 if len(calls) % 4 == 0 else 1.0)
+
+        return attention
+
+    wanted = tiny.sample(overridden(model, override()), "flux", **options)
+    for _ in range(2):
+        assert distance(tiny.sample(overridden(fast, override()), "flux", **options), wanted) < 4e-5
+    on_engines, total = share_of(module)
+    assert on_engines == total > 0
+    assert not provider.blocks._refused
+
+
+def test_attention_that_runs_out_of_memory_in_an_engine_leaves_its_block_to_the_model(provider: EngineProvider) -> None:
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0}
+    calls: list[bool] = []
+
+    def attention(chosen: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(fails and not any(calls))
+        if calls[-1]:
+            raise torch.OutOfMemoryError("no")
+        return 0.5 * chosen(*args, **kwargs)
+
+    fails = False
+    wanted = tiny.sample(overridden(model, attention), "flux", **options)
+    tiny.sample(overridden(fast, attention), "flux", **options)
+    fails = True
+    assert distance(tiny.sample(overridden(fast, attention), "flux", **options), wanted) < 4e-5
+    assert sum(calls) == 1 and module.status.block_calls > STEPS
+
+
 @pytest.mark.parametrize("family", with_slow(["sd15", "sd3", "flux", "wan", "qwen", "lumina"], "sd3", "wan", "lumina"))
 def test_an_override_of_attention_is_called_in_the_midst_of_engines_as_in_blocks(
     family: str, provider: EngineProvider
@@ -170,9 +217,10 @@ def test_an_override_of_attention_is_called_in_the_midst_of_engines_as_in_blocks
     prompts = {name: tiny.conditioning(family, seed, **mask) for seed, name in ((1, "positive"), (2, "negative"))}
     options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0, **prompts}
     first, here, there = Seen(), Seen(), Seen()
-    tiny.sample(overridden(fast, first), family, **options)  # compares engines: blocks call it once more then
+    compared = tiny.sample(overridden(fast, first), family, **options)
     found = tiny.sample(overridden(fast, here), family, **options)
     wanted = tiny.sample(overridden(model, there), family, **options)
+    assert len(first.calls) == len(there.calls) and distance(compared, wanted) < 1e-5
     assert 4 * distance(found, wanted) < 4e-5 < distance(wanted, tiny.sample(model, family, **options))
     on_engines, total = share_of(module)
     assert on_engines == total > 0
