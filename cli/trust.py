@@ -77,7 +77,7 @@ def _adopt(store: EngineStore, output: Output, options: Namespace) -> int:
         for digest, reason in wrong.items():
             output.line(f"{digest[:SHOWN]}  not adopted: {reason}")
         is_nothing = not entries and not wrong
-        output.line("There are no unsigned engines to adopt" if is_nothing else f"{len(adopted)} engines adopted")
+        output.line("There are no unsigned engines to adopt" if is_nothing else f"Engines adopted: {len(adopted)}")
 
     output.show({"adopted": [entry.digest for entry in adopted], **({"wrong": wrong} if wrong else {})}, tell)
     return FAILED if wrong else OK

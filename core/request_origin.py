@@ -32,7 +32,7 @@ def why_not_own_page(host: str, origins: Collection[str], fetch_site: str) -> st
 def host_name(host: str) -> str:
     """Of a header Host, without the port; empty where it is none."""
     try:
-        return urlsplit(f"//{host.strip()}").hostname or ""
+        return (urlsplit(f"//{host.strip()}").hostname or "").removesuffix(".")
     except ValueError:
         return ""
 
@@ -41,25 +41,33 @@ def is_loopback(host: str) -> bool:
     """Whether a header Host is an address or name that leads to the browser's own machine, wherever that is."""
     name = host_name(host)
     address = _address(name)
-    return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
+    if address is None:
+        return name == "localhost" or name.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
 
 
-def is_of_this_machine(host: str) -> bool:
-    """Whether a header Host is an address, or a name that this machine has by itself.
+def is_of_this_machine(host: str, local: str | None) -> bool:
+    """Whether a header Host is the address that was connected to, or a name that this machine has by itself.
 
-    All other names are of somebody who may have them lead anywhere: a page of theirs that has its name lead here passes
-    for ours by its origin (DNS rebinding).
+    All other addresses are what a proxy or forwarder was asked by, and all other names are of somebody who may have
+    them lead anywhere: a page of theirs that has its name lead here passes for ours by its origin (DNS rebinding).
+
+    Args:
+        local: the address that was connected to; None where there is none.
     """
-    name = host_name(host)
+    name, address = host_name(host), _address(host_name(host))
+    if is_loopback(host) or (address is not None and address == _address(local or "")):
+        return True
     ours = socket.gethostname().lower()
-    return is_loopback(host) or _address(name) is not None or name in (ours, f"{ours}.local")
+    return name in (ours, f"{ours}.local", ours.partition(".")[0])
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(name)
+        address = ipaddress.ip_address(name)
     except ValueError:
         return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def _is_same(origin: str, host: str) -> bool:

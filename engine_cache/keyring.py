@@ -246,7 +246,10 @@ class Keyring:
         with store_errors("Changing the list of trusted keys", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / "keys.lock", "Another process is writing keys", _LOCK_SECONDS):
-                keys = _keys_in(self.folder / _TRUSTED)
+                try:
+                    keys = _keys_of(_lines_of(self.folder / _TRUSTED), _TRUSTED)
+                except UnicodeDecodeError as error:
+                    raise StoreError(f"{self.folder / _TRUSTED} is no text in UTF-8. Save it as such") from error
                 yield keys
                 text = "".join(f"{key} {name}".rstrip() + "\n" for key, name in keys.items())
                 replace_text(self.folder / _TRUSTED, text, self.folder)
@@ -263,10 +266,16 @@ def _configured_folder() -> Path:
 
 def _keys_in(path: Path) -> dict[PublicKey, str]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return _keys_of(_lines_of(path), str(path))
     except (OSError, UnicodeDecodeError):
         return {}
-    return _keys_of(lines, str(path))
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _keys_of(lines: list[str], source: str) -> dict[PublicKey, str]:

@@ -112,7 +112,7 @@ class EngineStore:
         A corrupt entry is set aside and a warning names the reason; it never raises for one bad entry. Call
         `Entry.verify_files` before using the files.
         """
-        if self._space.adopting.is_dir():  # a process died as it adopted engines
+        if os.path.isdir(self._space.adopting):  # a process died as it adopted engines
             with contextlib.suppress(StoreError), self._space.writing("Adopting engines"):
                 pass
         try:
@@ -324,7 +324,8 @@ class EngineStore:
         sound: Entries = []
         for entry in entries:
             try:
-                entry.verify_files(again=True)
+                with entry.hold():
+                    entry.verify_files(again=True)
                 if entry.is_in_base:
                     raise StoreError(
                         f"The engine {entry.digest[:12]} lies in {entry.directory.parent}, which is only read"
@@ -337,11 +338,16 @@ class EngineStore:
         if not sound:
             return []
         with self.scratch("adopting") as folder, self._space.writing("Adopting engines"):
-            for entry in sound:
-                manifest = signed(self._as_verified(entry).manifest, self.keyring)
-                write_durably(folder / f"{entry.digest}.json", manifest.to_json())
+            manifests = [signed(self._as_verified(entry).manifest, self.keyring) for entry in sound]
+            for manifest in manifests:
+                write_durably(folder / f"{manifest.digest}.json", manifest.to_json())
             self._space.adopt(folder)
-            return [self._read_if_sound(entry.digest) or entry for entry in sound]
+            now = [self._read_if_sound(entry.digest) or entry for entry in sound]
+        left = [entry for entry, manifest in zip(now, manifests, strict=True) if entry.manifest != manifest]
+        if left:
+            names = ", ".join(entry.digest[:12] for entry in left)
+            raise StoreError(f"These engines could not be changed on the disk and stay untrusted: {names}")
+        return now
 
     def _as_verified(self, entry: Entry) -> Entry:
         """The entry as it is now.

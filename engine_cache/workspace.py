@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -10,10 +11,12 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..core.errors import CorruptEngine, IncompatibleEngine
+from ..core.errors import CorruptEngine, IncompatibleEngine, StoreError
 from .files import remove_tree, replace, store_errors, sync_folder, within_path_limit, write_durably
 from .locks import Claims, locked
 from .manifest import MANIFEST_NAME, Manifest
+
+log = logging.getLogger(__name__)
 
 QUARANTINE_KEPT = 3
 LOCK_SECONDS = 60.0
@@ -90,19 +93,29 @@ class Workspace:
         One rename decides. What a process that dies then leaves undone, the next that takes the store's lock does; it
         takes no space.
         """
+        if os.path.isdir(self.adopting):
+            raise StoreError(f"Engines that were to be adopted earlier could not be written. Delete {self.adopting}")
+        for file in folder.iterdir():
+            if not os.access(self.engines / file.stem, os.W_OK):
+                raise StoreError(f"This user may not change {self.engines / file.stem}. Nothing was adopted")
         sync_folder(folder)
         replace(folder, self.adopting)
         sync_folder(self.root)
         self._finish_adopting()
 
     def _finish_adopting(self) -> None:
-        if not self.adopting.is_dir():
+        if not os.path.isdir(self.adopting):
             return
         for file in sorted(self.adopting.iterdir()):
             with contextlib.suppress(OSError):  # Windows, where somebody reads it: the next one does it
                 target = self.engines / file.stem / MANIFEST_NAME
                 if _is_of_same_build(file, target):
-                    replace(file, target)
+                    try:
+                        replace(file, target)
+                    except PermissionError:
+                        if os.name == "nt":
+                            raise
+                        log.warning("Slipstream: this user may not change %s: its engine stays untrusted", target)
                     sync_folder(target.parent)
                 file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):

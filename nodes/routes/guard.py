@@ -19,8 +19,8 @@ from .rules import Refused, check_names, check_origin, is_same_machine, parse_ob
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64 * 1024
-_FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
-"""Headers by which a proxy says that it hands on what somebody else asked."""
+_FORWARDED = ("forwarded", "via", "x-forwarded-", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip")
+"""How headers begin by which a proxy says that it hands on what somebody else asked."""
 
 Answer = Mapping[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -85,14 +85,15 @@ def is_here(request: web.Request) -> bool:
     A browser of this machine that asks by its name in the network counts too; what a proxy hands on does not, and
     neither does a page that has another name lead here.
     """
-    local = request.transport.get_extra_info("sockname") if request.transport else None
-    if not is_same_machine(request.remote, local[0] if isinstance(local, tuple) else None):
+    socket = request.transport.get_extra_info("sockname") if request.transport else None
+    local = socket[0] if isinstance(socket, tuple) else None
+    if not is_same_machine(request.remote, local):
         return False
     host, origins, site = _sender(request)
-    is_ours = not host or is_of_this_machine(host)
+    is_ours = not host or is_of_this_machine(host, local)
     return (
         is_ours
-        and not any(name in request.headers for name in _FORWARDED)
+        and not any(name.lower().startswith(_FORWARDED) for name in request.headers)
         and why_not_own_page(host, origins, site) is None
     )
 

@@ -217,7 +217,12 @@ class ComfyPage:
         self.node = None
         self.errors.clear()
         self._said.clear()
-        return bool(self.page.evaluate(_AFRESH))
+        from playwright.sync_api import Error
+
+        try:
+            return bool(self.page.evaluate(_AFRESH))
+        except Error:  # the tab is gone, or does not answer
+            return False
 
     def load(self, workflow: dict[str, Any]) -> None:
         """Open a workflow and bring its Accelerate Model into view."""

@@ -92,7 +92,7 @@ def test_a_wrong_engine_is_named_and_the_others_are_adopted(cli, put, store: Eng
     content = damaged.path("engine.bin").read_bytes()
     damaged.path("engine.bin").write_bytes(content[:-1] + b"!")
     done = cli("trust", "adopt", "--yes")
-    assert done.status == 1 and "1 engines adopted" in done.out and "engine.bin" in done.out, done
+    assert done.status == 1 and "Engines adopted: 1" in done.out and "engine.bin" in done.out, done
     assert f"{damaged.digest[:12]}  not adopted" in done.out
     found = store.lookup(good.digest)
     assert found is not None and found.why_untrusted() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.core.errors import CorruptEngine, SlipstreamError, StoreError
-from slipstream.engine_cache import EngineStore, Entry, Keyring
+from slipstream.engine_cache import EngineStore, Entry, Keyring, workspace
 from slipstream.engine_cache import store as store_module
 from slipstream.engine_cache.manifest import MANIFEST_NAME
 from slipstream.tests.unit.engine_cache.support import make_key
@@ -107,6 +107,26 @@ def test_several_may_adopt_at_once(store: EngineStore, entries: list[Entry], pyt
     while other.poll() is None:
         assert len(store.adopt(entries)) == 4
     assert "done" in other.stdout.read() and all(trusted(store)) and nothing_left(store)
+
+
+def test_one_that_cannot_be_changed_is_told_and_stops_no_later_adoption(
+    store: EngineStore, entries: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the folder of another user, in a shared store."""
+    stuck, replace = entries[2].directory / MANIFEST_NAME, workspace.replace
+
+    def refused(source: Path, target: Path) -> None:
+        if target == stuck:
+            raise PermissionError("not yours")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspace, "replace", refused)
+        with pytest.raises(StoreError, match=entries[2].digest[:12]):
+            store.adopt(entries)
+    assert trusted(store) == [True, True, False, True] and nothing_left(store)
+    store.adopt([entries[2]])
+    assert all(trusted(store))
 
 
 def test_a_wrong_one_is_named_and_the_others_are_adopted(store: EngineStore, entries: list[Entry]) -> None:

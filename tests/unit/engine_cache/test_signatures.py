@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.core.errors import BackendUnavailable, UntrustedEngine
+from slipstream.core.errors import BackendUnavailable, StoreError, UntrustedEngine
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Keyring, PublicKey, keyring
 from slipstream.engine_cache.keyring import TRUSTED_VARIABLE
@@ -101,19 +101,29 @@ def test_a_key_that_one_removes_does_not_come_back_by_another(tmp_path: Path, mo
     first, second = Keyring(tmp_path / "keys"), Keyring(tmp_path / "keys")
     stolen, fresh = PublicKey("ed25519:" + "a" * 64), PublicKey("ed25519:" + "b" * 64)
     first.trust(stolen, "stolen")
-    read, removing = keyring._keys_in, threading.Thread(target=second.distrust, args=(stolen,))
+    read, removing = keyring._lines_of, threading.Thread(target=second.distrust, args=(stolen,))
 
-    def slowly(path: Path) -> dict[PublicKey, str]:
+    def slowly(path: Path) -> list[str]:
         found = read(path)
         if threading.current_thread() is not removing and not removing.ident:
             removing.start()
             removing.join(0.5)
         return found
 
-    monkeypatch.setattr(keyring, "_keys_in", slowly)
+    monkeypatch.setattr(keyring, "_lines_of", slowly)
     first.trust(fresh, "fresh")
     removing.join(30)
     assert list(Keyring(tmp_path / "keys").trusted()) == [fresh]
+
+
+def test_a_list_that_cannot_be_read_is_not_written_over(tmp_path: Path) -> None:
+    ours = Keyring(tmp_path / "keys")
+    ours.trust(PublicKey("ed25519:" + "a" * 64), "alice")
+    path = next(path for path in (tmp_path / "keys").iterdir() if b"alice" in path.read_bytes())
+    path.write_bytes(before := path.read_bytes() + "ed25519:José\n".encode("latin-1"))
+    with pytest.raises(StoreError, match="UTF-8"):
+        ours.trust(PublicKey("ed25519:" + "b" * 64), "bob")
+    assert path.read_bytes() == before
 
 
 def test_keys_of_the_environment(tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_processes_that_do_all_at_once_on_one_store(
 ) -> None:
     """They store, use, delete, prune and adopt the same four engines: nobody ever sees a half or a damaged one."""
     crowd = python(_CROWD, store.root, artifact.directory, many)
-    told = crowd.communicate(timeout=60)[0]
+    told = crowd.communicate(timeout=240)[0]
     assert crowd.returncode == 0, told
     done = [json.loads(line) for line in told.splitlines()]
     assert len(done) == many and all(each["wrong"] == 0 for each in done)
