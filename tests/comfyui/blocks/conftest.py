@@ -1,4 +1,4 @@
-"""Engines of blocks that several files of tests use: each kind is traced once."""
+"""Engines of blocks that take no compiler; a file of tests traces each kind once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def shared_provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
     with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
         yield made
