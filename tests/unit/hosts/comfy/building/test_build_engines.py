@@ -33,7 +33,7 @@ def report(backend: NullBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Build for resolutions; the lines of the report."""
     provider = EngineProvider(EngineStore(tmp_path / "engines"), [backend])
     monkeypatch.setattr(build_module, "run_build", FakeWorker([backend]))
-    monkeypatch.setattr(comfy_build, "open_unet", lambda patcher, memo: FakeSource())
+    monkeypatch.setattr(comfy_build, "open_unet", lambda patcher, memo, for_blocks: FakeSource())
     monkeypatch.setattr(comfy_build, "unet_call", fake_call)
     monkeypatch.setattr(comfy_build, "waiting_hooks", HostHooks)
 
