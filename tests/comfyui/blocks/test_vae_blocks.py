@@ -22,6 +22,7 @@ from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.models.test_accelerate_vae import latents, pictures
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
@@ -48,15 +49,6 @@ def _as_comfyui_runs_nodes() -> Iterator[None]:
 def accelerated(provider: EngineProvider, vae: Vae, settings: Settings = BY_BLOCKS) -> tuple[Vae, AcceleratedModule]:
     module = AcceleratedModule(provider, settings)
     return accelerate_vae(vae, module), module
-
-
-def latents(batch: int = 1, size: int = 8, seed: int = 1) -> torch.Tensor:
-    return torch.randn(batch, 4, size, size, generator=torch.Generator().manual_seed(seed))
-
-
-def pictures(batch: int = 1, size: int = 64, seed: int = 1) -> torch.Tensor:
-    """As ComfyUI's IMAGE: from 0 to 1, channels last."""
-    return torch.rand(batch, size, size, 3, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:

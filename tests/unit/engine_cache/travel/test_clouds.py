@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from slipstream.engine_cache.travel.retries import RemoteError, Retries
 from slipstream.tests.unit.engine_cache.support import make_key
 from slipstream.tests.unit.engine_cache.travel import clouds
 from slipstream.tests.unit.engine_cache.travel.servers import BUCKET, BadConnection
+from slipstream.tests.unit.engine_cache.travel.test_lease import taken_at_once
 
 pytestmark = pytest.mark.slow
 
@@ -106,13 +105,7 @@ def test_wrong_bytes_are_never_taken(maker: EngineStore, reader: EngineStore, ma
 
 
 def test_one_of_many_gets_a_lease(cloud: Cloud) -> None:
-    takers, taken = [Lease(cloud(), "a" * 64) for _ in range(8)], list[Any]()
-    threads = [threading.Thread(target=lambda taker=taker: taken.append(taker.try_take())) for taker in takers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(taken) == [False] * 7 + [True]
+    assert sorted(taken_at_once([Lease(cloud(), "a" * 64) for _ in range(8)])) == [False] * 7 + [True]
 
 
 def test_a_lease_is_given_back_and_taken_from_the_dead(cloud: Cloud) -> None:

@@ -25,15 +25,19 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteStore:
     return bucket()
 
 
-def test_one_of_many_gets_it(remote: RemoteStore) -> None:
-    takers = [Lease(remote, DIGEST) for _ in range(8)]
+def taken_at_once(takers: list[Lease]) -> list[bool]:
+    """What each of them gets, in threads of their own."""
     taken: list[bool] = []
     threads = [threading.Thread(target=lambda taker=taker: taken.append(taker.try_take())) for taker in takers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sorted(taken) == [False] * 7 + [True]
+    return taken
+
+
+def test_one_of_many_gets_it(remote: RemoteStore) -> None:
+    assert sorted(taken_at_once([Lease(remote, DIGEST) for _ in range(8)])) == [False] * 7 + [True]
 
 
 def test_it_is_free_again_after_use_and_for_other_engines_all_along(remote: RemoteStore) -> None:
