@@ -436,6 +436,8 @@ class EngineStore:
                 raise StoreError(f"The engine {digest[:12]} lies in {entry.directory.parent}, which is only read")
             return False
         with self._space.writing(f"Deleting the engine {digest[:12]}"):
+            if not self.has(digest):
+                return False  # another process deleted it while this one waited for the lock
             if not force and self._is_used(digest):
                 raise EngineInUse(
                     f"The engine {digest[:12]} is in use, so it was not deleted: wait until the run that needs "
