@@ -296,9 +296,10 @@ def _until_blocks_serve(server: Server) -> None:
 
 def test_blocks_serve_every_step(server: Server) -> None:
     _until_blocks_serve(server)
-    for wish in (BLOCKS, replace(BLOCKS, seed=62, lora=0.5), replace(BLOCKS, seed=63), replace(BLOCKS, checkpoint=2)):
+    for wish in (BLOCKS, replace(BLOCKS, seed=62, lora=0.5), replace(BLOCKS, seed=63)):
         assert_by_engine(server, wish, server.fast(wish))
-    for wish in (replace(BLOCKS, size=96), replace(BLOCKS, batch=2), replace(BLOCKS, control=0.7)):
+    others = ({"checkpoint": 2}, {"size": 96}, {"batch": 2}, {"control": 0.7})
+    for wish in (replace(BLOCKS, **other) for other in others):  # which are compared first
         assert_right(server, wish, server.fast(wish))
         again = replace(wish, seed=64)
         assert_by_engine(server, again, server.fast(again))
