@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -22,11 +21,10 @@ import torch
 from ...core.dtypes import dtype_of
 from ...core.errors import SlipstreamError
 from ...core.protocols import Tensors
-from ...core.spec import Optimize
 from ...runtime.checking.verify import is_finite
 from ...runtime.loaded.device_clock import disturb
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings.model_settings import BackendChoice, BuildPolicy
+from ...runtime.settings.model_settings import BackendChoice
 from ..model_patches import why_not_in_this_mode
 from .blocks.block_calls import BlockShare, block_calls_of
 from .models.autoencoders import DECODER, ENCODER, HALVES, Half
@@ -289,12 +287,9 @@ class _HalfCalls:
         self, module: AcceleratedModule, run: Run, source: ComfyVaeSource, patcher: Any, ending: ExitStack
     ) -> None:
         self.run, self.source = run, source
-        settings = run.settings
-        if settings.optimize is not Optimize.BLOCKS:  # then no picture waits for them
-            settings = replace(settings, policy=BuildPolicy.BACKGROUND)
         self.blocks = None
         if why_nothing_of_it(patcher, source.network) is None:
-            self.blocks = block_calls_of(source.network, source, module, settings, patcher, ending)
+            self.blocks = block_calls_of(source.network, source, module, run.settings, patcher, ending)
         if self.blocks is not None:
             run.by_blocks = self.blocks.answer
 

@@ -41,6 +41,10 @@ _WORKER_BYTES = 2 << 30
 _WORKER_DEVICE_BYTES = 1 << 30
 """Device memory of a build process: its CUDA context and the tensors on which kernels are tried."""
 
+_UNHURRIED = 4
+"""While nobody waits: builds at once at most, and the free memory over what they take, for they hold it while pictures
+are made, too."""
+
 _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
 
@@ -125,7 +129,7 @@ class BlockEngines:
     supply: Supply = field(default_factory=Supply)
 
     def __post_init__(self) -> None:
-        self.queue = BuildQueue(self.build, self.is_idle, at_once=lambda: builds_at_once())
+        self.queue = BuildQueue(self.build, self.is_idle, self._builds_at_once)
         self.queue.listen(self._on_ticket)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
@@ -363,14 +367,23 @@ class BlockEngines:
         awaited = {id(offer) for offer in offers}
         with self._lock:
             for ticket, wishes in self._waiting.items():
-                ticket.urgent |= any(id(wish.offer) in awaited for wish in wishes)
+                if any(id(wish.offer) in awaited for wish in wishes):
+                    self.queue.hurry(ticket)
+
+    def _builds_at_once(self) -> int:
+        return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
 
 
-def builds_at_once() -> int:
-    """How many builds this machine has cores and memory for."""
+def builds_at_once(is_hurried: bool = True) -> int:
+    """How many builds this machine has cores and memory for.
+
+    Args:
+        is_hurried: somebody waits for them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limits = [cores, *_by_memory()]
-    return max(1, min(limits))
+    if is_hurried:
+        return max(1, min(cores, *_by_memory()))
+    return max(1, min(cores, _UNHURRIED, *(most // _UNHURRIED for most in _by_memory())))
 
 
 def _by_memory() -> Iterable[int]:

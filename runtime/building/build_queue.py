@@ -152,6 +152,13 @@ class BuildQueue:
         self._tell(ticket)
         return ticket
 
+    def hurry(self, ticket: Ticket) -> None:
+        """Somebody waits for a build that was asked for before."""
+        with self._changed:
+            ticket.urgent = True
+            self._ensure_threads()
+            self._changed.notify_all()
+
     def forget(self, plan: Plan) -> None:
         """Earlier failures of this engine count no more: somebody asks for it by hand."""
         with self._changed:

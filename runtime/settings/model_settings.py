@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
@@ -74,7 +74,7 @@ class Levers:
         parallel: `AUTO` measures both ways once and remembers.
         one_graph: a whole step is replayed as one CUDA graph, where it is the same work in every step.
         first_step: so is the first one, where an earlier picture was the same work.
-        by_blocks: `AUTO` is with `Optimize.BLOCKS` alone.
+        by_blocks: `AUTO` is with `Optimize.BLOCKS`, and for diffusion models on GPUs.
     """
 
     hint_once: bool = True
@@ -248,15 +248,27 @@ class Settings:
         """What is spent on building one engine."""
         return Optimize.BALANCED if self.optimize is Optimize.BLOCKS else self.optimize
 
-    @property
-    def runs_by_blocks(self) -> bool:
-        """Whether blocks of a model are to run on engines of their own where no engine of the whole answers."""
+    def runs_by_blocks(self, role: Role, device: str) -> bool:
+        """Whether blocks of a model are to run on engines of their own where no engine of the whole answers.
+
+        Args:
+            device: the type of the model's, such as "cuda".
+        """
         if self.backend in (BackendChoice.OFF, BackendChoice.TENSORRT) or self.quantised is not None:
             return False
         wanted = self.levers.by_blocks
         if wanted is ByBlocks.AUTO:
-            return self.optimize is Optimize.BLOCKS
+            return self.optimize is Optimize.BLOCKS or (role is Role.UNET and device == "cuda")
         return wanted is ByBlocks.ON
+
+    @property
+    def for_blocks(self) -> Settings:
+        """The same for engines of blocks: where they only serve until one of the whole model does, nobody waits."""
+        if self.optimize is Optimize.BLOCKS:
+            return self
+        optimize = Optimize.BALANCED if self.optimize is Optimize.MAX else self.optimize
+        policy = BuildPolicy.BACKGROUND if self.policy is BuildPolicy.FIRST_USE else self.policy
+        return replace(self, optimize=optimize, policy=policy)
 
     def quantised_for(self, role: Role) -> Quantised | None:
         """The same for one part of a model: a VAE has no large linear layers, and computes in its own precision."""

@@ -538,11 +538,11 @@ def block_calls_of(
         patcher: of the network's model.
         ending: closed when the run is over.
     """
-    if not settings.runs_by_blocks:
+    if not settings.runs_by_blocks(source.architecture.role, source.device.type):
         return None
     in_place = functools.partial(weights_in_place, patcher, network, ending=ending)
     owner = cast(Owner, source.architecture)
-    return BlockCalls(network, owner, source.device, module, settings, in_place, ending)
+    return BlockCalls(network, owner, source.device, module, settings.for_blocks, in_place, ending)
 
 
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:

@@ -81,7 +81,7 @@ def quick_block_provider(store: EngineStore) -> Iterator[EngineProvider]:
             return make(job, *args, **options)
 
         patch.setattr(build, "run_build", run_build)
-        patch.setattr(block_engines, "builds_at_once", lambda: 1)
+        patch.setattr(block_engines, "builds_at_once", lambda **_: 1)
         provider = EngineProvider(store)
         provider.blocks.backend = QuickBlockBackend()
         yield provider
