@@ -73,10 +73,11 @@ class Pictures:
 
     Args:
         outputs: the server's folder of outputs, into which the probe writes.
+        build: when Slipstream's nodes build what is missing, as their input of that name has it.
     """
 
-    def __init__(self, client: Client, outputs: Path) -> None:
-        self.client, self._outputs = client, outputs
+    def __init__(self, client: Client, outputs: Path, build: str = "first use") -> None:
+        self.client, self._outputs, self._build = client, outputs, build
         self._seeds: Iterator[int] = itertools.count(_FIRST_SEED)
         self._defaults: dict[str, Mapping[str, Any]] = {}
 
@@ -99,7 +100,9 @@ class Pictures:
     def _prompt(self, block: Block, wish: Wish) -> Prompt:
         variant = ServerVariant.of(block.variant)
         if variant.is_ours and not self._defaults:
-            self._defaults = {node: required_defaults(self.client.node_info(node)) for node in OUR_NODES}
+            found = {node: required_defaults(self.client.node_info(node)) for node in OUR_NODES}
+            build = {"build": self._build}
+            self._defaults = {node: {**each, **(build if "build" in each else {})} for node, each in found.items()}
         return build_prompt(CASES[block.case], variant, wish, self._defaults)
 
 

@@ -56,15 +56,18 @@ class Calls:
 
     Attributes:
         engine: engines of whole models made them, or engines of their blocks.
+        of_blocks: those of them that the latter made.
         reasons: why the eager model ran, with how often each was given.
     """
 
     engine: int = 0
     eager: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    of_blocks: int = 0
 
     def __add__(self, other: Calls) -> Calls:
-        return Calls(self.engine + other.engine, self.eager + other.eager, self.reasons + other.reasons)
+        engine, of_blocks = self.engine + other.engine, self.of_blocks + other.of_blocks
+        return Calls(engine, self.eager + other.eager, self.reasons + other.reasons, of_blocks)
 
 
 class Client:
@@ -202,8 +205,9 @@ def calls_of(record: Mapping[str, Any]) -> Calls:
     reasons: Counter[str] = Counter()
     for run in counted:
         reasons.update(run.get("reasons", {}))
-    on_engines = (run["engine_calls"] + run.get("block_calls", 0) for run in counted)
-    return Calls(sum(on_engines), sum(run["eager_calls"] for run in counted), reasons)
+    of_blocks = sum(run.get("block_calls", 0) for run in counted)
+    engine = of_blocks + sum(run["engine_calls"] for run in counted)
+    return Calls(engine, sum(run["eager_calls"] for run in counted), reasons, of_blocks)
 
 
 def _why_failed(data: Mapping[str, Any]) -> str:

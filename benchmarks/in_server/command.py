@@ -23,7 +23,9 @@ from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
 from .cases import CASES, HEADLINE, PictureCase
 from .checkpoints import NoRoom, make, missing
+from .from_scratch import measure as measure_from_scratch
 from .gpu import Monitor, find_driver
+from .held_memory import all_but
 from .plan import ServerRun, left_out, plan
 from .process import Installation
 from .references import References
@@ -37,6 +39,8 @@ MODELS = Path.home() / ".cache" / "slipstream" / "benchmark-models"
 _FLAG_SETS = 'flags of ComfyUI, one server for each set, as in --flag-sets="default;--fast;--fast --use-ck-attention"'
 _LIMIT = "for the whole command, after which it ends with all rows that were measured; default: there is none"
 _PICTURE_LIMIT = "for one picture, the builds of a first one included, before its server is given up; default: 1800"
+_FREE_GB = "another process holds the rest of the GPU's memory, as if this were a smaller card; default: none does"
+_FROM_SCRATCH = "instead: pictures for so long from an empty store on, each variant in a server of its own"
 _ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
 
 
@@ -71,6 +75,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pictures", type=count, default=5, metavar="N", help="timed ones of each variant's turn; default: 5")
     add("--warmup", type=_at_least_two, default=2, metavar="N", help="pictures before them; default: 2, the least")
     add("--turns", type=count, default=1, metavar="N", help="of each variant in each server's flags; default: 1")
+    add("--from-scratch", type=count, metavar="SECONDS", help=_FROM_SCRATCH)
+    add("--rest", type=count, default=10, metavar="SECONDS", help="after each of those pictures; default: 10")
+    add("--free-gb", type=count, metavar="N", help=_FREE_GB)
     add("--synchronised", action="store_true", help="one more picture a turn, with the GPU waited for in each step")
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--python", type=Path, default=Path(sys.executable), help="that starts ComfyUI; default: this one")
@@ -98,10 +105,20 @@ def _measure(checkout: Path, options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-server-", ignore_cleanup_errors=True) as folder:
         installation = _installation(checkout, options, Path(folder))
         installation.prepare()
-        with Monitor(find_driver()) as monitor:
+        if options.from_scratch:
+            driver = find_driver()
+            machine = {"gpu": getattr(driver, "gpu", None), "comfyui": version}
+            names = [variant.name for variant in options.variants]
+            troubles = measure_from_scratch(
+                installation, _names(options), names, options.from_scratch, options.rest, {**common, **machine},
+                options.out, deadline, _say,
+            )  # fmt: skip
+            return FAILED if troubles else OK
+        with all_but(options.free_gb, options.python), Monitor(find_driver()) as monitor:
             schedule = Schedule(options.warmup, options.pictures, options.synchronised)
             bench = Bench(schedule, references, monitor, version)
             session = Session(installation, bench, deadline, options.picture_limit, options.out, common, _say)
+            session.free_gb = options.free_gb
             session.measure(runs)
     for trouble in session.troubles:
         _say(f"FAILED {trouble}")

@@ -76,7 +76,7 @@ class _Builder:
             model, vae = self._load()
             latent = self._sample(self._accelerated_model(model))
         if self._variant.is_ours:
-            vae = self._first(ACCELERATE_VAE, vae=vae, **self._choices(ACCELERATE_VAE))
+            vae = self._first(ACCELERATE_VAE, vae=vae, **self._defaults[ACCELERATE_VAE])
         picture = self._first("VAEDecode", samples=latent, vae=vae)
         self._graph.add("SaveImage", images=picture, filename_prefix="slipstream-benchmark")
         return self._graph.prompt
@@ -102,7 +102,7 @@ class _Builder:
         if self._variant.kind == TORCH_COMPILE:
             return self._first("TorchCompileModel", model=model, backend="inductor")
         if self._variant.is_ours:
-            choices = {**self._choices(ACCELERATE_MODEL), **self._variant_choices}
+            choices = {**self._defaults[ACCELERATE_MODEL], **self._variant_choices}
             model = self._first(ACCELERATE_MODEL, model=model, **choices)
         if self._variant.preset is not None:
             model = self._first(STEP_SKIP, model=model, **{**self._defaults[STEP_SKIP], "preset": self._variant.preset})
@@ -131,7 +131,7 @@ class _Builder:
             return positive, negative
         control = self._first("ControlNetLoader", control_net_name=self._file(CONTROLNET))
         if self._variant.is_ours:
-            choices = {**self._choices(ACCELERATE_CONTROLNET), **self._variant_choices}
+            choices = {**self._defaults[ACCELERATE_CONTROLNET], **self._variant_choices}
             control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
         applied = self._graph.add(
             "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control,
@@ -148,10 +148,6 @@ class _Builder:
     def _random_latent(self) -> Link:
         shape = {"size": self._case.size, "batch": self._case.batch, "channels": self._family.channels}
         return self._first("SlipstreamBenchmarkLatent", seed=self._wish.seed, nonce=self._wish.nonce, **shape)
-
-    def _choices(self, node: str) -> dict[str, Any]:
-        """The node's defaults, but that the first picture waits for its engine."""
-        return {**self._defaults[node], "build": "first use"}
 
     @property
     def _variant_choices(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Session:
         common: fields of all rows: commit, run, versions of Slipstream.
         say: hears of progress.
         troubles: what went wrong, a line each.
+        free_gb: of the GPU's memory, where another process holds the rest: rows name such a GPU as one of its own.
     """
 
     installation: Installation
@@ -40,6 +41,7 @@ class Session:
     common: Row
     say: Callable[[str], None]
     troubles: list[str] = field(default_factory=list)
+    free_gb: int | None = None
     _given_up: set[Any] = field(default_factory=set)
     _starts: int = 0
     _machine: Row = field(default_factory=dict)
@@ -120,6 +122,8 @@ class Session:
         system, driver = stats.get("system", {}), self.bench.monitor.driver
         device: Mapping[str, Any] = next(iter(stats.get("devices", [])), {})
         gpu = None if device.get("type") == "cpu" else getattr(driver, "gpu", None) or _gpu_name(device)
+        if gpu and self.free_gb is not None:
+            gpu = f"{gpu}, {self.free_gb} GB free"
         python = str(system["python_version"]).split()[0] if "python_version" in system else None
         versions = {"torch": system.get("pytorch_version"), "python": python, "comfyui": self.bench.comfyui}
         known = {name: version for name, version in versions.items() if version is not None}

@@ -50,6 +50,7 @@ class Wish:
         lora: strength; None for none.
         control: strength of a ControlNet; None for none.
         by_blocks: the fast one runs by engines of the model's blocks.
+        build: when it builds engines.
     """
 
     seed: int = 7
@@ -62,6 +63,7 @@ class Wish:
     lora: float | None = None
     control: float | None = None
     by_blocks: bool = False
+    build: str = "first use"
 
     @property
     def choices(self) -> dict[str, str]:
@@ -84,13 +86,13 @@ class Server:
         if wish.lora is not None:
             model = add("LoraLoaderModelOnly", model=model, lora_name=self.files.lora("sd15"), strength_model=wish.lora)
         if fast:
-            model = add(NODE, model=model, build="first use", **wish.choices)
+            model = add(NODE, model=model, build=wish.build, **wish.choices)
         positive, negative = graph.conditioning(1), graph.conditioning(2)
         prompts: dict[str, Any] = {"positive": positive, "negative": negative}
         if wish.control is not None:
             control = add("ControlNetLoader", control_net_name=self.files.controlnet("sd15"))
             if fast:
-                control = add("SlipstreamAccelerateControlNet", control_net=control, build="first use", **wish.choices)
+                control = add("SlipstreamAccelerateControlNet", control_net=control, build=wish.build, **wish.choices)
             image = add("EmptyImage", width=wish.size, height=wish.size, batch_size=1, color=0x404040)
             conditioned = add(
                 "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control, image=image,
@@ -105,7 +107,7 @@ class Server:
         return graph
 
     def plain(self, wish: Wish) -> np.ndarray:
-        if (wish := replace(wish, by_blocks=False)) not in self._plain:
+        if (wish := replace(wish, by_blocks=False, build="")) not in self._plain:
             run = self.client.run(self.graph(wish, fast=False), timeout=BUILDING)
             assert run.ok, run.error
             (self._plain[wish],) = run.latents()
@@ -131,15 +133,19 @@ class Server:
 
 def counts(run: Run) -> tuple[int, int]:
     """Calls of the model that its engine, or those of its blocks, computed, and calls of the model itself."""
-    fields = [json.loads(metadata["slipstream"]) for metadata in run.metadata()]
-    runs = [what for name, each in fields[0].items() if name != "run" for what in each]
+    runs = _runs_of(run)
     by_engines = sum(what["engine_calls"] + what.get("block_calls", 0) for what in runs)
     return by_engines, sum(what["eager_calls"] for what in runs)
 
 
 def reasons(run: Run) -> str:
+    return str([what["reasons"] for what in _runs_of(run)])
+
+
+def _runs_of(run: Run) -> list[dict[str, Any]]:
+    """What the picture says of each run of an accelerated model."""
     fields = json.loads(run.metadata()[0]["slipstream"])
-    return str([what["reasons"] for name, each in fields.items() if name != "run" for what in each])
+    return [what for name, each in fields.items() if name != "run" for what in each]
 
 
 def assert_right(server: Server, wish: Wish, run: Run) -> None:
@@ -305,6 +311,22 @@ def test_blocks_serve_every_step(server: Server) -> None:
         assert_by_engine(server, again, server.fast(again))
 
 
+@pytest.mark.skipif(not on_gpu(), reason="blocks run on engines by themselves on a GPU alone")
+def test_blocks_serve_in_the_background_until_the_whole_does(server: Server) -> None:
+    """Pictures are right at any time, and go from the model to its blocks and on to the whole, never back."""
+    wish, tiers, deadline = Wish(steps=12, size=160, build="background"), [], time.monotonic() + BUILDING
+    while tiers[-1:] != ["whole"]:
+        assert time.monotonic() < deadline, tiers
+        wanted = replace(wish, seed=70 + len(tiers))
+        run = server.fast(wanted)
+        assert_right(server, wanted, run)
+        (calls,) = _runs_of(run)
+        by_blocks, by_whole = calls.get("block_calls", 0) >= wish.steps - 1, calls["engine_calls"] >= wish.steps
+        tiers.append("whole" if by_whole else "blocks" if by_blocks else "model")
+        time.sleep(3)
+    assert tiers == sorted(tiers, key=["model", "blocks", "whole"].index) and "blocks" in tiers, tiers
+
+
 @pytest.mark.skipif(not on_gpu(), reason="nothing is captured without a GPU")
 def test_blocks_are_one_graph_which_free_drops(server: Server) -> None:
     wish = replace(BLOCKS, size=512, steps=30)  # a size that no other test captures
@@ -316,6 +338,8 @@ def test_blocks_are_one_graph_which_free_drops(server: Server) -> None:
     server.client.free()
     time.sleep(2)
     assert server.memory_used() < held
+    wanted = replace(wish, seed=64)
+    assert_right(server, wanted, server.fast(wanted))  # of a model that was loaded anew: its blocks are compared
     for seed in (65, 66):
         assert_by_engine(server, replace(wish, seed=seed), server.fast(replace(wish, seed=seed)))
 

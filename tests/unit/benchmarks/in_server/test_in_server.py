@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.in_server import command
+from slipstream.benchmarks.in_server import command, from_scratch
 from slipstream.benchmarks.in_server.cases import CASES
 from slipstream.benchmarks.in_server.rows import FIELDS, counts_as_headline
 from slipstream.benchmarks.subjects.rows import Row, read
@@ -59,6 +59,24 @@ def test_the_command_writes_a_row_for_each_turn(measure, tmp_path: Path) -> None
     assert ours["error"] == pytest.approx(0.01, rel=1e-3) and not counts_as_headline(ours)
     assert ours["versions"] == {"torch": "2.11.0", "python": "3.12.3", "comfyui": "1.2.3", **ours["versions"]}
     assert len({row["run"] for row in rows}) == 1 and ours["commit"] == "abc" and ours["gpu"] == "Fake GPU"
+
+
+def test_from_scratch_pictures_follow_each_other_until_the_time_is_over(measure) -> None:
+    status, rows = measure("--variants", "plain,slipstream", "--from-scratch", "2", "--rest", "1")
+    assert status == command.OK and [row["variant"] for row in rows] == ["plain", "slipstream"]
+    for row in rows:
+        assert len(row["pictures"]) >= 2 and "failed" not in row
+        assert [picture["at_s"] for picture in row["pictures"]] == sorted(
+            picture["at_s"] for picture in row["pictures"]
+        )
+        assert all(picture["step_ms"] == 375.0 for picture in row["pictures"])
+    assert rows[1]["pictures"][0]["eager_calls"] == 2 and "engine_calls" not in rows[0]["pictures"][0]
+
+
+def test_builds_are_read_from_a_log() -> None:
+    log = "x\n[INFO] Slipstream: built blocks SDXL ResBlock 320 in 30 s (start 9, export 2, compile 19)\nbuilt in 3 s\n"
+    found = from_scratch.builds_in(log)
+    assert found == [{"what": "blocks SDXL ResBlock 320", "seconds": 30, "parts": "start 9, export 2, compile 19"}]
 
 
 def test_a_death_is_a_row_and_the_rest_goes_on(measure, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,12 +88,11 @@ def test_workflows_differ_in_accelerating_nodes_alone(case: str, variant: str) -
     assert not ACCELERATING & {node["class_type"] for node in prompt_of(case, "fast")}
 
 
-def test_our_nodes_wait_for_their_engines_and_are_at_their_defaults_else() -> None:
+def test_our_nodes_are_at_their_defaults() -> None:
     prompt = prompt_of("sd15-canny-512-20", "slipstream+fp8+balanced")
     (model,), (control,), (vae,), (skip,) = (by_class(prompt, node) for node in OUR_NODES)
-    assert (model["build"], model["backend"], model["precision"]) == ("first use", "auto", "fp8")
-    assert (control["build"], control["precision"]) == ("first use", "fp8")
-    assert (vae["build"], vae["precision"]) == ("first use", "auto")
+    assert (model["backend"], model["precision"], control["precision"]) == ("auto", "fp8", "fp8")
+    assert vae["precision"] == "auto"
     assert skip["preset"] == "balanced"
     (sampler,) = by_class(prompt, "KSampler")
     assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
