@@ -38,12 +38,8 @@ _MOST_BUILDS = 64
 _WORKER_BYTES = 2 << 30
 """Memory of a build process."""
 
-_WORKER_DEVICE_BYTES = 1 << 30
+_WORKER_DEVICE_BYTES = 2 << 30
 """Device memory of a build process: its CUDA context and the tensors on which kernels are tried."""
-
-_UNHURRIED = 4
-"""While nobody waits: builds at once at most, and the free memory over what they take, for they hold it while pictures
-are made, too."""
 
 _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
@@ -378,12 +374,12 @@ def builds_at_once(is_hurried: bool = True) -> int:
     """How many builds this machine has cores and memory for.
 
     Args:
-        is_hurried: somebody waits for them.
+        is_hurried: somebody waits for them. Half as many are enough else: what they hold is held while pictures are
+            made, too.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if is_hurried:
-        return max(1, min(cores, *_by_memory()))
-    return max(1, min(cores, _UNHURRIED, *(most // _UNHURRIED for most in _by_memory())))
+    most = min(cores, *_by_memory())
+    return max(1, most if is_hurried else most // 2)
 
 
 def _by_memory() -> Iterable[int]:

@@ -605,6 +605,18 @@ def test_an_entry_that_may_not_be_read_is_not_set_aside(unprivileged: Artifact) 
     assert entry.directory.exists()
 
 
+def test_an_engine_that_another_process_deletes_meanwhile_is_none(store: EngineStore, put: Put) -> None:
+    """It is gone by the time that the lock is free."""
+    entry, told = put(), []
+    with locked(store.root / "locks" / "store.lock", "It", timeout=0):
+        waiting = threading.Thread(target=lambda: told.append(store.delete(entry.digest)))
+        waiting.start()
+        time.sleep(0.3)
+        shutil.rmtree(entry.directory)
+    waiting.join()
+    assert told == [False]
+
+
 def test_every_write_waits_for_the_lock(
     store: EngineStore, put: Put, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -291,3 +291,11 @@ def test_a_build_that_was_killed_is_asked_for_again_by_the_next_run(engines: Blo
     for _ in range(3):
         offer = found(engines, FakeBlock())
         assert offer.reason == "killed" and not offer.is_final
+
+
+def test_half_as_many_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_engines, "_by_memory", lambda: [6, 20])
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert block_engines.builds_at_once() == 6 and block_engines.builds_at_once(is_hurried=False) == 3
+    monkeypatch.setattr(block_engines, "_by_memory", lambda: [0])
+    assert block_engines.builds_at_once() == block_engines.builds_at_once(is_hurried=False) == 1

@@ -161,6 +161,22 @@ def test_as_many_builds_at_once_as_the_queue_is_told() -> None:
     assert {str(ticket.error) for ticket in tickets} == {"both were there"}
 
 
+def test_builds_that_somebody_waits_for_now_are_made_side_by_side() -> None:
+    meeting, host = threading.Barrier(2, timeout=5), Host()
+    host.idle = False
+
+    def build(plan: Plan, *_: object) -> Entry:
+        meeting.wait()
+        raise BuildFailed("both were there")
+
+    queue = BuildQueue(build, lambda: host.idle, at_once=lambda: 1 + any(each.urgent for each in queue.pending()))
+    tickets = [queue.submit(plan) for plan in (FIRST, SECOND)]
+    for ticket in tickets:
+        queue.hurry(ticket)
+    assert all(ticket.wait(5) for ticket in tickets)
+    assert {str(ticket.error) for ticket in tickets} == {"both were there"}
+
+
 # ------------------------------------------------------------------------------------------------ idle gate
 
 

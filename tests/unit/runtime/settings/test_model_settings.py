@@ -9,6 +9,8 @@ from slipstream.runtime.settings.model_settings import (
     PRECISIONS,
     BackendChoice,
     BuildPolicy,
+    ByBlocks,
+    Levers,
     Resolution,
     Settings,
     ShapeChoice,
@@ -176,3 +178,36 @@ def test_a_range_wants_the_sizes_in_between() -> None:
         assert reason is not None and "outside of the node's range of resolutions (256×512…768×1024)" in reason
     each = Settings(shapes=ShapeChoice.PROFILES, resolutions=wanted.resolutions)
     assert "is not in the node's list" in str(each.why_not_wanted(SHAPES))
+
+
+@pytest.mark.parametrize(
+    ("settings", "role", "device", "runs"),
+    [
+        (Settings(), Role.UNET, "cuda", True),
+        (Settings(), Role.UNET, "cpu", False),
+        (Settings(), Role.VAE_DECODE, "cuda", False),
+        (Settings(), Role.CONTROLNET, "cuda", False),
+        (Settings(optimize=Optimize.BLOCKS), Role.VAE_DECODE, "cpu", True),
+        (Settings(levers=Levers(by_blocks=ByBlocks.OFF)), Role.UNET, "cuda", False),
+        (Settings(backend=BackendChoice.TENSORRT), Role.UNET, "cuda", False),
+        (Settings(backend=BackendChoice.OFF), Role.UNET, "cuda", False),
+        (Settings(precision=Quantised.FP8), Role.UNET, "cuda", False),
+    ],
+)
+def test_where_blocks_run_on_engines(settings: Settings, role: Role, device: str, runs: bool) -> None:
+    assert settings.runs_by_blocks(role, device) is runs
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (BuildPolicy.FIRST_USE, BuildPolicy.BACKGROUND),
+        (BuildPolicy.BACKGROUND, BuildPolicy.BACKGROUND),
+        (BuildPolicy.MANUAL, BuildPolicy.MANUAL),
+    ],
+)
+def test_nobody_waits_for_blocks_that_only_stand_in(policy: BuildPolicy, wanted: BuildPolicy) -> None:
+    found = Settings(policy=policy, optimize=Optimize.MAX).for_blocks
+    assert (found.policy, found.optimize) == (wanted, Optimize.BALANCED)
+    asked = Settings(policy=policy, optimize=Optimize.BLOCKS)
+    assert asked.for_blocks is asked
