@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...runtime.settings.model_settings import BackendChoice
+from ..in_server import from_scratch
 from ..in_server.rows import PREFIX
 from ..subjects.cases import CASES
 from ..subjects.rows import RESULTS, Row, gpu_of, is_of_cold, is_of_job, is_of_skipped, is_of_switched, read
 from ..subjects.variants import LADDER_CASE, OURS
-from . import cold_page, published, server_page, switch_page
+from . import cold_page, published, scratch_page, server_page, switch_page
 from .chart import chart
 from .cold_page import cold_starts
 from .ladder import FILE as LADDER_FILE
@@ -35,7 +36,8 @@ def main() -> int:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
     climbed = ladders(rows)
-    page, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), served)
+    scratch = scratch_page.read_rows(RESULTS)
+    page, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), served, scratch)
     DOCS.mkdir(exist_ok=True)
     write(DOCS / "benchmarks.md", page)
     write(DOCS / "benchmarks.svg", picture)
@@ -57,7 +59,8 @@ def read_all(folder: Path) -> list[Row]:
         ValueError: a line is no row.
     """
     files = sorted(folder.glob("*-????-??-??.jsonl"), key=lambda file: (file.stem[-len("2026-01-31") :], file.name))
-    return [row for file in files if not file.name.startswith(PREFIX) for row in read(file)]
+    others = PREFIX, from_scratch.PREFIX
+    return [row for file in files if not file.name.startswith(others) for row in read(file)]
 
 
 def newest(rows: Iterable[Row]) -> list[Group]:
@@ -88,6 +91,7 @@ def report(
     switched: Sequence[Row] = (),
     cold: Sequence[Row] = (),
     served: Sequence[Row] = (),
+    scratch: Sequence[Row] = (),
 ) -> tuple[str, str]:
     """The page in Markdown, and the chart of `groups` in SVG.
 
@@ -95,6 +99,7 @@ def report(
         switched: rows of changes between pictures.
         cold: rows of cold starts.
         served: rows of pictures from a ComfyUI server, which come first.
+        scratch: rows of models that were never met, which follow them.
     """
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
     if any(is_of_skipped(row) for group in groups for row in group.rows):
@@ -105,7 +110,7 @@ def report(
         cold_page.section(cold, map(_circumstances_of, cold)),
         published.section(groups),
     ]
-    first = [_HEAD, *filter(None, [server_page.section(served)]), *_measured(groups)]
+    first = [_HEAD, *filter(None, [server_page.section(served), scratch_page.section(scratch)]), *_measured(groups)]
     body = [*first, *filter(None, parts), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 

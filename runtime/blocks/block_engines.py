@@ -135,6 +135,9 @@ class BlockEngines:
         self._withdrawn: weakref.WeakSet[BlockEngine] = weakref.WeakSet()
         """Engines that were found wrong, or failed."""
         self._waiting: dict[Ticket, list[_Wish]] = {}
+        self._crowded: dict[str, Ticket] = {}
+        """Builds that ran out of memory while there may have been others, by digest: until all is built they are made
+        one at a time, and each of these once more."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
         self._lock = threading.Lock()
@@ -268,11 +271,17 @@ class BlockEngines:
     def _close_workers(self) -> None:
         if not self.queue.pending():
             self.workers.close()
+            self._crowded.clear()
 
     def _built(self, ticket: Ticket, wish: _Wish) -> None:
         try:
             if ticket.state is TicketState.DONE:
                 return self._bring(wish)
+            if isinstance(ticket.error, BuildOutOfMemory):
+                digest = ticket.plan.key.digest
+                if self._crowded.setdefault(digest, ticket) is ticket:
+                    self.queue.forget(ticket.plan)
+                    return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
             rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
             is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
@@ -367,6 +376,8 @@ class BlockEngines:
                     self.queue.hurry(ticket)
 
     def _builds_at_once(self) -> int:
+        if self._crowded:
+            return 1
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
 
 

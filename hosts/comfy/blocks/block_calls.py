@@ -30,6 +30,7 @@ from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
+from ....runtime.loaded.device_memory import give_back_unused
 from ....runtime.module import AcceleratedModule, ByBlocks
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
@@ -517,6 +518,8 @@ class BlockCalls:
     def _wait(self) -> None:
         """Wait for the engines that this run's calls lacked."""
         wished, self._wished = [*self._wished.values()], {}
+        if wished:  # build processes need memory of their own
+            give_back_unused(self._device)
         try:
             self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
         except BaseException:

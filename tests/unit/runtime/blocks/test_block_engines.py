@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.compile_backend.blocks.backend import BlockBackend
-from slipstream.core.errors import BackendUnavailable, BuildDied
+from slipstream.core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
@@ -299,3 +300,32 @@ def test_half_as_many_builds_at_once_where_nobody_waits(monkeypatch: pytest.Monk
     assert block_engines.builds_at_once() == 6 and block_engines.builds_at_once(is_hurried=False) == 3
     monkeypatch.setattr(block_engines, "_by_memory", lambda: [0])
     assert block_engines.builds_at_once() == block_engines.builds_at_once(is_hurried=False) == 1
+
+
+def test_builds_that_run_out_of_memory_side_by_side_are_made_one_by_one(
+    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once have no room for each other."""
+    monkeypatch.setattr(block_engines, "builds_at_once", lambda **_: 2)
+    alone, entry_of = threading.Lock(), builder.__call__
+
+    def build(plan: Plan, *rest: Any) -> Entry:
+        if not alone.acquire(blocking=False):
+            builder.built.append(plan)
+            raise BuildOutOfMemory("no room")
+        try:
+            time.sleep(0.2)
+            return entry_of(plan, *rest)
+        finally:
+            alone.release()
+
+    engines.queue._build = build
+    offers = [asked(engines, FakeBlock(digest=letter * 64)) for letter in "abcd"]
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    assert all(offer.engine is not None for offer in offers) and len(builder.built) > 4
+
+
+def test_a_build_for_which_memory_does_not_suffice_ends(engines: BlockEngines, builder: Builder) -> None:
+    builder.error = BuildOutOfMemory("no room")
+    offer = found(engines, FakeBlock())
+    assert (offer.reason, offer.is_final, len(builder.built)) == ("no room", False, 2)
