@@ -238,7 +238,8 @@ class EngineProvider:
         return entry
 
     def _is_idle(self) -> bool:
-        return not self.blocks.is_building and self._is_left_alone()
+        """Not while engines of blocks are built; but what may be pulled does not wait for them."""
+        return (not self.blocks.is_building or bool(self.supply.urls)) and self._is_left_alone()
 
     def _is_left_alone(self) -> bool:
         """Whether nobody waits for this machine, or the user does not mind."""

@@ -72,7 +72,7 @@ def _by_blocks(picture: dict[str, Any]) -> bool:
 
 
 def _by_whole(picture: dict[str, Any]) -> bool:
-    return picture.get("engine_calls", 0) > picture.get("of_blocks", 0)
+    return bool(picture.get("engine_calls", 0) > picture.get("of_blocks", 0))
 
 
 _COLUMNS = """\

@@ -135,9 +135,10 @@ class BlockEngines:
         self._withdrawn: weakref.WeakSet[BlockEngine] = weakref.WeakSet()
         """Engines that were found wrong, or failed."""
         self._waiting: dict[Ticket, list[_Wish]] = {}
-        self._crowded: dict[str, Ticket] = {}
-        """Builds that ran out of memory while there may have been others, by digest: until all is built they are made
-        one at a time, and each of these once more."""
+        self._retried: dict[str, Ticket] = {}
+        """Builds that ran out of memory while there may have been others, by digest: each is tried once more."""
+        self._one_at_a_time = False
+        """Until all is built, since some of them did."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
         self._lock = threading.Lock()
@@ -271,15 +272,15 @@ class BlockEngines:
     def _close_workers(self) -> None:
         if not self.queue.pending():
             self.workers.close()
-            self._crowded.clear()
+            self._one_at_a_time = False
 
     def _built(self, ticket: Ticket, wish: _Wish) -> None:
         try:
             if ticket.state is TicketState.DONE:
                 return self._bring(wish)
             if isinstance(ticket.error, BuildOutOfMemory):
-                digest = ticket.plan.key.digest
-                if self._crowded.setdefault(digest, ticket) is ticket:
+                self._one_at_a_time = True
+                if self._retried.setdefault(ticket.plan.key.digest, ticket) is ticket:
                     self.queue.forget(ticket.plan)
                     return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
@@ -376,7 +377,7 @@ class BlockEngines:
                     self.queue.hurry(ticket)
 
     def _builds_at_once(self) -> int:
-        if self._crowded:
+        if self._one_at_a_time:
             return 1
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
 
@@ -385,12 +386,13 @@ def builds_at_once(is_hurried: bool = True) -> int:
     """How many builds this machine has cores and memory for.
 
     Args:
-        is_hurried: somebody waits for them. Half as many are enough else: what they hold is held while pictures are
-            made, too.
+        is_hurried: somebody waits for them. Else they take half of the cores and a quarter of the memory: what they
+            hold is held while pictures are made, too.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    most = min(cores, *_by_memory())
-    return max(1, most if is_hurried else most // 2)
+    if is_hurried:
+        return max(1, min(cores, *_by_memory()))
+    return max(1, min(cores // 2, *(most // 4 for most in _by_memory())))
 
 
 def _by_memory() -> Iterable[int]:

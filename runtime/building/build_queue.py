@@ -260,10 +260,11 @@ class BuildQueue:
 
     def _next(self) -> Ticket | None:
         waiting = [ticket for ticket in self._tickets.values() if ticket.state is TicketState.QUEUED]
-        if not waiting or len(self._tickets) - len(waiting) >= self._at_once():
-            return None
-        urgent = next((ticket for ticket in waiting if ticket.urgent), None)
-        return urgent or (waiting[0] if self._idle() else None)
+        first = next((ticket for ticket in waiting if ticket.urgent), None)
+        if first is None and waiting and self._idle():
+            first = waiting[0]
+        is_full = first is not None and len(self._tickets) - len(waiting) >= self._at_once()
+        return None if is_full else first
 
     def _idle(self) -> bool:
         try:

@@ -63,7 +63,7 @@ class LastRun:
     Attributes:
         engine: that came into use last in it; None where none did.
         reasons: for the plain model, with how often each was given.
-        wanted: reason → digest of the engine that the plain model stood in for.
+        wanted: reason → digest of the engine that the plain model, or engines of its blocks, stood in for.
     """
 
     engine: EngineUse | None = None
@@ -96,6 +96,8 @@ class Status:
         self._run_engine: str | None = None
         self._run_calls = 0
         self._run_reasons: Counter[str] = Counter()
+        self._run_blocks: set[str] = set()
+        """Reasons for which engines of blocks computed calls of the run."""
 
     @property
     def engine_calls(self) -> int:
@@ -128,7 +130,8 @@ class Status:
     def last_run(self) -> LastRun:
         with self._lock:
             engine = None if self._run_engine is None else self._engines[self._run_engine]
-            wanted = {reason: self._missing[reason] for reason in self._run_reasons if reason in self._missing}
+            given = (*self._run_reasons, *self._run_blocks)
+            wanted = {reason: self._missing[reason] for reason in given if reason in self._missing}
             return LastRun(engine, self._run_calls, dict(self._run_reasons), wanted)
 
     @property
@@ -142,6 +145,8 @@ class Status:
         with self._lock:
             self._run_engine, self._run_calls = None, 0
             self._run_reasons.clear()
+            self._run_blocks.clear()
+            self.block_builds = list
         self.on_run()
 
     def want(self, digest: str) -> None:
@@ -226,6 +231,7 @@ class Status:
         """
         with self._lock:
             self._uncount(reason)
+            self._run_blocks.add(reason)
             self._block_calls += 1
             self._last = f"blocks: {share} ({reason})"
             self._standing = Standing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,10 @@ class Parallel(str, Enum):
     AUTO = "auto"
     ON = "on"
     OFF = "off"
+
+
+VARIABLE = "SLIPSTREAM_BLOCKS"
+"""The variable of the environment that, set to "off", leaves blocks alone for which nobody asked."""
 
 
 class ByBlocks(str, Enum):
@@ -257,9 +262,10 @@ class Settings:
         if self.backend in (BackendChoice.OFF, BackendChoice.TENSORRT) or self.quantised is not None:
             return False
         wanted = self.levers.by_blocks
-        if wanted is ByBlocks.AUTO:
-            return self.optimize is Optimize.BLOCKS or (role is Role.UNET and device == "cuda")
-        return wanted is ByBlocks.ON
+        if wanted is not ByBlocks.AUTO or self.optimize is Optimize.BLOCKS:
+            return wanted is not ByBlocks.OFF
+        is_wanted = self.policy is not BuildPolicy.MANUAL and os.environ.get(VARIABLE) != "off"
+        return is_wanted and role is Role.UNET and device == "cuda"
 
     @property
     def for_blocks(self) -> Settings:

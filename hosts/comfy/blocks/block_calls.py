@@ -23,7 +23,7 @@ from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
 from ....core.protocols import ModelSource, Tensors
-from ....core.spec import Precision
+from ....core.spec import Optimize, Precision
 from ....core.streams import wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
@@ -60,6 +60,8 @@ _TRIALS = 8
 
 _CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
+
+_CAST = "ComfyUI casts its weights at each call"
 
 _TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
 
@@ -149,6 +151,8 @@ class BlockCalls:
         """Offers whose engines computed blocks in the last call of the network."""
         self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
+        self._are_asked_for = settings.optimize is Optimize.BLOCKS
+        """Else they have to be faster than the model wherever they serve: with weights that lie where they stay."""
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
@@ -240,9 +244,14 @@ class BlockCalls:
         self._say_reasons()
         self._settle()
         self._tell_builds()
-        if self._settings.policy is BuildPolicy.FIRST_USE:
+        if self._settings.policy is BuildPolicy.FIRST_USE or self._hooks.by_hand:
             self._wait()
         return result
+
+    def passed(self, reason: str) -> None:
+        """A call of the network in which no engine of blocks has a part, and why."""
+        self.share = BlockShare()
+        self.share.eager[reason] += 1
 
     def _blocks(self) -> LedNetwork | str:
         """The network's blocks; or why none are led."""
@@ -416,15 +425,28 @@ class BlockCalls:
         except UnsupportedModel as error:
             offer = BlockOffer(architecture, inputs, Precision.FP32)
             offer.refuse(str(error))
+            return self._kept(block, form, inputs, offer)
+        if not self._are_asked_for and not self._has_weights_in_place(block, precision):
+            offer = BlockOffer(architecture, inputs, precision)
+            offer.refuse(_CAST, is_final=False)
         else:
             optimize, policy = self._settings.effort, self._settings.policy
             offer = self._engines.offer(
                 architecture, dtypes, precision, self._device, optimize, policy, self._hooks.by_hand
             )
+        return self._kept(block, form, inputs, offer)
+
+    def _kept(self, block: LedBlock, form: Any, inputs: Any, offer: BlockOffer) -> BlockOffer:
         block.keep((form, inputs, self._device, self._settings.effort), offer)
         self._asked[id(offer)] = offer
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
+
+    def _has_weights_in_place(self, block: LedBlock, precision: Precision) -> bool:
+        """Whether all weights of a block lie where they stay for the run, in what it computes in."""
+        lying = self._lying(dtype_of(precision))
+        names = (f"{block.path}.{name}" if block.path else name for name, _ in block.module.named_parameters())
+        return all(name in lying for name in names)
 
     def _computed(
         self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
@@ -434,6 +456,8 @@ class BlockCalls:
         try:
             with ExitStack() as until, torch.no_grad():
                 weights = self._weights(block, offer, until)
+                if weights is None:
+                    return _CAST
                 if attention is not None:
                     until.enter_context(attention_by(functools.partial(self._attend, attention)))
                 if offer.is_trusted or self._tried[id(offer)]:
@@ -469,13 +493,18 @@ class BlockCalls:
         finally:
             self._resting -= 1
 
-    def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor]:
-        """A block's weights as its engine takes them: looked up once a run where they lie where they stay."""
+    def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
+        """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
+
+        None where they do not, and blocks were not asked for: to cast them for an engine takes longer than it gains.
+        """
         assert offer.engine is not None
         known, place = weights_of(block, offer), (block, offer.engine)
         if place not in self._given:
             self._given[place] = known.among(self._lying(dtype_of(offer.precision)), block.path)
-        return self._given[place] or known.of(block.module, self._device, until)
+        if (given := self._given[place]) is not None:
+            return given
+        return known.of(block.module, self._device, until) if self._are_asked_for else None
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""
@@ -543,6 +572,8 @@ def block_calls_of(
     """
     if not settings.runs_by_blocks(source.architecture.role, source.device.type):
         return None
+    if settings.optimize is not Optimize.BLOCKS and module.provider.supply.never_builds:
+        return None  # stores hold engines of whole models
     in_place = functools.partial(weights_in_place, patcher, network, ending=ending)
     owner = cast(Owner, source.architecture)
     return BlockCalls(network, owner, source.device, module, settings.for_blocks, in_place, ending)

@@ -118,15 +118,17 @@ def _state_of(module: AcceleratedModule) -> NodeState:
         return NodeState("off", "off", SWITCHED_OFF)
     status, queue = module.status, module.provider.queue
     tickets = [ticket for digest in status.wanted if (ticket := queue.find(digest)) is not None]
-    if tickets:
-        running = [ticket for ticket in tickets if ticket.state is TicketState.RUNNING]
-        ticket = (running or tickets)[0]
-        return _of_ticket(ticket, queue.is_held(ticket))
+    running = [ticket for ticket in tickets if ticket.state is TicketState.RUNNING]
+    if made := [ticket for ticket in running if not queue.is_held(ticket)]:
+        return _of_ticket(made[0], held=False)
     if (found := _of_block_builds(status.block_builds(), module.provider.blocks.queue)) is not None:
-        return found
+        return found  # those of whole models wait for them
+    if waiting := running or tickets:
+        return _of_ticket(waiting[0], queue.is_held(waiting[0]))
     standing = status.standing
     if standing.blocks:
-        return _by_blocks(module, standing)
+        whole = None if standing.wanted is None else _of_engine(module, standing.wanted)
+        return whole or _by_blocks(module, standing)
     if standing.failed:
         return NodeState("failed", f"failed: {standing.reason}", digest=next(iter(status.wanted), None))
     if (found := _of_mixed_run(module, status.last_run)) is not None:

@@ -12,6 +12,7 @@ import torch
 
 from ....core.errors import SlipstreamError
 from ....core.protocols import Tensors
+from ....core.spec import Optimize
 from ....runtime.checking.step_timers import is_on_purpose
 from ....runtime.checking.verify import LIMITS, limit_of, relative_error
 from ....runtime.loaded.device_clock import disturb
@@ -31,6 +32,8 @@ from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
 
 log = logging.getLogger(__name__)
+
+_OTHER_GPU = "this part of the batch runs on another GPU's copy of the model"
 
 
 class NotServed(SlipstreamError):
@@ -69,6 +72,7 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.kinds: list[Hashable] = []
         self._in_whole_step = False
+        self._why_no_blocks: str | None = None
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
@@ -88,6 +92,7 @@ class ModelCalls:
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
+        self._why_no_blocks = self._why_blocks_not_wanted(module, inputs)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
@@ -145,12 +150,21 @@ class ModelCalls:
         if veto := self.veto_of_run:
             return veto
         if module is not self.source.unet:
-            return "this part of the batch runs on another GPU's copy of the model"
+            return _OTHER_GPU
         if "x" not in inputs:
             return f"{self._kind.name} is called in an unknown way"
         if veto := why_not_these_tensors(inputs.values()):
             return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
+
+    def _why_blocks_not_wanted(self, module: Any, inputs: Tensors) -> str | None:
+        """Why this call's blocks run as they are; None where they may run on engines."""
+        if module is not self.source.unet:
+            return _OTHER_GPU
+        settings = self.whole.settings
+        if settings.optimize is Optimize.BLOCKS or not settings.resolutions or "x" not in inputs:
+            return None
+        return settings.why_not_wanted({name: tuple(tensor.shape) for name, tensor in inputs.items()})
 
     @property
     def veto_of_run(self) -> str | None:
@@ -167,6 +181,9 @@ class ModelCalls:
             tensors_alone: all tensors of the call by name, where nothing else has to do with what the model gives.
         """
         if self._blocks is None:
+            return self._plain(plain, args, kwargs)
+        if self._why_no_blocks is not None:
+            self._blocks.passed(self._why_no_blocks)
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
             return self._blocks(lambda: self._plain(plain, args, kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,11 @@ from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
-from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.tensors import distance
 
 BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
@@ -498,23 +496,6 @@ def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: p
         fast.set_model_input_block_patch(under_pressure)
         assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
         assert not any(pages.pins.values())
-
-
-def test_blocks_serve_until_the_whole_engine_is_there(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.model()
-    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
-        provider.backends = whole.backends
-        tiny.sample(accelerated(provider, model)[0], steps=STEPS)
-        levers = Levers(by_blocks=ByBlocks.ON)
-        module = AcceleratedModule(provider, Settings(policy=BuildPolicy.BACKGROUND, levers=levers))
-        fast, wanted = accelerate_model(model, module), tiny.sample(model, steps=STEPS)
-        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
-        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, 0), module.status.to_json()
-        deadline = time.monotonic() + 60
-        while provider.queue.pending() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
-        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, STEPS), module.status.to_json()
 
 
 def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> None:

@@ -185,6 +185,9 @@ def test_a_range_wants_the_sizes_in_between() -> None:
     [
         (Settings(), Role.UNET, "cuda", True),
         (Settings(), Role.UNET, "cpu", False),
+        (Settings(policy=BuildPolicy.MANUAL), Role.UNET, "cuda", False),
+        (Settings(policy=BuildPolicy.MANUAL, optimize=Optimize.BLOCKS), Role.UNET, "cuda", True),
+        (Settings(policy=BuildPolicy.FIRST_USE), Role.UNET, "cuda", True),
         (Settings(), Role.VAE_DECODE, "cuda", False),
         (Settings(), Role.CONTROLNET, "cuda", False),
         (Settings(optimize=Optimize.BLOCKS), Role.VAE_DECODE, "cpu", True),
@@ -211,3 +214,9 @@ def test_nobody_waits_for_blocks_that_only_stand_in(policy: BuildPolicy, wanted:
     assert (found.policy, found.optimize) == (wanted, Optimize.BALANCED)
     asked = Settings(policy=policy, optimize=Optimize.BLOCKS)
     assert asked.for_blocks is asked
+
+
+def test_blocks_are_left_alone_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_BLOCKS", "off")
+    assert not Settings().runs_by_blocks(Role.UNET, "cuda")
+    assert Settings(optimize=Optimize.BLOCKS).runs_by_blocks(Role.UNET, "cuda"), "somebody asked for them"

@@ -1,0 +1,171 @@
+"""Blocks on engines for which nobody asked, as on a GPU: they serve until the engine of the whole model is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.core.errors import BuildFailed
+from slipstream.core.spec import Optimize
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.blocks import block_calls
+from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings, parse_resolutions
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
+from slipstream.tests.fakes import wait_until
+from slipstream.tests.tensors import distance
+
+BY_THEMSELVES = Settings(policy=BuildPolicy.BACKGROUND, levers=Levers(by_blocks=ByBlocks.ON))
+STEPS = 4
+
+
+@pytest.fixture
+def provider(tmp_path: Any) -> Iterator[EngineProvider]:
+    """Which has no backend for whole models."""
+    with quick_block_provider(EngineStore(tmp_path)) as made:
+        made.backends = []
+        yield made
+
+
+def accelerated(
+    provider: EngineProvider, patcher: Any, settings: Settings = BY_THEMSELVES, by_hand: bool = False
+) -> tuple[Any, AcceleratedModule]:
+    module = AcceleratedModule(provider, settings, by_hand=by_hand)
+    return accelerate_model(patcher, module), module
+
+
+def sampled(fast: Any, model: Any, **options: Any) -> None:
+    """Sample with and without: the same comes out."""
+    options = {"steps": STEPS, **options}
+    assert distance(tiny.sample(fast, **options), tiny.sample(model, **options)) < 1e-5
+
+
+def blocks_built(provider: EngineProvider) -> int:
+    wait_until(lambda: not provider.blocks.queue.pending(), 60)
+    time.sleep(0.2)  # until they are loaded
+    return len(provider.store.digests())
+
+
+def test_blocks_serve_until_the_whole_engine_is_there(tmp_path: Any) -> None:
+    model = tiny.model()
+    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.backends = whole.backends
+        asked = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
+        tiny.sample(accelerated(provider, model, asked)[0], steps=STEPS)
+        fast, module = accelerated(provider, model)
+        sampled(fast, model)
+        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, 0), module.status.to_json()
+        wait_until(lambda: not provider.queue.pending(), 60)
+        state = state_of(module)
+        assert state.kind == "ready" and state.digest in provider.store.digests(), "the next picture is made by it"
+        assert set(module.status.last_run.wanted.values()) == {state.digest}
+        sampled(fast, model)
+        assert (module.status.block_calls, module.status.engine_calls) == (STEPS, STEPS), module.status.to_json()
+
+
+def test_a_whole_engine_that_cannot_be_built_is_told_of_though_blocks_serve(tmp_path: Any) -> None:
+    model = tiny.model()
+    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.backends = whole.backends
+
+        def fail(*_: Any) -> None:
+            raise BuildFailed("it is broken")
+
+        provider.queue._build = fail
+        fast, module = accelerated(provider, model)
+        sampled(fast, model)
+        blocks_built(provider)
+        wait_until(lambda: not provider.queue.pending(), 60)
+        sampled(fast, model)
+        assert module.status.block_calls
+        state = state_of(module)
+        assert (state.kind, state.mend) == ("failed", "retry") and "it is broken" in state.text
+
+
+def test_the_line_shows_blocks_that_are_built_before_the_whole_that_waits_for_them(tmp_path: Any) -> None:
+    model = tiny.model()
+    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.backends = whole.backends
+        provider.blocks.queue._build = lambda *_: time.sleep(3600)
+        fast, module = accelerated(provider, model)
+        sampled(fast, model)
+        assert provider.queue.pending() and provider.blocks.queue.pending()
+        wait_until(lambda: state_of(module).kind == "building", 20)
+        assert "blocks' engines built" in state_of(module).text
+        module.status.begin_run()  # of which nothing is known yet
+        assert "blocks" not in state_of(module).text
+
+
+def test_sizes_that_are_not_listed_run_on_the_model(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model, replace(BY_THEMSELVES, resolutions=parse_resolutions("1024x1024")))
+    sampled(fast, model)
+    assert not blocks_built(provider) and not module.status.block_calls
+    assert "64×64 is not in the node's list" in module.status.standing.reason
+    fast, module = accelerated(provider, model, replace(BY_THEMSELVES, resolutions=parse_resolutions("64x64")))
+    sampled(fast, model)
+    assert blocks_built(provider)
+
+
+def test_a_click_on_a_patched_model_waits_for_its_blocks(provider: EngineProvider) -> None:
+    model, calls = tiny.model(), []
+
+    def patch(h: torch.Tensor, skip: torch.Tensor, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(1)
+        return h, skip
+
+    model.set_model_output_block_patch(patch)
+    tiny.sample(model, steps=1)
+    once = len(calls)
+    settings = replace(BY_THEMSELVES, policy=BuildPolicy.FIRST_USE)
+    fast, module = accelerated(provider, model, settings, by_hand=True)
+    tiny.sample(fast, steps=1)
+    assert provider.store.digests() and not provider.blocks.queue.pending()
+    assert len(calls) - once <= 4 * once, "asked for, compared, in use"
+    assert module.status.block_calls == 1, module.status.to_json()
+
+
+def test_nobody_waits_for_them_otherwise(provider: EngineProvider) -> None:
+    model = tiny.model()
+    provider.blocks.queue._build = lambda *_: time.sleep(3600)
+    fast, _ = accelerated(provider, model, replace(BY_THEMSELVES, policy=BuildPolicy.FIRST_USE))
+    sampled(fast, model)
+    assert provider.blocks.queue.pending()
+
+
+def test_weights_that_are_cast_at_each_call_stay_with_the_model(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that waits for the cast may take longer than the model, and nobody asked for it."""
+    model = tiny.model()
+    monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
+    fast, module = accelerated(provider, model)
+    sampled(fast, model)
+    assert not blocks_built(provider) and not module.status.block_calls
+    assert "ComfyUI casts its weights at each call" in module.status.standing.reason
+    monkeypatch.undo()
+    sampled(fast, model)
+    assert blocks_built(provider)
+    sampled(fast, model)
+    assert module.status.block_calls
+    before = module.status.block_calls
+    monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
+    sampled(fast, model)
+    assert module.status.block_calls == before
+
+
+def test_a_worker_that_builds_nothing_leaves_blocks_alone(provider: EngineProvider) -> None:
+    provider.supply.never_builds = True
+    fast, module = accelerated(provider, tiny.model())
+    tiny.sample(fast, steps=1)
+    assert "blocks" not in module.status.standing.reason
