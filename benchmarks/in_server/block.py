@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..measuring.deadline import OutOfTime
+from ..subjects.references import References
 from ..subjects.rows import Row
 from .cases import CASES
 from .client import Calls, Client, Picture, PictureFailed
@@ -20,7 +21,6 @@ from .gpu import Monitor
 from .graph import OUR_NODES, Prompt, Wish, build_prompt, required_defaults
 from .plan import Block
 from .process import ServerDied
-from .references import References
 from .rows import complete, figures_of, highest_mb, medians_of, of_readings
 from .variants import PLAIN, ServerVariant
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
+from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_unet
 from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, LORA, ModelFile
 from .cases import VAE as VAE_FOLDER
-from .references import References
 
 SEED = 7
 LORA_RANK = 16

@@ -19,16 +19,15 @@ from ...core.version import __version__
 from ...runtime.checking.measure import commit
 from ..measuring.deadline import Deadline
 from ..subjects.arguments import count, list_of
+from ..subjects.references import References
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
 from .cases import CASES, HEADLINE, PictureCase
 from .checkpoints import NoRoom, make, missing
 from .from_scratch import measure as measure_from_scratch
-from .gpu import Monitor, find_driver
-from .held_memory import all_but
+from .gpu import Monitor, all_but, find_driver
 from .plan import ServerRun, left_out, plan
 from .process import Installation
-from .references import References
 from .session import Session
 from .variants import OURS, PLAIN, TORCH_COMPILE, Flags, ServerVariant, flags_text
 

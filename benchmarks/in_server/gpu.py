@@ -1,4 +1,4 @@
-"""What the GPU's driver says while pictures run: memory in use on the whole device, power and clock."""
+"""The GPU while pictures run: memory in use on the whole device, power and clock; and holding some memory back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 _PERIOD = 0.05
@@ -97,6 +98,39 @@ def find_driver() -> Driver | None:
 def _device() -> str:
     """The first GPU that CUDA may use, by its index or UUID."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+
+
+_HOLD = """
+import sys, torch
+free, _ = torch.cuda.mem_get_info()
+held = torch.empty(max(0, free - int(sys.argv[1])), dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def all_but(gigabytes: int | None, python: Path) -> Iterator[None]:
+    """Meanwhile no more than so much of the GPU's memory is free, by one plain allocation; None: all that is free.
+
+    Args:
+        python: with torch.
+
+    Raises:
+        OSError: the memory cannot be held.
+    """
+    if gigabytes is None:
+        yield
+        return
+    command = [str(python), "-c", _HOLD, str(gigabytes << 30)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        try:
+            if holder.stdout.readline().strip() != "held":
+                raise OSError("the GPU's memory cannot be held: no GPU, or no torch for it")
+            yield
+        finally:
+            holder.stdin.close()
 
 
 class _Nvml:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.benchmarks.pages import ladder, page
+from slipstream.benchmarks.pages import ladder, page, scratch_page
 from slipstream.benchmarks.pages.cold_page import cold_starts
 from slipstream.benchmarks.pages.ladder import ladders
 from slipstream.benchmarks.pages.page import DOCS, newest, read_all, report
@@ -37,13 +37,41 @@ def line_of(text: str, variant: str) -> list[str]:
 def test_the_page_is_what_the_rows_say() -> None:
     rows = read_all(RESULTS)
     climbed = ladders(rows)
-    text, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), read_rows(RESULTS))
+    scratch = scratch_page.read_rows(RESULTS)
+    text, picture = report(newest(rows), climbed, switches(rows), cold_starts(rows), read_rows(RESULTS), scratch)
     hint = "run `python benchmarks/report.py`"
     assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == text, hint
     assert (DOCS / "benchmarks.svg").read_text(encoding="utf-8") == picture, hint
     if climbed:
         title = CASES[LADDER_CASE].title
         assert (DOCS / "ladder.svg").read_text(encoding="utf-8") == ladder.picture(climbed, title), hint
+
+
+def test_a_model_that_was_never_met() -> None:
+    def made(at: float, step: float, engine: int = 0, blocks: int = 0) -> dict[str, float]:
+        calls = {"engine_calls": engine, "of_blocks": blocks, "eager_calls": 5 - engine}
+        return {"at_s": at, "client_s": 9.04, "step_ms": step, **calls}
+
+    pictures = [made(0, 100), made(10, 90, 4, 4), made(20, 50, 5, 5), made(30, 30, 5, 5), made(40, 31, 5, 5)]
+    builds = [{"what": "blocks X", "seconds": 7, "parts": "start 1, compile 6"}]
+    ours = {
+        "case": "a",
+        "variant": "slipstream",
+        "gpu": "G",
+        "pictures": [*pictures, made(50, 20, 5)],
+        "builds": builds,
+    }
+    rival = {
+        **ours,
+        "variant": "torch-compile",
+        "builds": [],
+        "pictures": [{"at_s": 0, "client_s": 61.0, "step_ms": 40}],
+    }
+    text = scratch_page.section([ours, rival])
+    assert line_of(text, "slipstream") == ["a", "`slipstream`", "9.0", "100.0", "10", "31.0", "50", "20.0"]
+    assert line_of(text, "torch-compile")[2:] == ["61.0", "40.0", "", "", "", ""]
+    assert text.count("Builds of") == 1 and "blocks X 7 s (start 1, compile 6)" in text
+    assert not scratch_page.section([])
 
 
 def test_the_table() -> None:

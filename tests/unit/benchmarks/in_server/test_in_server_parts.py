@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from slipstream.benchmarks.in_server import gpu
-from slipstream.benchmarks.in_server.references import References
 from slipstream.benchmarks.in_server.rows import counts_as_headline, figures_of, medians_of, of_readings
 from slipstream.benchmarks.in_server.websocket import WebSocket
+from slipstream.benchmarks.subjects.references import References
 from slipstream.tests.unit.benchmarks.support import server_row
 
 SD15 = "sd15-512-20"
