@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import comfy.model_management
 import pytest
 import torch
 
@@ -16,10 +17,12 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.blocks import block_calls
 from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings, parse_resolutions
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.fakes import wait_until
@@ -169,3 +172,25 @@ def test_a_worker_that_builds_nothing_leaves_blocks_alone(provider: EngineProvid
     fast, module = accelerated(provider, tiny.model())
     tiny.sample(fast, steps=1)
     assert "blocks" not in module.status.standing.reason
+
+
+def test_staged_weights_lie_in_place_from_the_first_picture_on(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamic VRAM: nothing is staged when the first picture begins, nor after another node unloaded the model."""
+    kind = staging.switch_on(monkeypatch)
+    model = tiny.model()
+    comfy.model_management.archive_model_dtypes(model.model)
+    patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
+    fast, module = accelerated(provider, patcher)
+    sampled(fast, patcher)
+    assert blocks_built(provider), "asked for by the first picture"
+    sampled(fast, patcher)
+    assert module.status.block_calls == STEPS - 1, "after the call in which they are compared"
+    comfy.model_management.unload_all_models()
+    sampled(fast, patcher)
+    assert module.status.block_calls == 2 * STEPS - 1, module.status.to_json()
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
+        sampled(fast, patcher)
+    assert module.status.block_calls == 2 * STEPS - 1, "none waits for a cast"
