@@ -276,7 +276,7 @@ class Run:
             status.count_blocks(reason, by_blocks.share, by_blocks.engine)
             engine = by_blocks.engine if veto is None else None
             return Answer(engine, is_vetoed=engine is None)
-        if veto is None:
+        if veto is None and by_blocks != reason:
             fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
             is_new, reason = status.explain_eager(reason, fuller), fuller
         if is_new:

@@ -239,7 +239,8 @@ class EngineProvider:
 
     def _is_idle(self) -> bool:
         """Not while engines of blocks are built; but what may be pulled does not wait for them."""
-        return (not self.blocks.is_building or bool(self.supply.urls)) and self._is_left_alone()
+        may_pull = any(self.supply.may_have(ticket.plan.key.digest) for ticket in self.queue.pending())
+        return (may_pull or not self.blocks.is_building) and self._is_left_alone()
 
     def _is_left_alone(self) -> bool:
         """Whether nobody waits for this machine, or the user does not mind."""

@@ -44,7 +44,8 @@ def precision_input() -> io.Combo.Input:
 BLOCKS_OF_MODELS = (
     "blocks: no engine of the whole model, but one for each kind of block that it is made of. They serve all "
     "sizes and prompts, and where another node patches some blocks, only those run as they are. Built sooner than "
-    "the whole, and slower: on an H100 a step of SDXL takes 36 ms by them, 32 by the whole, 98 without."
+    "the whole, and slower: on an H100 a step of SDXL takes 36 ms by them, 32 by the whole, 98 without. "
+    "On an NVIDIA GPU those of a diffusion model come with the other choices too, and serve until the whole is built."
 )
 BLOCKS_OF_VAES = (
     "blocks: no engine of the whole decoder or encoder, but one for each kind of block that it is made of. They serve "

@@ -278,8 +278,9 @@ class BlockEngines:
         try:
             if ticket.state is TicketState.DONE:
                 return self._bring(wish)
-            if isinstance(ticket.error, BuildOutOfMemory):
+            if isinstance(ticket.error, (BuildOutOfMemory, BuildDied)):  # the system may have ended it for its memory
                 self._one_at_a_time = True
+            if isinstance(ticket.error, BuildOutOfMemory):
                 if self._retried.setdefault(ticket.plan.key.digest, ticket) is ticket:
                     self.queue.forget(ticket.plan)
                     return self._bring(wish)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -121,7 +122,6 @@ class BlockCalls:
         ending: closed when the run is over.
 
     Attributes:
-        share: of the last call of the network.
         id: see `id_of_blocks`.
     """
 
@@ -142,6 +142,8 @@ class BlockCalls:
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._stored: dict[LedBlock, str | UnsupportedModel] = {}
         """How weights of blocks lie in 8 bits; or why engines do not take them."""
+        self._in_their_place: dict[LedBlock, bool] = {}
+        """Whether the weights of blocks lie as `_lies_in_place` says."""
         self._hold = Hold()
         self._is_held = False
         self._led: LedNetwork | None = None
@@ -166,10 +168,19 @@ class BlockCalls:
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
-        self.share = BlockShare()
+        self._shares = threading.local()  # with several GPUs other threads compute other parts of a batch
         self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
             self._times.forgive_blocks(self.id)
+
+    @property
+    def share(self) -> BlockShare:
+        """Of the last call of the network in this thread."""
+        return getattr(self._shares, "last", None) or BlockShare()
+
+    @share.setter
+    def share(self, share: BlockShare) -> None:
+        self._shares.last = share
 
     def drop_graphs(self) -> None:
         """Give their memory back: an engine of the whole network serves."""
@@ -319,6 +330,8 @@ class BlockCalls:
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
         if offer is None or self._is_to_be_asked_for_again(offer):
+            if not (self._are_asked_for or self._lies_in_place(block, tensors)):
+                return self._plain(block, args, kwargs, _CAST)
             offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
         if engine is None:
@@ -425,28 +438,26 @@ class BlockCalls:
         except UnsupportedModel as error:
             offer = BlockOffer(architecture, inputs, Precision.FP32)
             offer.refuse(str(error))
-            return self._kept(block, form, inputs, offer)
-        if not self._are_asked_for and not self._has_weights_in_place(block, precision):
-            offer = BlockOffer(architecture, inputs, precision)
-            offer.refuse(_CAST, is_final=False)
         else:
             optimize, policy = self._settings.effort, self._settings.policy
             offer = self._engines.offer(
                 architecture, dtypes, precision, self._device, optimize, policy, self._hooks.by_hand
             )
-        return self._kept(block, form, inputs, offer)
-
-    def _kept(self, block: LedBlock, form: Any, inputs: Any, offer: BlockOffer) -> BlockOffer:
         block.keep((form, inputs, self._device, self._settings.effort), offer)
         self._asked[id(offer)] = offer
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
-    def _has_weights_in_place(self, block: LedBlock, precision: Precision) -> bool:
-        """Whether all weights of a block lie where they stay for the run, in what it computes in."""
-        lying = self._lying(dtype_of(precision))
-        names = (f"{block.path}.{name}" if block.path else name for name, _ in block.module.named_parameters())
-        return all(name in lying for name in names)
+    def _lies_in_place(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a block's weights lie where they stay for the run, in what it computes in; looked up once a run."""
+        if block not in self._in_their_place:
+            try:
+                dtype = dtype_of(_precision_of(tensors))
+            except UnsupportedModel:
+                return True  # which is told where its engine is asked for
+            found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
+            self._in_their_place[block] = all(tensor is not None and tensor.dtype == dtype for tensor in found)
+        return self._in_their_place[block]
 
     def _computed(
         self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
@@ -552,7 +563,8 @@ class BlockCalls:
         try:
             self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
         except BaseException:
-            self._engines.queue.cancel_all("the run that waited for it was interrupted")
+            for ticket in tickets_of(offer.build for offer in wished):
+                ticket.cancel("the run that waited for it was interrupted")
             raise
 
 

@@ -128,7 +128,9 @@ def _state_of(module: AcceleratedModule) -> NodeState:
     standing = status.standing
     if standing.blocks:
         whole = None if standing.wanted is None else _of_engine(module, standing.wanted)
-        return whole or _by_blocks(module, standing)
+        if whole is None:
+            return _by_blocks(module, standing)
+        return replace(whole, tip=f"{whole.tip or whole.text}\n{standing.blocks}")
     if standing.failed:
         return NodeState("failed", f"failed: {standing.reason}", digest=next(iter(status.wanted), None))
     if (found := _of_mixed_run(module, status.last_run)) is not None:

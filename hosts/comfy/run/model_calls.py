@@ -72,7 +72,6 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.kinds: list[Hashable] = []
         self._in_whole_step = False
-        self._why_no_blocks: str | None = None
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
@@ -92,14 +91,14 @@ class ModelCalls:
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
-        self._why_no_blocks = self._why_blocks_not_wanted(module, inputs)
+        no_blocks = self._why_no_blocks(module, inputs)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
-            if self._blocks is None or not self._blocks.may_have_graphs or self._why_not(module, inputs, given):
-                return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs))["out"]
-            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, inputs))["out"]
+            has_graphs = self._blocks is not None and self._blocks.may_have_graphs
+            alone = inputs if has_graphs and not self._why_not(module, inputs, given) else None
+            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, alone, no_blocks))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
@@ -118,7 +117,8 @@ class ModelCalls:
         if coming is not None and not self._has_whole(inputs):
             veto = veto or coming
         beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
-        return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, tensors_alone), veto, beside)["out"]
+        by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, tensors_alone, no_blocks)
+        return self.whole(inputs, by_blocks, veto, beside)["out"]
 
     @property
     def runs(self) -> list[Run]:
@@ -157,7 +157,7 @@ class ModelCalls:
             return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
-    def _why_blocks_not_wanted(self, module: Any, inputs: Tensors) -> str | None:
+    def _why_no_blocks(self, module: Any, inputs: Tensors) -> str | None:
         """Why this call's blocks run as they are; None where they may run on engines."""
         if module is not self.source.unet:
             return _OTHER_GPU
@@ -173,17 +173,23 @@ class ModelCalls:
         return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
 
     def _by_blocks(
-        self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any], tensors_alone: Tensors | None = None
+        self,
+        plain: Plain,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors_alone: Tensors | None = None,
+        why_not: str | None = None,
     ) -> Tensors:
         """The plain model, whose blocks may be on engines.
 
         Args:
             tensors_alone: all tensors of the call by name, where nothing else has to do with what the model gives.
+            why_not: why no engine of blocks has a part in it.
         """
         if self._blocks is None:
             return self._plain(plain, args, kwargs)
-        if self._why_no_blocks is not None:
-            self._blocks.passed(self._why_no_blocks)
+        if why_not is not None:
+            self._blocks.passed(why_not)
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
             return self._blocks(lambda: self._plain(plain, args, kwargs))
