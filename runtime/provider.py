@@ -239,8 +239,11 @@ class EngineProvider:
 
     def _is_idle(self) -> bool:
         """Not while engines of blocks are built; but what may be pulled does not wait for them."""
-        may_pull = any(self.supply.may_have(ticket.plan.key.digest) for ticket in self.queue.pending())
-        return (may_pull or not self.blocks.is_building) and self._is_left_alone()
+        if not self._is_left_alone():
+            return False
+        if not self.blocks.is_building:
+            return True
+        return any(self.supply.may_have(ticket.plan.key.digest) for ticket in self.queue.pending())
 
     def _is_left_alone(self) -> bool:
         """Whether nobody waits for this machine, or the user does not mind."""

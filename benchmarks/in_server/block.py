@@ -102,7 +102,7 @@ class Pictures:
         if variant.is_ours and not self._defaults:
             found = {node: required_defaults(self.client.node_info(node)) for node in OUR_NODES}
             build = {"build": self._build}
-            self._defaults = {node: {**each, **(build if "build" in each else {})} for node, each in found.items()}
+            self._defaults = {node: each | build if "build" in each else each for node, each in found.items()}
         return build_prompt(CASES[block.case], variant, wish, self._defaults)
 
 

@@ -116,8 +116,9 @@ def _measure(checkout: Path, options: Namespace) -> int:
         with all_but(options.free_gb, options.python), Monitor(find_driver()) as monitor:
             schedule = Schedule(options.warmup, options.pictures, options.synchronised)
             bench = Bench(schedule, references, monitor, version)
-            session = Session(installation, bench, deadline, options.picture_limit, options.out, common, _say)
-            session.free_gb = options.free_gb
+            session = Session(
+                installation, bench, deadline, options.picture_limit, options.out, common, _say, options.free_gb
+            )
             session.measure(runs)
     for trouble in session.troubles:
         _say(f"FAILED {trouble}")

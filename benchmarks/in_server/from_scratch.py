@@ -61,8 +61,7 @@ def measure(
                 row["failed"] = str(error)
                 troubles.append(f"{case}, {variant}: {error}")
             row["builds"] = builds_in(server.log_file.read_text(encoding="utf-8", errors="replace"))
-            file = result_file(out, common.get("gpu"), date.today())
-            append(file.with_name(f"{PREFIX}{file.name.removeprefix('server-')}"), [{**row, **common}])
+            append(result_file(out, common.get("gpu"), date.today(), PREFIX), [{**row, **common}])
     return troubles
 
 

@@ -41,10 +41,10 @@ def complete(row: Row) -> Row:
     return {**known, "failed": row["failed"]} if row.get("failed") else known
 
 
-def result_file(folder: Path, gpu: str | None, day: date) -> Path:
+def result_file(folder: Path, gpu: str | None, day: date, prefix: str = PREFIX) -> Path:
     """Return the file for rows of a GPU, e.g. "server-nvidia-h200-2026-01-31.jsonl"."""
     name = re.sub(r"[^a-z0-9]+", "-", (gpu or CPU).lower()).strip("-")
-    return folder / f"{PREFIX}{name}-{day.isoformat()}.jsonl"
+    return folder / f"{prefix}{name}-{day.isoformat()}.jsonl"
 
 
 def figures_of(client_s: float, nodes: Iterable[Mapping[str, Any]]) -> dict[str, float]:

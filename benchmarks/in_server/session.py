@@ -40,8 +40,8 @@ class Session:
     out: Path
     common: Row
     say: Callable[[str], None]
-    troubles: list[str] = field(default_factory=list)
     free_gb: int | None = None
+    troubles: list[str] = field(default_factory=list)
     _given_up: set[Any] = field(default_factory=set)
     _starts: int = 0
     _machine: Row = field(default_factory=dict)

@@ -280,12 +280,12 @@ class BlockEngines:
                 return self._bring(wish)
             if isinstance(ticket.error, (BuildOutOfMemory, BuildDied)):  # the system may have ended it for its memory
                 self._one_at_a_time = True
-            if isinstance(ticket.error, BuildOutOfMemory):
-                if self._retried.setdefault(ticket.plan.key.digest, ticket) is ticket:
-                    self.queue.forget(ticket.plan)
-                    return self._bring(wish)
+            ran_out, digest = isinstance(ticket.error, BuildOutOfMemory), ticket.plan.key.digest
+            if ran_out and self._retried.setdefault(digest, ticket) is ticket:
+                self.queue.forget(ticket.plan)
+                return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
-            rest = [plan for plan in wish.plans if plan.key.digest != ticket.plan.key.digest]
+            rest = [plan for plan in wish.plans if plan.key.digest != digest]
             is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
             if not rest or (is_no_fault and not isinstance(ticket.error, BackendUnavailable)):
                 return wish.offer.refuse(reason, is_final=not is_no_fault)

@@ -58,7 +58,7 @@ class Parallel(str, Enum):
     OFF = "off"
 
 
-VARIABLE = "SLIPSTREAM_BLOCKS"
+BLOCKS_VARIABLE = "SLIPSTREAM_BLOCKS"
 """The variable of the environment that, set to "off", leaves blocks alone for which nobody asked."""
 
 
@@ -264,7 +264,7 @@ class Settings:
         wanted = self.levers.by_blocks
         if wanted is not ByBlocks.AUTO or self.optimize is Optimize.BLOCKS:
             return wanted is not ByBlocks.OFF
-        is_wanted = self.policy is not BuildPolicy.MANUAL and os.environ.get(VARIABLE) != "off"
+        is_wanted = self.policy is not BuildPolicy.MANUAL and os.environ.get(BLOCKS_VARIABLE) != "off"
         return is_wanted and role is Role.UNET and device == "cuda"
 
     @property
