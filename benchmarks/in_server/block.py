@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ COMPARED_SEED = 7
 """Of the picture that is compared with the reference."""
 
 LATENT, PICTURE = "latent", "picture"
+PROFILES = "kernels", "functions"
 
 _FIRST_SEED = 1000
 _REST_SECONDS = 0.3
@@ -41,11 +43,13 @@ class Schedule:
         warmup: before the timed ones; the first builds or compiles, the last is compared with the reference.
         pictures: that are timed.
         is_synchronised: one more follows, in which the GPU is waited for around every call of the model.
+        profiles: a folder for tables of where the sampler's time goes, which one more picture each tells; None: none.
     """
 
     warmup: int
     pictures: int
     is_synchronised: bool = False
+    profiles: Path | None = None
 
 
 @dataclass
@@ -96,6 +100,14 @@ class Pictures:
         for file in files.values():
             file.unlink(missing_ok=True)
         return picture, arrays
+
+    def profile(self, block: Block, folder: Path) -> None:
+        """Make a picture for each of the probe's tables, and keep these in a folder."""
+        for what in PROFILES:
+            self.next(block, **{what: True})
+            file = self._outputs / f"slipstream-benchmark-{what}.txt"
+            if file.exists():
+                shutil.move(file, folder / f"{block.case}-{block.variant}-{block.turn}-{what}.txt")
 
     def _prompt(self, block: Block, wish: Wish) -> Prompt:
         variant = ServerVariant.of(block.variant)
@@ -151,6 +163,8 @@ class Bench:
         if self.schedule.is_synchronised:
             slow = pictures.next(block, synchronised=True)
             seen.facts["step_ms_synchronised"] = medians_of([figures_of(slow.client_s, slow.nodes)]).get("step_ms")
+        if self.schedule.profiles is not None:
+            pictures.profile(block, self.schedule.profiles)
 
     def _time(self, block: Block, pictures: Pictures, seen: Seen) -> OutOfTime | None:
         """Make the timed pictures; those that were made when the time is over count."""

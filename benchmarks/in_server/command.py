@@ -40,6 +40,7 @@ _LIMIT = "for the whole command, after which it ends with all rows that were mea
 _PICTURE_LIMIT = "for one picture, the builds of a first one included, before its server is given up; default: 1800"
 _FREE_GB = "another process holds the rest of the GPU's memory, as if this were a smaller card; default: none does"
 _FROM_SCRATCH = "instead: pictures for so long from an empty store on, each variant in a server of its own"
+_PROFILES = "of tables of where each variant's sampler spends its time, by kernel and by function; default: none"
 _ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
 
 
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rest", type=count, default=10, metavar="SECONDS", help="after each of those pictures; default: 10")
     add("--free-gb", type=count, metavar="N", help=_FREE_GB)
     add("--synchronised", action="store_true", help="one more picture a turn, with the GPU waited for in each step")
+    add("--profiles", type=Path, metavar="FOLDER", help=_PROFILES)
     add("--comfyui", type=Path, metavar="FOLDER", help="default: COMFYUI_DIR, else the one that this pack lies in")
     add("--python", type=Path, default=Path(sys.executable), help="that starts ComfyUI; default: this one")
     add("--cpu", action="store_true", help="servers compute on the CPU")
@@ -104,6 +106,8 @@ def _measure(checkout: Path, options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-server-", ignore_cleanup_errors=True) as folder:
         installation = _installation(checkout, options, Path(folder))
         installation.prepare()
+        if options.profiles:
+            options.profiles.mkdir(parents=True, exist_ok=True)
         if options.from_scratch:
             driver = find_driver()
             machine = {"gpu": getattr(driver, "gpu", None), "comfyui": version}
@@ -114,7 +118,7 @@ def _measure(checkout: Path, options: Namespace) -> int:
             )  # fmt: skip
             return FAILED if troubles else OK
         with all_but(options.free_gb, options.python), Monitor(find_driver()) as monitor:
-            schedule = Schedule(options.warmup, options.pictures, options.synchronised)
+            schedule = Schedule(options.warmup, options.pictures, options.synchronised, options.profiles)
             bench = Bench(schedule, references, monitor, version)
             session = Session(
                 installation, bench, deadline, options.picture_limit, options.out, common, _say, options.free_gb

@@ -17,9 +17,9 @@ from .variants import OURS
 PREFIX = "server-"
 """How the names of files with these rows begin."""
 
-FIGURES = ("client_s", "sampler_s", "decoder_s", "before_s", "step_ms", "after_s")
+FIGURES = ("client_s", "sampler_s", "decoder_s", "before_s", "first_step_ms", "step_ms", "after_s")
 """Of each picture: seconds by the client, in sampler nodes, in the decoder node, before the first call of the model,
-milliseconds from call to call, and seconds after the last call."""
+milliseconds from the first call to the second and from call to call, and seconds after the last call."""
 
 FIELDS = (
     "case", "flags", "comfyui", "variant", "turn", *FIGURES, "pictures", "samples", "build_s", "vram_mb", "peak_mb",
@@ -67,6 +67,7 @@ def figures_of(client_s: float, nodes: Iterable[Mapping[str, Any]]) -> dict[str,
         found["before_s"] = sum(node["before"] for node in called)
         found["after_s"] = sum(node["after"] for node in called)
     if called and called[-1]["steps"]:
+        found["first_step_ms"] = 1000 * called[-1]["steps"][0]
         found["step_ms"] = 1000 * median(called[-1]["steps"])
     return found
 

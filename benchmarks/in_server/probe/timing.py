@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .clocks import Mark, mark, seconds_between, synchronised_mark, wait
+from .profiles import PROFILES, profiled
 
 EVENT = "slipstream_benchmark"
 """The type of the websocket event that carries a node's figures, and the name of a prompt's wishes in `extra_data`."""
@@ -69,7 +70,7 @@ class Probe:
 
     Attributes:
         wishes: of the prompt that was queued last: `keep` saves latent and picture as float32, and `synchronised`
-            waits for the GPU around every call of the model.
+            waits for the GPU around every call of the model; `kernels` and `functions` write where the time goes.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], folder: Path) -> None:
@@ -91,7 +92,7 @@ class Probe:
             began = time.perf_counter()
             run = self._sampler = SamplerRun(bool(self.wishes.get("synchronised")))
             try:
-                result = sample(*args, **kwargs)
+                result = self._profiled(lambda: sample(*args, **kwargs))
             finally:
                 self._sampler = None
             run.end()
@@ -126,6 +127,11 @@ class Probe:
             return result
 
         return timed
+
+    def _profiled(self, compute: Callable[[], Any]) -> Any:
+        for what in filter(self.wishes.get, PROFILES):
+            return profiled(what, self._folder / f"slipstream-benchmark-{what}.txt", compute)
+        return compute()
 
     def _keep(self, what: str, tensor: torch.Tensor) -> None:
         if self.wishes.get("keep"):

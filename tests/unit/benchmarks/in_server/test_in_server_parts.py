@@ -28,7 +28,7 @@ def test_figures_of_a_picture_with_two_samplers() -> None:
     other = {"node": "sampler", "seconds": 3.0, "calls": 4, "before": 0.25, "steps": [0.3, 0.5, 0.4], "after": 0.5}
     found = figures_of(6.0, [one, other, {"node": "decoder", "seconds": 0.75}])
     seconds = {"client_s": 6.0, "sampler_s": 5.0, "decoder_s": 0.75, "before_s": 0.75, "after_s": 0.75}
-    assert found == {**seconds, "step_ms": 400.0}
+    assert found == {**seconds, "first_step_ms": 300.0, "step_ms": 400.0}
     assert "step_ms" not in figures_of(1.0, [{**one, "calls": 1, "steps": []}])
     medians = medians_of([found, {"client_s": 7.0}, {"client_s": 9.0}])
     assert medians["client_s"] == 7.0 and medians["samples"]["client_s"] == [6.0, 7.0, 9.0]
