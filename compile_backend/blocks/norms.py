@@ -35,7 +35,13 @@ def group_norm_by_rows(
     eps: float = 1e-5,
 ) -> torch.Tensor:
     """`torch.nn.functional.group_norm` of features [N, C, H, W]; statistics in fp32."""
-    n, c, h, w = input.shape
+    mean, variance = statistics_by_rows(input, num_groups)
+    return normalised(input, mean, variance, weight, bias, eps, is_large=True)
+
+
+def statistics_by_rows(input: torch.Tensor, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance of each group of channels of features [N, C, H, W]: two tensors [N, groups, 1] in fp32."""
+    n, c, h, _ = input.shape
     pixels = input.float().permute(0, 2, 3, 1)
     variances, means = torch.var_mean(pixels, dim=2, correction=0)  # of each row and channel [N, H, C]
     variances, means = (
@@ -43,5 +49,4 @@ def group_norm_by_rows(
         for part in (variances, means)
     )
     mean = means.mean(-1, keepdim=True)
-    variance = (variances + (means - mean).square()).mean(-1, keepdim=True)
-    return normalised(input, mean, variance, weight, bias, eps, is_large=True)
+    return mean, (variances + (means - mean).square()).mean(-1, keepdim=True)

@@ -196,12 +196,12 @@ class _Traced(torch.nn.Module):
         with NormsByRows() if self._is_on_gpu else nullcontext():
             result = torch.func.functional_call(self.__dict__["block"], named, (), arguments)
         if isinstance(result, torch.Tensor):
-            return (result,)
+            return (as_laid_out(result),)
         if not isinstance(result, (tuple, list)) or any(not isinstance(each, _RETURNED) for each in result):
             raise UnsupportedModel(f"the block returns a {type(result).__name__}")
         self.returned.outputs = tuple(each is not None for each in result)
         self.returned.is_list = isinstance(result, list)
-        return tuple(each for each in result if each is not None)
+        return tuple(as_laid_out(each) for each in result if each is not None)
 
 
 _RETURNED = torch.Tensor, type(None)
@@ -287,7 +287,7 @@ def _written(program: torch.export.ExportedProgram, inputs: int) -> frozenset[in
 
 
 def as_laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """An input as programs take it: contiguous, on a GPU feature maps in channels last, as convolutions want them."""
+    """A tensor as programs take and give it: contiguous, on a GPU features in channels last, as convolutions want."""
     if lies_channels_last(tensor):
         return tensor.contiguous(memory_format=torch.channels_last)
     return tensor.contiguous()

@@ -399,8 +399,20 @@ def _set_on_others(module: str) -> frozenset[str]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, SyntaxError, UnicodeError):
         return frozenset()
-    stored = (each for each in ast.walk(tree) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
-    return frozenset(each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id != "self")
+    return frozenset(name for each in ast.walk(tree) if (name := _name_set(each)) is not None)
+
+
+def _name_set(node: ast.AST) -> str | None:
+    """The attribute that a piece of code sets on another object; None where it sets none."""
+    match node:
+        case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Store()):
+            return None if owner == "self" else name
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(value=ast.Name(id=owner), attr="__dict__"), attr="setdefault"),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            return None if owner == "self" else name
+    return None
 
 
 def names_read(kind: Any) -> frozenset[str]:

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from ...live_model.layer_walk import layers_of, tensors_of
+from .channels_last import in_channels_last
 
 
 class NetworkCopy:
     """A copy of a network that computes with given weights, and with others in the place of some layers.
+
+    What lies between a UNet's blocks computes in channels last.
 
     Args:
         fresh: the network as a meta module.
@@ -26,6 +29,9 @@ class NetworkCopy:
         self.network = copy.deepcopy(fresh)
         self._layers = layers_of(self.network)
         self.weights = dict(tensors_of(self._layers))
+        for layer in self._layers.values():
+            if (call := in_channels_last(layer)) is not None:
+                layer.__dict__["forward"] = call
 
     @contextmanager
     def holding(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -198,14 +198,10 @@ class Conditions:
             order: which prompts make up the batch, see `Pattern`.
         """
         sources = _model_conds(guider, order)
-        each = [
-            {name: cond.process_cond(batch_size=x.shape[0], area=None) for name, cond in them.items()}
-            for them in sources
+        first, *others = [
+            {name: _processed(cond, x.shape[0], device) for name, cond in them.items()} for them in sources
         ]
-        first, *others = each
-        tensors = {
-            _PREFIX + name: cond.concat([other[name] for other in others]).to(device) for name, cond in first.items()
-        }
+        tensors = {_PREFIX + name: cond.concat([other[name] for other in others]) for name, cond in first.items()}
         return cls(tensors, _tensors_of(sources), x.shape[0])
 
     def are_of(self, guider: Any, x: torch.Tensor, order: tuple[int, ...]) -> bool:
@@ -225,6 +221,12 @@ class Conditions:
 def _tensors_of(conds: list[dict[str, Any]]) -> tuple[_Source, ...]:
     """What they are made of: another tensor, or one that was written into, is another condition."""
     return tuple((cond.cond, name, version_of(cond.cond)) for each in conds for name, cond in sorted(each.items()))
+
+
+def _processed(cond: Any, batch_size: int, device: torch.device) -> Any:
+    """A condition for a batch, moved before it becomes a part of one: there a copy wakes no threads of the CPU."""
+    found = cond.process_cond(batch_size=batch_size, area=None)
+    return type(found)(found.cond.to(device))
 
 
 def conds_of(guider: Any, order: tuple[int, ...]) -> list[dict[str, Any]]:

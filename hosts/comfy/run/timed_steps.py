@@ -26,6 +26,7 @@ from .wrapper_keys import RECORDING, STEP_TIMES
 log = logging.getLogger(__name__)
 
 
+_SECOND = 2
 _LEAST_STEPS, _FIRST_STEP, _COMPARED = 8, 3, 2
 """Of a run in which steps are computed on purpose; the first of them; how many."""
 _ROOM = 1.5
@@ -93,7 +94,7 @@ class TimedSteps:
         """Note that a step begins, and whether the user's model is to compute it."""
         try:
             self._begun += 1
-            if self._begun == 1:
+            if self._begun == _SECOND:  # not earlier: the first step is what the GPU waits for
                 self._conditions = conditions_of_run(guider, x, self._sampler, self._calls)
             done = self._done(guider)
             is_warm = self._timer.begin(done)

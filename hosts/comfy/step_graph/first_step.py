@@ -73,14 +73,14 @@ def forget(step: Step) -> None:
 def pattern_by(
     known_step: KnownStep, step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
 ) -> Pattern | None:
-    """The pattern with this run's engines; None where one does not answer.
+    """The pattern with this run's engines; None where one does not answer. Whether they may is not asked here.
 
     Raises:
         NotServed: an engine may not answer.
         Exception: whatever ComfyUI's code raises while it makes the hints ready.
     """
     calls = step.calls
-    if calls.veto_of_run is not None or why_not_these_tensors(conditions.tensors.values()) is not None:
+    if why_not_these_tensors(conditions.tensors.values()) is not None:
         return None
     if step.used and known_step.is_halved != (calls.halves is not None):
         return None  # the halves may have been built since

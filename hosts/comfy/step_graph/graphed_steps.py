@@ -82,8 +82,7 @@ class GraphedSteps:
             found = self._as_before(step, x, timestep)
             return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
-        may_replay = pattern is not None and not self._is_to_be_compared and self._calls.veto_of_run is None
-        if pattern is not None and may_replay and step.fits(pattern, x):
+        if pattern is not None and not self._is_to_be_compared and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
                 return found
             self._patterns[step.kind] = None
@@ -151,13 +150,22 @@ class GraphedSteps:
         return self._calls.halves is not None and self._calls.halves.is_refused
 
     def _replayed(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
-        """The step by its graph; None where that cannot be had."""
+        """The step by its graph; None where that cannot be had.
+
+        Whether engines may answer is asked while the GPU computes, and what it gives is left where they may not; a
+        graph that is still to be captured waits for the answer.
+        """
         if not pattern.owner.steps.are_possible:
             return None
         watch = MemoryWatch(x.device)
         calls_before = len(self._calls.kinds)
         try:
+            is_recorded = pattern.is_chosen and self._is_recorded(step, pattern, x, sigma)
+            if not is_recorded and self._calls.veto_of_run is not None:
+                return None
             result = self._by_graph(step, pattern, x, sigma)
+            if is_recorded and self._calls.veto_of_run is not None:
+                return None
         except waiting_hooks().interruptions:
             raise
         except Exception as error:  # whatever ComfyUI's or other nodes' code raises: the usual way will show it

@@ -12,12 +12,14 @@ from typing import Any
 import comfy.model_management
 import pytest
 import torch
+from comfy.ldm.modules.attention import SpatialTransformer
 
 from slipstream.core.protocols import Tensors
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
+from slipstream.hosts.comfy.blocks.channels_last import in_channels_last, transformed
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.capture.library import CaptureError
 from slipstream.runtime.loaded import network_graphs
@@ -383,3 +385,24 @@ def test_weights_that_comfyui_stages_are_used_where_they_lie(
         patcher.model.dynamic_vbars[patcher.load_device].take_away()
         assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
         assert graphs.replays > before
+
+
+# ------------------------------------------------------------------------------------- features in channels last
+
+
+@pytest.mark.parametrize("size", [(8, 8), (5, 7)], ids=str)
+@pytest.mark.parametrize("by_linear", [True, False])
+def test_transformers_of_the_copy_compute_in_channels_last(by_linear: bool, size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    layer = SpatialTransformer(64, 4, 16, 2, context_dim=32, use_linear=by_linear, operations=torch.nn)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    text, features = torch.randn(2, 9, 32), torch.randn(2, 64, *size) * 3 + 5
+    with torch.no_grad():
+        wanted = layer(features, text, {})
+        for given in (features, features.contiguous(memory_format=torch.channels_last)):
+            found = in_channels_last(layer)(given, text, {})
+            assert found.is_contiguous(memory_format=torch.channels_last)
+            assert distance(found, wanted) < 1e-5 and distance(found, given) > 0.1
+        several = transformed(layer, features, [text, text.flip(1) * 2], {})
+        assert torch.allclose(several, layer(features, [text, text.flip(1) * 2], {}), rtol=1e-4, atol=1e-4)
