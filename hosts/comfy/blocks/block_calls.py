@@ -199,37 +199,50 @@ class BlockCalls:
             result = self._computing(compute)
         return result
 
-    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors, options: Mapping[str, Any]) -> torch.Tensor:
-        """The same for a call of a network that is unchanged, by one CUDA graph where it has one.
+    def whole(
+        self,
+        compute: Callable[[], torch.Tensor],
+        call: Tensors,
+        options: Mapping[str, Any],
+        is_unchanged: Callable[[], bool],
+    ) -> torch.Tensor:
+        """The same by one CUDA graph where the network has one for a call.
 
         Args:
-            compute: leaves what it is given as it is.
+            compute: leaves what it is given as it is, where nothing of the network was changed.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
             options: `transformer_options`.
+            is_unchanged: finds out whether nothing of the network was changed; asked while the GPU computes.
         """
         graphed = self._graphs() if self._why_not() is None else None
         if graphed is None or why_patched(options, self._reads) is not None:
-            return self(compute, True)
+            return self(compute, is_unchanged())
         if self._hooks.by_hand:
             graphed.forget()
-            return self(compute, True)
+            return self(compute, is_unchanged())
         if not self._is_running:  # not sooner: while the model is loaded its graphs may give way
             self._is_running = True
             self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
         self._check_weights()
-        if (found := graphed(call, lambda: self(compute, True))) is not None:
+        was_held = self._is_held
+        found = graphed(call, lambda: self(compute, True), is_unchanged)
+        if not was_held:
+            self._check_weights()  # of what it began with
+        if found is not None:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute, True)
-        if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
+        result = self(compute, is_unchanged())
+        if is_unchanged() and self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
     def _graphs(self) -> GraphedNetwork | None:
         """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
         if self._graphed is None and self.may_have_graphs and not isinstance(led := self._blocks(), str):
-            self._graphed = GraphedNetwork(self._network, led, self._device, self._module, self._settings, self._lying)
+            self._graphed = GraphedNetwork(
+                self._network, led, self._device, self._module, self._settings, self._lying_soon_held
+            )
             self._reads = led.reads
         return self._graphed
 
@@ -516,6 +529,11 @@ class BlockCalls:
         if (given := self._given[place]) is not None:
             return given
         return known.of(block.module, self._device, until) if self._are_asked_for else None
+
+    def _lying_soon_held(self, dtype: torch.dtype) -> Weights:
+        """The same for a graph, beside which no code but ours runs: what it begins with is noted after it."""
+        self._is_held = True
+        return self._in_place(dtype)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""
