@@ -26,7 +26,6 @@ from .wrapper_keys import RECORDING, STEP_TIMES
 log = logging.getLogger(__name__)
 
 
-_SECOND = 2
 _LEAST_STEPS, _FIRST_STEP, _COMPARED = 8, 3, 2
 """Of a run in which steps are computed on purpose; the first of them; how many."""
 _ROOM = 1.5
@@ -77,6 +76,7 @@ class TimedSteps:
         self._heard: dict[Run, int] = {}
         self._asked: set[TimedStep] = set()
         self._conditions: Hashable = None
+        self._is_read = False
         self._begun = 0
         self._left = 0
         """Steps that the user's model is still to compute, that which is under way included."""
@@ -94,9 +94,7 @@ class TimedSteps:
         """Note that a step begins, and whether the user's model is to compute it."""
         try:
             self._begun += 1
-            if self._begun == _SECOND:  # not earlier: the first step is what the GPU waits for
-                self._conditions = conditions_of_run(guider, x, self._sampler, self._calls)
-            done = self._done(guider)
+            done = self._done(guider, x)
             is_warm = self._timer.begin(done)
             if self._left and done is not None:
                 self._left -= 1
@@ -134,13 +132,15 @@ class TimedSteps:
         give_back_unused(device)
         return compute()
 
-    def _done(self, guider: Any) -> TimedStep | None:
+    def _done(self, guider: Any, x: torch.Tensor) -> TimedStep | None:
         """What computed the step that ends; None where it called no model."""
         kinds, self._calls.kinds = tuple(self._calls.kinds), []
         answers = self._answers_of(self._calls.runs)
         others = _engines_of(self._answers_of(_runs_of_controls(guider)))
         if not kinds:
             return None
+        if not self._is_read:  # not before the first step, which the GPU waits for
+            self._is_read, self._conditions = True, conditions_of_run(guider, x, self._sampler, self._calls)
         engines = _engines_of(answers)
         is_mixed = engines and any(answer.engine is None for answer in answers)
         is_half = others and not engines

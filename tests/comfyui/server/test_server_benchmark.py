@@ -45,7 +45,9 @@ def measure(root: Path, comfyui_dir: Path, models: Path, folder: Path, *words: s
 def test_pictures_of_a_real_server(
     root: Path, comfyui_dir: Path, comfyui_version, models: Path, tmp_path: Path
 ) -> None:
+    tables = tmp_path / "tables"
     words = ("--variants", "plain,slipstream", "--turns", "2", "--synchronised", "--limit", "560")
+    words = (*words, "--profiles", str(tables))
     said, rows = measure(root, comfyui_dir, models, tmp_path, *words)
     assert [(row["variant"], row["turn"]) for row in rows] == [
         ("plain", 1), ("slipstream", 1), ("plain", 2), ("slipstream", 2)
@@ -61,6 +63,9 @@ def test_pictures_of_a_real_server(
     plain, ours, later, _ = rows
     assert plain["error"] == later["error"] == 0.0 and plain["engine_calls"] is None
     assert (ours["engine_calls"], ours["eager_calls"]) == (2 * (STEPS + 1), 0)
+    for what, name in (("kernels", "aten::"), ("functions", "apply_model")):
+        found = [tables / f"{CASE}-{each['variant']}-{each['turn']}-{what}.txt" for each in rows]
+        assert all(name in file.read_text(encoding="utf-8") for file in found)
     assert 0 < ours["errors"]["latent"] and 0 < ours["errors"]["picture"] and ours["build_s"] > 10
     assert_is_gone(tmp_path / "logs")
 

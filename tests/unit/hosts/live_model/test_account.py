@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.hosts.live_model.account import LiveModel, live_model
+from slipstream.hosts.live_model.account import LiveModel, _set_on_others, live_model
 from slipstream.hosts.live_model.held_weights import HeldWeights, Hold
 from slipstream.hosts.live_model.layer_walk import layers_of
 
@@ -312,3 +315,22 @@ def test_what_a_host_notes_in_a_run_is_no_change() -> None:
     assert account.why_changed(hold=hold) is None
     other_parameter(model)
     assert "weights were changed" in str(account.why_changed(hold=hold))
+
+
+def test_what_a_hosts_loading_code_keeps_on_layers_is_known_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        def load(layer, other):
+            layer.seed_key = 1
+            layer.__dict__.setdefault("_pins", {})["loaded"] = other
+
+        class Loader:
+            def __init__(self):
+                self.own = 1
+                self.__dict__.setdefault("kept", 2)
+    """
+    (tmp_path / "loading_of_a_host.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("loading_of_a_host")
+    assert _set_on_others("loading_of_a_host") == {"seed_key", "_pins"}
