@@ -525,6 +525,29 @@ def test_what_another_extension_changed_since_is_not_replayed(
     assert status.engine_calls == 5 and status.eager_calls >= 5, "what is replayed on this host asks once more"
 
 
+def test_a_replay_of_a_model_that_was_changed_meanwhile_is_dropped(
+    provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, changed, replayed = Fast(provider), tiny.model(), []
+    assert pictures(fast, tiny.model(), None, replays) == 4
+    for model in (fast.model, changed):
+        layer = model.model.diffusion_model.middle_block[0]
+        monkeypatch.setattr(layer, "forward", functools.partial(_halved, layer.forward))
+
+    def run(self: Any, compute: Any, generation: Any, tensors: Any, *_: Any, **__: Any) -> Any:
+        replayed.append(tensors)  # as a GPU does, which asks nobody
+        return {"denoised": torch.full_like(tensors["x"], 7.0)}
+
+    monkeypatch.setattr(CudaGraphs, "run", run)
+    wanted, found = tiny.sample(changed, steps=5), tiny.sample(fast.model, steps=5)
+    assert distance(found, wanted) < TOLERANCE and replayed
+    assert fast.model_module.status.engine_calls == 5, "what was dropped does not count"
+
+
+def _halved(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return 0.5 * forward(*args, **kwargs)
+
+
 def test_a_first_step_that_cannot_be_replayed_goes_the_usual_way(
     provider: EngineProvider, replays: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
