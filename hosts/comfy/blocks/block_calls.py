@@ -199,41 +199,34 @@ class BlockCalls:
             result = self._computing(compute)
         return result
 
-    def whole(
-        self,
-        compute: Callable[[], torch.Tensor],
-        call: Tensors,
-        options: Mapping[str, Any],
-        is_unchanged: Callable[[], bool],
-    ) -> torch.Tensor:
-        """The same by one CUDA graph where the network has one for a call.
+    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors, options: Mapping[str, Any]) -> torch.Tensor:
+        """The same for a call of a network that is unchanged, by one CUDA graph where it has one.
 
         Args:
-            compute: leaves what it is given as it is, where nothing of the network was changed.
+            compute: leaves what it is given as it is.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
             options: `transformer_options`.
-            is_unchanged: finds out whether nothing of the network was changed; asked while the GPU computes.
         """
         graphed = self._graphs() if self._why_not() is None else None
         if graphed is None or why_patched(options, self._reads) is not None:
-            return self(compute, is_unchanged())
+            return self(compute, True)
         if self._hooks.by_hand:
             graphed.forget()
-            return self(compute, is_unchanged())
+            return self(compute, True)
         if not self._is_running:  # not sooner: while the model is loaded its graphs may give way
             self._is_running = True
             self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
         self._check_weights()
         was_held = self._is_held
-        found = graphed(call, lambda: self(compute, True), is_unchanged)
+        found = graphed(call, lambda: self(compute, True))
         if not was_held:
             self._check_weights()  # of what it began with
         if found is not None:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute, is_unchanged())
-        if is_unchanged() and self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
+        result = self(compute, True)
+        if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 

@@ -134,17 +134,13 @@ class GraphedNetwork:
             whole = self._wholes[kind] = WholeCall(served, blocks)
         whole.by_blocks += 1
 
-    def __call__(
-        self, call: Tensors, by_blocks: Callable[[], torch.Tensor], is_unchanged: Callable[[], bool]
-    ) -> tuple[torch.Tensor, WholeCall] | None:
-        """What the network gives, by its graph; None where it has none, nor gets one now, or was changed.
+    def __call__(self, call: Tensors, by_blocks: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, WholeCall] | None:
+        """What the network gives, by its graph; None where it has none, nor gets one now.
 
         Args:
             call: the tensors that the network is given, by name, residuals of ControlNets among them. Nothing else
                 may have to do with its result.
             by_blocks: computes the same call without a graph.
-            is_unchanged: whether the network is as its architecture has it; asked while the GPU computes, where its
-                graph is known to be right.
         """
         kind = _kind_of(call)
         whole = self._wholes.get(kind)
@@ -155,9 +151,7 @@ class GraphedNetwork:
             return None
         digests = frozenset(offer.digest for offer in whole.offers)
         with self._pool.networks.using(self._network, self._device, digests) as graphs:
-            return (
-                None if graphs is None else self._by_graph(whole, graphs, kind, call, weights, by_blocks, is_unchanged)
-            )
+            return None if graphs is None else self._by_graph(whole, graphs, kind, call, weights, by_blocks)
 
     def _by_graph(
         self,
@@ -167,7 +161,6 @@ class GraphedNetwork:
         call: Tensors,
         weights: Mapping[str, torch.Tensor],
         by_blocks: Callable[[], torch.Tensor],
-        is_unchanged: Callable[[], bool],
     ) -> tuple[torch.Tensor, WholeCall] | None:
         addresses = tuple([*map(torch.Tensor.data_ptr, weights.values())])
         generation = addresses, tuple(id(offer.engine) for offer in whole.offers)
@@ -175,18 +168,12 @@ class GraphedNetwork:
         if is_new:
             if whole.by_blocks < whole.wait or not leaves_memory(self._device):
                 return None
-        is_proved = not is_new and whole.compared == _COMPARED
-        if not is_proved and not is_unchanged():
-            return None
-        if is_new:
             whole.begin_capture()
         watch = MemoryWatch(self._device)
         try:
             result = self._replayed(whole, graphs, generation, call, kind, weights)
             if is_new and not leaves_memory(self._device):
                 raise torch.OutOfMemoryError("the graph leaves too little memory for sampling")
-            if not is_unchanged():
-                return None
             whole.replays += 1
             if whole.compared < _COMPARED:
                 result = self._compared(whole, graphs, kind, result, by_blocks)

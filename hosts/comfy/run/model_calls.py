@@ -97,10 +97,8 @@ class ModelCalls:
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
             has_graphs = self._blocks is not None and self._blocks.may_have_graphs
-            alone = inputs if has_graphs and self._why_not_this(module, inputs, given) is None else None
-            is_unchanged = functools.cache(lambda: self.veto_of_run is None)
-            by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, alone, no_blocks, is_unchanged)
-            return self.whole(inputs, by_blocks)["out"]
+            alone = inputs if has_graphs and not self._why_not(module, inputs, given) else None
+            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, alone, no_blocks))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
@@ -149,10 +147,8 @@ class ModelCalls:
             self._in_whole_step = before
 
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
-        return self.veto_of_run or self._why_not_this(module, inputs, given)
-
-    def _why_not_this(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
-        """Why one call may not go to an engine, whatever others changed of the model."""
+        if veto := self.veto_of_run:
+            return veto
         if module is not self.source.unet:
             return _OTHER_GPU
         if "x" not in inputs:
@@ -183,14 +179,12 @@ class ModelCalls:
         kwargs: dict[str, Any],
         tensors_alone: Tensors | None = None,
         why_not: str | None = None,
-        is_unchanged: Callable[[], bool] = lambda: True,
     ) -> Tensors:
         """The plain model, whose blocks may be on engines.
 
         Args:
             tensors_alone: all tensors of the call by name, where nothing else has to do with what the model gives.
             why_not: why no engine of blocks has a part in it.
-            is_unchanged: whether others left the model as it is, where there are `tensors_alone`.
         """
         if self._blocks is None:
             return self._plain(plain, args, kwargs)
@@ -199,12 +193,8 @@ class ModelCalls:
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
             return self._blocks(lambda: self._plain(plain, args, kwargs))
-
-        def compute() -> torch.Tensor:
-            call = self._undisturbed if is_unchanged() else self._plain
-            return call(plain, args, kwargs)["out"]
-
-        return {"out": self._blocks.whole(compute, tensors_alone, self.options, is_unchanged)}
+        call = functools.partial(self._undisturbed, plain, args, kwargs)
+        return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options)}
 
     def end(self) -> None:
         """The run is over."""

@@ -188,6 +188,24 @@ def test_what_other_nodes_patch_is_not_replayed(how: str, provider: EngineProvid
     assert before and graphs.replays == before and module.status.block_calls
 
 
+def test_a_model_that_was_changed_is_not_answered_by_its_graph(
+    provider: EngineProvider, graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    usual = tiny.sample(fast, steps=STEPS)
+    captures, replays = graphs.captures, graphs.replays
+    with monkeypatch.context() as changed:
+        norm = model.model.diffusion_model.out[0]
+        forward = norm.forward
+        changed.setattr(norm, "forward", lambda *args, **kwargs: 0.5 * forward(*args, **kwargs))
+        found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, usual)
+    assert captures and graphs.replays == replays
+    assert distance(tiny.sample(fast, steps=STEPS), usual) < 1e-5
+    assert graphs.captures == captures and graphs.replays == replays + STEPS
+
+
 def test_a_wrapper_inside_of_the_network_is_not_passed_over(provider: EngineProvider, graphs: HostGraphs) -> None:
     from comfy.patcher_extension import WrappersMP
 
