@@ -35,11 +35,18 @@ def copied(value: Any, with_tensors: bool = False) -> Any:
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A plain one on the CPU is copied in this thread: to wake torch's others can take as long as half a step."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not _is_plain(tensor):
         return tensor.clone()
     copy = torch.empty_like(tensor)
     ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     return copy
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values are the bytes that lie at its address, one after another."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
 
 
 @contextmanager

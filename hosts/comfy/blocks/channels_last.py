@@ -23,7 +23,7 @@ _PARTS = {"norm", "proj_in", "transformer_blocks", "proj_out"}
 def in_channels_last(layer: Any) -> Callable[..., torch.Tensor] | None:
     """What computes the calls of a layer whose weights lie where they are used; None where it does so itself."""
     kind = type(layer)
-    if isinstance(layer, torch.nn.GroupNorm) and layer.affine:
+    if isinstance(layer, torch.nn.GroupNorm) and kind.__name__ == "GroupNorm" and layer.affine:
         return lambda x: normalised(layer, x) if x.ndim == _OF_FEATURES else kind.forward(layer, x)
     if (kind.__module__, kind.__qualname__) == _TRANSFORMER and layer._modules.keys() == _PARTS:
         return lambda *args, **kwargs: transformed(layer, *args, **kwargs)
@@ -42,7 +42,7 @@ def transformed(
     tokens = _projected(layer.proj_in, pixels.flatten(1, 2))
     blocks = layer.transformer_blocks
     texts = context if isinstance(context, list) else [context] * len(blocks)
-    for block, text in zip(blocks, texts, strict=False):
+    for block, text in zip(blocks, texts, strict=True):
         tokens = block(tokens, context=text, transformer_options=transformer_options)
     return _projected(layer.proj_out, tokens).view(n, h, w, -1).permute(0, 3, 1, 2) + x
 

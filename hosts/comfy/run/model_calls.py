@@ -169,8 +169,12 @@ class ModelCalls:
     @property
     def veto_of_run(self) -> str | None:
         """Why no call of the run may go to an engine from here on; asked at each, as others may change the model."""
-        known = self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
-        return known or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
+        return self.veto_at_once or why_changed(self.source.unet, self.source.architecture, hold=self._hold)
+
+    @property
+    def veto_at_once(self) -> str | None:
+        """As much of it as takes no time: all but whether others changed the model."""
+        return self._run_veto or self.whole.wrong or why_not_in_this_mode(self.source.device)
 
     def _by_blocks(
         self,

@@ -140,7 +140,8 @@ class TimedSteps:
         if not kinds:
             return None
         if not self._is_read:  # not before the first step, which the GPU waits for
-            self._is_read, self._conditions = True, conditions_of_run(guider, x, self._sampler, self._calls)
+            self._is_read = True
+            self._conditions = conditions_of_run(guider, x, self._sampler, self._calls)
         engines = _engines_of(answers)
         is_mixed = engines and any(answer.engine is None for answer in answers)
         is_half = others and not engines

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 
+from ....runtime.loaded.engine_pool import LoadedEngine
 from ....runtime.module import Run, Served
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Levers
@@ -36,6 +38,7 @@ class KnownStep:
         calls: of engines, in their order: whose, and of what shapes.
         conditions, hints: what conditioned the model, apart from tensor values.
         levers: by which it came about.
+        engines: that computed it.
         kinds: see `Pattern`.
     """
 
@@ -46,7 +49,14 @@ class KnownStep:
     conditions: Hashable
     hints: Hashable
     levers: Levers
+    engines: tuple[ref[LoadedEngine], ...]
     kinds: tuple[Hashable, ...] = ()
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether its engines are loaded still, and take the model's weights where they lie."""
+        engines = [engine() for engine in self.engines]
+        return all(engine is not None and not engine.engine.copies_weights for engine in engines)
 
 
 def remember(step: Step, pattern: Pattern) -> None:
@@ -73,7 +83,9 @@ def forget(step: Step) -> None:
 def pattern_by(
     known_step: KnownStep, step: Step, x: torch.Tensor, sigma: torch.Tensor, conditions: Conditions
 ) -> Pattern | None:
-    """The pattern with this run's engines; None where one does not answer. Whether they may is not asked here.
+    """The pattern with this run's engines; None where one does not answer.
+
+    Whether others changed the model is asked only where an engine would be loaded or compared.
 
     Raises:
         NotServed: an engine may not answer.
@@ -81,6 +93,8 @@ def pattern_by(
     """
     calls = step.calls
     if why_not_these_tensors(conditions.tensors.values()) is not None:
+        return None
+    if not known_step.is_at_hand and calls.veto_of_run is not None:
         return None
     if step.used and known_step.is_halved != (calls.halves is not None):
         return None  # the halves may have been built since
@@ -111,8 +125,11 @@ def _known_step_of(step: Step, pattern: Pattern) -> KnownStep | None:
             return None  # one engine for calls of several shapes: which of them this was is not known
         calls.append((part, shapes[0]))
     conditions = kind_of_conditions(step.guider, pattern.order)
-    hints, made = _kind_of_hints(step), tuple(calls)
-    return KnownStep(pattern.order, made, pattern.is_halved, pattern.way, conditions, hints, step.levers, pattern.kinds)
+    engines = tuple(map(ref, pattern.engines))
+    return KnownStep(
+        pattern.order, tuple(calls), pattern.is_halved, pattern.way, conditions, _kind_of_hints(step), step.levers,
+        engines, pattern.kinds,
+    )  # fmt: skip
 
 
 def _kind_of_hints(step: Step) -> Hashable:

@@ -82,7 +82,8 @@ class GraphedSteps:
             found = self._as_before(step, x, timestep)
             return self._first(step, execute) if found is None else found
         pattern = self._patterns[step.kind]
-        if pattern is not None and not self._is_to_be_compared and step.fits(pattern, x):
+        may_replay = pattern is not None and not self._is_to_be_compared and self._calls.veto_of_run is None
+        if pattern is not None and may_replay and step.fits(pattern, x):
             if (found := self._replayed(step, pattern, x, timestep)) is not None:
                 return found
             self._patterns[step.kind] = None
@@ -102,8 +103,12 @@ class GraphedSteps:
         return self._told or None
 
     def _as_before(self, step: Step, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
-        """The first of its kind in a run by the graph that an earlier picture left; None where there is none."""
-        if not step.levers.first_step:
+        """The first of its kind in a run by the graph that an earlier picture left; None where there is none.
+
+        Nothing precedes it on the GPU: whether others changed the model is asked while that computes, and what it gives
+        is dropped where they did.
+        """
+        if not step.levers.first_step or self._calls.veto_at_once is not None:
             return None
         try:
             if (known := first_step.recall(step)) is None or self._is_to_be_compared:
@@ -120,8 +125,9 @@ class GraphedSteps:
             first_step.forget(step)
             return None
         self._patterns[step.kind] = pattern
-        if (found := self._replayed(step, pattern, x, sigma)) is None:
-            first_step.forget(step)
+        if (found := self._replayed(step, pattern, x, sigma, is_asked=False)) is None:
+            if self._calls.veto_of_run is None:
+                first_step.forget(step)
             del self._patterns[step.kind]
         return found
 
@@ -149,22 +155,21 @@ class GraphedSteps:
     def _are_halves_refused(self) -> bool:
         return self._calls.halves is not None and self._calls.halves.is_refused
 
-    def _replayed(self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor | None:
+    def _replayed(
+        self, step: Step, pattern: Pattern, x: torch.Tensor, sigma: torch.Tensor, is_asked: bool = True
+    ) -> torch.Tensor | None:
         """The step by its graph; None where that cannot be had.
 
-        Whether engines may answer is asked while the GPU computes, and what it gives is left where they may not; a
-        graph that is still to be captured waits for the answer.
+        Args:
+            is_asked: it is known that engines may answer; else that is asked here, and None where they may not.
         """
         if not pattern.owner.steps.are_possible:
             return None
         watch = MemoryWatch(x.device)
         calls_before = len(self._calls.kinds)
         try:
-            is_recorded = pattern.is_chosen and self._is_recorded(step, pattern, x, sigma)
-            if not is_recorded and self._calls.veto_of_run is not None:
-                return None
             result = self._by_graph(step, pattern, x, sigma)
-            if is_recorded and self._calls.veto_of_run is not None:
+            if not is_asked and self._calls.veto_of_run is not None:
                 return None
         except waiting_hooks().interruptions:
             raise
