@@ -151,6 +151,8 @@ def _names(options: Namespace) -> list[str]:
 
 def _why_not(options: Namespace) -> str | None:
     """Why these options make no sense together."""
+    if options.from_scratch and (options.free_gb or options.profiles):
+        return "--from-scratch tells of neither a GPU's memory nor a sampler's time; leave --free-gb and --profiles out"
     slow = [case.name for case in options.cases if case.needs_gpu]
     if options.cpu and slow and not options.models_only:
         return f"{slow[0]} would take minutes a picture on a CPU; tiny-64-3 runs on any machine"

@@ -1,4 +1,4 @@
-"""A model that was never met: pictures from the first on, with a rest after each in which builds may run.
+"""A model without any engine yet: pictures from the first on, with a rest after each in which builds may run.
 
 Each variant has a server of its own, an empty store, and empty caches of torch and triton. The node builds in the
 background, as it does where nobody chooses.

@@ -99,7 +99,7 @@ def report(
         switched: rows of changes between pictures.
         cold: rows of cold starts.
         served: rows of pictures from a ComfyUI server, which come first.
-        scratch: rows of models that were never met, which follow them.
+        scratch: rows of models without any engine yet, which follow them.
     """
     how = [_HOW, _HOW_JOBS] if any(group.is_job for group in groups) else [_HOW]
     if any(is_of_skipped(row) for group in groups for row in group.rows):

@@ -1,4 +1,4 @@
-"""The page's part about a model that was never met: what the first pictures are made by, and when."""
+"""The page's part about a model without any engine yet: what the first pictures are made by, and when."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _COLUMNS = """\
 | case | variant | first picture s | step ms | blocks from s | step ms | whole from s | step ms |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
-_HEAD = """## A model that was never met
+_HEAD = """## The first pictures, without any engine yet
 
 A new ComfyUI server, an empty store of engines, and empty caches of torch and triton. Pictures follow one another with
 some seconds of rest, in which builds run, as they do by default. "from" is when the first picture was asked for in

@@ -142,3 +142,14 @@ def test_a_later_command_is_compared_with_the_first_ones_pictures(measure, tmp_p
     measure("--variants", "slipstream", "--flag-sets=--fast")
     logs = sorted(file.name for file in (tmp_path / "logs").iterdir())
     assert logs == ["01-default.log", "01-fast.log", "02-fast.log"]
+
+
+@pytest.mark.parametrize("option", [("--free-gb", "8"), ("--profiles", "tables")], ids=lambda option: option[0])
+def test_options_that_first_pictures_do_not_heed_are_refused(
+    option: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "main.py").touch()
+    (tmp_path / "comfy").mkdir()
+    with pytest.raises(SystemExit):
+        command.main(["--comfyui", str(tmp_path), "--from-scratch", "5", *option])
+    assert option[0] in capsys.readouterr().err
