@@ -103,6 +103,7 @@ class Pictures:
 
     def profile(self, block: Block, folder: Path) -> None:
         """Make a picture for each of the probe's tables, and keep these in a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
         for what in PROFILES:
             self.next(block, **{what: True})
             file = self._outputs / f"slipstream-benchmark-{what}.txt"

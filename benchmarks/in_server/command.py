@@ -106,8 +106,6 @@ def _measure(checkout: Path, options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="slipstream-server-", ignore_cleanup_errors=True) as folder:
         installation = _installation(checkout, options, Path(folder))
         installation.prepare()
-        if options.profiles:
-            options.profiles.mkdir(parents=True, exist_ok=True)
         if options.from_scratch:
             driver = find_driver()
             machine = {"gpu": getattr(driver, "gpu", None), "comfyui": version}

@@ -245,7 +245,7 @@ python benchmarks/run.py --switch                                 # changes of s
 python benchmarks/run.py --cold-start                             # from a process's start to its first picture
 python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compiled,diffusers,diffusers:compile
 python benchmarks/server.py                                       # whole pictures in a real ComfyUI server
-python benchmarks/server.py --profiles profiles                 # and tables of where samplers spend their time
+python benchmarks/server.py --profiles profiles                   # and tables of where samplers spend their time
 python benchmarks/server.py --turns 3 --flag-sets "default;--fast;--use-ck-attention;--fast --use-ck-attention"
 python benchmarks/report.py                                       # this page
 ```

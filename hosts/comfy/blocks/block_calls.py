@@ -523,16 +523,16 @@ class BlockCalls:
             return given
         return known.of(block.module, self._device, until) if self._are_asked_for else None
 
-    def _lying_soon_held(self, dtype: torch.dtype) -> Weights:
-        """The same for a graph, beside which no code but ours runs: what it begins with is noted after it."""
-        self._is_held = True
-        return self._in_place(dtype)
-
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""
         if not self._is_held:
             self._is_held = True
             self._hold.why_changed(self._layers)  # what the run begins with, see `_check_weights`
+        return self._in_place(dtype)
+
+    def _lying_soon_held(self, dtype: torch.dtype) -> Weights:
+        """What `_lying` gives, for a graph: `whole` notes what the run begins with once the graph is launched."""
+        self._is_held = True
         return self._in_place(dtype)
 
     def _check_weights(self) -> None:
