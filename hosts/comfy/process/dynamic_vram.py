@@ -28,7 +28,7 @@ from ...architecture import Remembered
 from ...live_model.held_weights import PLAIN, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
-from .staged_pages import Pages, hold, is_dynamic, letting_go, yielding
+from .staged_pages import Pages, are_all_loaded, hold, is_dynamic, letting_go, to_be_held, yielding
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def bind_staged(
 
 def _held(patcher: Any, device: torch.device) -> Pages | None:
     """All pages of a loaded model; None where memory does not suffice for them beside what sampling needs."""
-    if (pages := hold(patcher)) is None:
+    if not leaves_memory(device, to_be_held(patcher)) or (pages := hold(patcher)) is None:
         return None
     with ExitStack() as undo:
         undo.callback(pages.release)
@@ -258,11 +258,14 @@ def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Ten
             torch._foreach_copy_([places[name] for name in tensors], [tensor.detach() for tensor in tensors.values()])
 
 
-def leaves_memory(device: torch.device) -> bool:
-    """Whether sampling has what it needs beside this model; what is staged of others gives way."""
+def leaves_memory(device: torch.device, wanted: int = 0) -> bool:
+    """Whether sampling has what it needs beside this model, and `wanted` bytes; what is staged of others gives way."""
+    import comfy.cli_args
     import comfy.model_management as management
 
-    return int(management.get_free_memory(device)) + yielding(device) >= management.minimum_inference_memory()
+    kept_free = int(getattr(comfy.cli_args.args, "vram_headroom", 0) * (1 << 30))
+    free = int(management.get_free_memory(device)) + yielding(device)
+    return free >= wanted + kept_free + management.minimum_inference_memory()
 
 
 # ------------------------------------------------------------------------------------------------- loading
@@ -347,7 +350,7 @@ def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
             return False
         if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
             return False
-        if (pages := hold(patcher)) is None:
+        if not are_all_loaded(patcher) or (pages := hold(patcher)) is None:
             return False
         pages.release()
         if pages.serials != known.serials:

@@ -67,7 +67,10 @@ class Pages:
 
 
 def hold(patcher: Any) -> Pages | None:
-    """Hold all pages of a loaded model; None where memory does not suffice."""
+    """Hold all pages of a loaded model; None where memory does not suffice.
+
+    Ask `to_be_held` first whether it does: ComfyUI makes room for some of them by giving up others.
+    """
     vbar = patcher.model.dynamic_vbars[patcher.load_device]
     size = int(vbar.offset)
     vbar.prioritize()  # memory that others needed since the last load may have closed even pages that are held
@@ -75,15 +78,33 @@ def hold(patcher: Any) -> Pages | None:
         found = vbar.fault(vbar.base_addr, size)
     except RuntimeError as error:
         log.debug("Slipstream: the weights' pages cannot be had: %s", error)
-        return None
+        found = None
     if found is None:
+        vbar.prioritize()  # those that were given up may come back
         return None
-    pages = Pages(vbar, size, tuple(found)[: -(-size // _PAGE_BYTES)])
+    pages = Pages(vbar, size, tuple(found)[: _pages_of(vbar)])
     _held[id(pages)] = pages
     return pages
 
 
 _held: dict[int, Pages] = {}
+
+
+def _pages_of(vbar: Any) -> int:
+    return -(-int(vbar.offset) // _PAGE_BYTES)
+
+
+def are_all_loaded(patcher: Any) -> bool:
+    """Whether no page of a loaded model's weights was taken away, or is still to come."""
+    vbar = patcher.model.dynamic_vbars[patcher.load_device]
+    return int(vbar.loaded_size()) >= _pages_of(vbar) * _PAGE_BYTES
+
+
+def to_be_held(patcher: Any) -> int:
+    """Bytes that do not give way any more, or are needed more, once all pages of a loaded model are held."""
+    vbar = patcher.model.dynamic_vbars[patcher.load_device]
+    is_held = any(pages.vbar is vbar for pages in [*_held.values()])
+    return _pages_of(vbar) * _PAGE_BYTES - (int(vbar.loaded_size()) if is_held else 0)
 
 
 def yielding(device: torch.device) -> int:

@@ -485,7 +485,17 @@ def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: p
         with monkeypatch.context() as short_of_memory:
             short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
             assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
-        assert module.status.block_calls == before + 2 * STEPS and casts
+            assert module.status.block_calls == before + 2 * STEPS and not casts, "what lies there still is not cast"
+
+            changed = fast.clone()
+            names = [name for name in patcher.model_state_dict() if name.endswith("to_q.weight")]
+            assert changed.add_patches({name: ("set", (patcher.model_state_dict()[name] * 2,)) for name in names}, 1.0)
+            with_patch = patcher.clone()
+            with_patch.patches, with_patch.patches_uuid = changed.patches, changed.patches_uuid
+            patched = tiny.sample(changed, steps=STEPS)
+            assert casts and distance(patched, tiny.sample(with_patch, steps=STEPS)) < 1e-5 < distance(patched, wanted)
+            assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+            assert module.status.block_calls == before + 4 * STEPS
 
         pages = patcher.model.dynamic_vbars[patcher.load_device]
 
@@ -494,8 +504,13 @@ def test_weights_that_comfyui_stages_reach_engines(tmp_path: Any, monkeypatch: p
             return h
 
         fast.set_model_input_block_patch(under_pressure)
-        assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
-        assert not any(pages.pins.values())
+        for is_short in (False, True):
+            with monkeypatch.context() as short_of_memory:
+                casts.clear()
+                if is_short:
+                    short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
+                assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+                assert bool(casts) == is_short and not any(pages.pins.values())
 
 
 def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> None:

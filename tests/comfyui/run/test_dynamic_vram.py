@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import comfy.cli_args
 import comfy.lora
 import comfy.model_management
 import comfy.ops
@@ -302,7 +304,7 @@ def test_where_not_all_fits_the_plain_model_runs(staged: Any) -> None:
     pages.capacity = 5
     with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
         bound(patcher)
-    assert pages.held == 0
+    assert pages.held == 0 and pages.watermark > 5, "what was given up in vain may come back"
     pages.capacity = 1 << 20
     weights = bound(patcher)
     assert_right(weights, wanted(patcher))
@@ -317,6 +319,44 @@ def test_room_for_sampling_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
             bound(patcher)
     assert pages_of(patcher).held == 0
+
+
+def test_weights_that_do_not_all_fit_stay_as_they_lie(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hold them all in vain would have ComfyUI give up those that fit, and stream them at each step."""
+    patcher = staged()
+    load(patcher)
+    with bound(patcher):
+        pass
+    pages = pages_of(patcher)
+    pages.capacity = len(pages.resident) - 3
+    pages.free_memory(3 * staging.PAGE)
+    before = dict(pages.resident), pages.watermark
+    for_sampling = math.ceil(comfy.model_management.minimum_inference_memory())
+    needed = (len(pages.resident) + 3) * staging.PAGE + for_sampling
+    loaded = comfy.model_management.LoadedModel(patcher)
+    monkeypatch.setattr(comfy.model_management, "current_loaded_models", [loaded])
+    monkeypatch.setattr(
+        comfy.model_management, "get_free_memory", lambda device: needed - pages.loaded_size() - staging.PAGE
+    )
+    with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
+        bound(patcher)
+    assert (pages.resident, pages.watermark, pages.held) == (*before, 0)
+    pages.capacity += 3
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda device: needed - pages.loaded_size())
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
+def test_headroom_that_the_user_wants_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    load(patcher)
+    monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda device: 8 << 30)
+    with bound(patcher):
+        pass
+    monkeypatch.setattr(comfy.cli_args.args, "vram_headroom", 7.5, raising=False)
+    with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
+        bound(patcher)
 
 
 def loads_of(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

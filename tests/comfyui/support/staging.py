@@ -23,6 +23,7 @@ class Pages:
     """Memory of one model behind addresses that never change; what comes back after it was taken away is rubbish.
 
     Attributes:
+        capacity: pages for which there is memory.
         counts_holders: whether a page stays until all who hold it let go, as since comfy-aimdo 0.3.0.
         watermark: pages from here on are closed, also those that are held.
     """
@@ -49,7 +50,10 @@ class Pages:
         if pages.stop > self.watermark:
             return None
         missing = [page for page in pages if page not in self.resident]
-        if len(self.resident) + len(missing) > self.capacity:
+        while len(self.resident) + len(missing) > self.capacity and self.watermark:
+            self.watermark -= 1  # as the library makes room: what it gives up it does not need for this
+            self.take_away(self.watermark)
+        if pages.stop > self.watermark:
             return None
         for page in missing:
             self.serials[page] = self.resident[page] = self.serials.get(page, 0) + 1
