@@ -75,11 +75,13 @@ class _Copy:
 
     Attributes:
         bytes: size of the tensor, cached since it is often read.
+        place: what it is shared by: how it is computed, its layout, and where its sources lie.
         holders: how many weights of engines share it.
     """
 
     tensor: torch.Tensor
     bytes: int
+    place: tuple[Any, ...]
     holders: int = 0
 
 
@@ -196,18 +198,24 @@ class LaidOutWeights:
         device: torch.device,
         weight: DerivedWeight | None = None,
     ) -> torch.Tensor:
-        """The tensor to copy into: the same one as long as the sources keep their storage and layout."""
+        """The tensor to copy into: the same one as long as no other engine shares it, so that its address stays when
+        the host puts other weights into the place of the old ones, as for a LoRA."""
         what = None if weight is None else (weight.form, weight.eight_bits)
         places = [_place_of(source) for source in sources]
         place = (what, wanted, device, *places)
-        copy = self._shared.get(place)
-        if copy is not None and self._stands_for(name) is copy:
+        copy, own = self._shared.get(place), self._stands_for(name)
+        if copy is not None and own is copy:
             return copy.tensor
+        if copy is None and own is not None and own.holders == 1 and own.place[1:3] == place[1:3]:
+            del self._shared[own.place]
+            own.place, copy = place, own
+            self._shared[place] = copy
         self._let_go(name)  # before its successor needs room
+        own = None
         if copy is None:
             with torch.inference_mode(False):  # copies outlive a host's inference mode
                 tensor = _empty(device, wanted)
-                copy = self._shared[place] = _Copy(tensor, tensor.nbytes)
+                copy = self._shared[place] = _Copy(tensor, tensor.nbytes, place)
         self._held[name] = _Held(copy, names, tuple(memory for memory, *_ in places), weight)
         self._pairs = []
         copy.holders += 1

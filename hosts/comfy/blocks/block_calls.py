@@ -43,7 +43,7 @@ from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
 from .block_patches import attending_exactly, attention_outside, exact_attention, why_patched
-from .block_weights import stored_weights
+from .block_weights import are_staged, stored_weights
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
 
@@ -142,8 +142,8 @@ class BlockCalls:
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._stored: dict[LedBlock, str | UnsupportedModel] = {}
         """How weights of blocks lie in 8 bits; or why engines do not take them."""
-        self._in_their_place: dict[LedBlock, bool] = {}
-        """Whether the weights of blocks lie as `_lies_in_place` says."""
+        self._at_hand: dict[LedBlock, bool] = {}
+        """See `_are_at_hand`."""
         self._hold = Hold()
         self._is_held = False
         self._led: LedNetwork | None = None
@@ -154,7 +154,7 @@ class BlockCalls:
         self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
         self._are_asked_for = settings.optimize is Optimize.BLOCKS
-        """Else they have to be faster than the model wherever they serve: with weights that lie where they stay."""
+        """Else they have to be faster than the model wherever they serve: with weights that are at hand."""
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
@@ -336,7 +336,7 @@ class BlockCalls:
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
         if offer is None or self._is_to_be_asked_for_again(offer):
-            if not (self._are_asked_for or self._lies_in_place(block, tensors)):
+            if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
                 return self._plain(block, args, kwargs, _CAST)
             offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
@@ -454,16 +454,20 @@ class BlockCalls:
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
-    def _lies_in_place(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a block's weights lie where they stay for the run, in what it computes in; looked up once a run."""
-        if block not in self._in_their_place:
-            try:
-                dtype = dtype_of(_precision_of(tensors))
-            except UnsupportedModel:
-                return True  # which is told where its engine is asked for
+    def _may_be_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
+        try:
+            return self._are_at_hand(block, dtype_of(_precision_of(tensors)))
+        except UnsupportedModel:
+            return True  # which is told where its engine is asked for
+
+    def _are_at_hand(self, block: LedBlock, dtype: torch.dtype) -> bool:
+        """Whether a block's weights lie where they stay for the run, in what it computes in, or are staged in that
+        by ComfyUI; looked up once a run."""
+        if block not in self._at_hand:
             found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
-            self._in_their_place[block] = all(tensor is not None and tensor.dtype == dtype for tensor in found)
-        return self._in_their_place[block]
+            lie_there = all(tensor is not None and tensor.dtype == dtype for tensor in found)
+            self._at_hand[block] = lie_there or are_staged(block.module, dtype, self._device)
+        return self._at_hand[block]
 
     def _computed(
         self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
@@ -513,15 +517,18 @@ class BlockCalls:
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
 
-        None where they do not, and blocks were not asked for: to cast them for an engine takes longer than it gains.
+        None where ComfyUI would have to cast them for the engine, and blocks were not asked for: that takes longer than
+        it gains.
         """
         assert offer.engine is not None
-        known, place = weights_of(block, offer), (block, offer.engine)
+        known, place, dtype = weights_of(block, offer), (block, offer.engine), dtype_of(offer.precision)
         if place not in self._given:
-            self._given[place] = known.among(self._lying(dtype_of(offer.precision)), block.path)
+            self._given[place] = known.among(self._lying(dtype), block.path)
         if (given := self._given[place]) is not None:
             return given
-        return known.of(block.module, self._device, until) if self._are_asked_for else None
+        if not (self._are_asked_for or self._are_at_hand(block, dtype)):
+            return None
+        return known.of(block.module, self._device, until)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""

@@ -12,7 +12,7 @@ from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import PLAIN
 from ...live_model.layer_walk import layers_of
-from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized
+from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized, places_of
 from .block_architecture import PREFIX
 
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
@@ -98,6 +98,24 @@ _OLD_SCALE = "scale_weight"
 def _quantized_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What ComfyUI stores of a quantised tensor, and its scale."""
     return tensor._qdata, getattr(tensor._params, "scale", None)
+
+
+def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ComfyUI stages a block's large weights in a dtype, and its small ones lie in it on a device, so that a
+    call of its engine costs no more casts than one of the block.
+    """
+    for layer in layers_of(block).values():
+        own = layer.__dict__
+        is_staged = _STAGED in own
+        if any(map(own.get, _CHANGES[:2] if is_staged else _CHANGES)):
+            return False
+        for tensor in own["_parameters"].values():
+            if tensor is None:
+                continue
+            lies_there = is_staged or tensor.device in places_of(device)
+            if type(tensor) not in PLAIN or not lies_there or getattr(tensor, "_model_dtype", tensor.dtype) != dtype:
+                return False
+    return True
 
 
 class BlockWeights:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -249,6 +249,10 @@ def _copy_small(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Ten
     """Bring the places up to date; one whose weight has another form now is made anew."""
     for name in [name for name in places if name not in tensors]:
         del places[name]
+    _copy_into(places, tensors)
+
+
+def _copy_into(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in tensors.items():
             place = places.get(name)
@@ -278,10 +282,12 @@ class _Load:
     Attributes:
         state: see `_state_of`; None where nobody looked on.
         serials: of its pages when all of its weights were found to be staged.
+        buffers: copies of its layers' small buffers, in places that stay.
     """
 
     state: Hashable = None
     serials: tuple[int, ...] | None = None
+    buffers: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = field(default_factory=WeakKeyDictionary)
 
 
 _loads: Remembered[_Load] = Remembered()
@@ -319,11 +325,28 @@ def _loading_once(patcher: Any) -> Iterator[None]:
             return None
         known.state = known.serials = None
         result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
+        _keep_buffers_in_place(patcher, known)
         known.state = _state_of(patcher)
         return result
 
     with _instead(patcher, "get_free_memory", get_free_memory), _instead(patcher, "partially_load", partially_load):
         yield
+
+
+def _keep_buffers_in_place(patcher: Any, known: _Load) -> None:
+    """Give a model that was just loaded its small buffers where they lay after earlier loads: graphs read them there."""
+    import comfy.utils
+
+    try:
+        for name in getattr(patcher, "backup_buffers", {}):
+            module, attribute = comfy.utils.resolve_attr(patcher.model, name)
+            tensor = getattr(module, attribute)
+            if type(tensor) in PLAIN and tensor.nbytes <= _SMALL_BYTES:
+                places = known.buffers.setdefault(module, {})
+                _copy_into(places, {attribute: tensor})
+                comfy.utils.set_attr_buffer(patcher.model, name, places[attribute])
+    except Exception as error:  # another ComfyUI may keep them otherwise
+        log.debug("Slipstream: buffers lie where ComfyUI put them: %s", error)
 
 
 @contextmanager

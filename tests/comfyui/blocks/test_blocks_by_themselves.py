@@ -152,6 +152,7 @@ def test_weights_that_are_cast_at_each_call_stay_with_the_model(
     """An engine that waits for the cast may take longer than the model, and nobody asked for it."""
     model = tiny.model()
     monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
+    monkeypatch.setattr(block_calls, "are_staged", lambda *_: False)
     fast, module = accelerated(provider, model)
     sampled(fast, model)
     assert not blocks_built(provider) and not module.status.block_calls
@@ -163,6 +164,7 @@ def test_weights_that_are_cast_at_each_call_stay_with_the_model(
     assert module.status.block_calls
     before = module.status.block_calls
     monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
+    monkeypatch.setattr(block_calls, "are_staged", lambda *_: False)
     sampled(fast, model)
     assert module.status.block_calls == before
 
@@ -193,4 +195,11 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
         sampled(fast, patcher)
-    assert module.status.block_calls == 2 * STEPS - 1, "none waits for a cast"
+        assert module.status.block_calls == 3 * STEPS - 1, "they are taken as they are staged"
+        comfy.model_management.unload_all_models()
+        for layer in model.model.diffusion_model.modules():
+            for part, tensor in (*layer._parameters.items(),) if hasattr(layer, "_v") else ():
+                tensor.data = tensor.data.to(torch.bfloat16)
+                setattr(layer, f"{part}_comfy_model_dtype", torch.bfloat16)
+        sampled(fast, patcher)
+    assert module.status.block_calls == 3 * STEPS - 1, "none waits for a cast"

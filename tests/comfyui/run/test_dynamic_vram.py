@@ -622,6 +622,27 @@ def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:
         assert patcher.model.latent_format is not marker
 
 
+def test_small_buffers_stay_where_graphs_read_them(staged: Any) -> None:
+    """ComfyUI moves them anew at each load, as for another LoRA."""
+    patcher = staged()
+    sampling = patcher.model.model_sampling
+    expected = sampling.sigmas.clone()
+    load(patcher)
+    first = sampling.sigmas
+    assert torch.equal(first, expected)
+    other = with_lora(patcher, 0.5)
+    with loading_once(other):
+        other.partially_load(other.load_device, 0)
+    assert sampling.sigmas is first and torch.equal(first, expected)
+    patcher.detach()
+    assert sampling.sigmas is not first
+    with torch.inference_mode():
+        sampling.set_sigmas(expected * 2)
+        load(patcher)
+    assert sampling.sigmas is first and torch.equal(first, expected * 2)
+    assert torch.equal(sampling.log_sigmas, (expected * 2).log())
+
+
 def test_an_engine_lets_go_when_it_rests(staged: Any, tmp_path: Any) -> None:
     """The pool's engines hold the weights for as long as they are in use, whatever happens."""
     patcher = staged()

@@ -97,17 +97,37 @@ def test_a_copy_goes_when_the_last_engine_lets_go() -> None:
     assert not LaidOutWeights._shared
 
 
-def test_a_copy_goes_before_its_successor_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, empty = LaidOutWeights(), layouts._empty
-    before = weakref.ref(filled(weights, weight()).untyped_storage())
+def test_a_copy_stays_where_it_is_when_other_weights_come() -> None:
+    """A LoRA gives the model new ones; graphs read the copy's address."""
+    weights, host = LaidOutWeights(), weight()
+    address = filled(weights, host).data_ptr()
+    del host
+    host = weight(1.0)
+    found = filled(weights, host)
+    assert torch.equal(found, host) and found.data_ptr() == address and weights.bytes == host.nbytes
+    assert LaidOutWeights().of("w", host, WANTED).data_ptr() == address, "others find it by what it is a copy of now"
+    other = LaidOutWeights()
+    shared = filled(other, host)
+    changed = weight(2.0)
+    assert torch.equal(filled(weights, changed), changed) and torch.equal(shared, host), "not one that others read"
+    weights.clear()
+    other.clear()
+    assert not LaidOutWeights._shared
+
+
+def test_a_copy_goes_before_a_successor_of_another_form_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, empty, host = LaidOutWeights(), layouts._empty, weight()
+    before = weakref.ref(filled(weights, host).untyped_storage())
 
     def checked(device: torch.device, wanted: TensorLayout) -> torch.Tensor:
         assert before() is None
         return empty(device, wanted)
 
     monkeypatch.setattr(layouts, "_empty", checked)
-    host = weight(1.0)
-    assert torch.equal(filled(weights, host), host)
+    halved = host.half()
+    found = weights.of("w", halved, TensorLayout.of(halved.to(memory_format=torch.channels_last)))
+    weights.write({"w": halved})
+    assert torch.equal(found, halved)
 
 
 def test_a_weight_that_lies_right_is_no_copy() -> None:
