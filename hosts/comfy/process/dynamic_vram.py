@@ -334,7 +334,7 @@ def _loading_once(patcher: Any) -> Iterator[None]:
 
 
 def _keep_buffers_in_place(patcher: Any, known: _Load) -> None:
-    """Give a model that was just loaded its small buffers where they lay after earlier loads: graphs read them there."""
+    """Give a model that was just loaded its small buffers where earlier loads put them: graphs read them there."""
     import comfy.utils
 
     try:
