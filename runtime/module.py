@@ -213,7 +213,7 @@ class Run:
         self._source = source
         self._wanted = ""
         self._requested: dict[CallShape, str] = {}
-        self._hooks = replace(hooks, wants=self._want, by_hand=module.by_hand)
+        self._hooks = replace(hooks, by_hand=module.by_hand)
         self._offers: dict[CallShape, Offer] = {}
         self._computed: set[CallShape] = set()
 
@@ -457,7 +457,8 @@ class Run:
 
     def _new_offer(self, call: CallShape, settings: Settings) -> Offer:
         module, self._wanted = self._module, ""
-        offer = module.provider.offer(self._source, call, settings, self._hooks)
+        hooks = replace(self._hooks, wants=self._want)  # not kept: a run, and with it its model, ends at once
+        offer = module.provider.offer(self._source, call, settings, hooks)
         if self._wanted:
             self._requested[call] = self._wanted
         if offer.engine is None:

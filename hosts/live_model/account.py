@@ -12,7 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, islice
 from operator import is_, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Protocol
@@ -91,6 +91,7 @@ def live_model(
     accounts = vars(live).get(_ACCOUNTS)
     if accounts is None or accounts.live() is not live:  # a shallow copy has those of the other
         accounts = vars(live)[_ACCOUNTS] = _Accounts(live)
+        weakref.finalize(live, _end, weakref.ref(accounts)).atexit = False
     case = architecture.role, type(live)  # an extension may make it one of another class
     if case not in accounts.by_case:
         accounts.by_case[case] = LiveModel(live, lambda: architecture.fresh, is_part, code)
@@ -101,8 +102,14 @@ _ACCOUNTS = "_slipstream_accounts"
 """Of a model: its accounts lie there, since they know what others gave it, which may know the model."""
 
 
+def _end(accounts: weakref.ref[_Accounts]) -> None:
+    """Let go of a model's layers when it goes: its memory is wanted at once, not after garbage collection."""
+    if (found := accounts()) is not None:
+        found.by_case.clear()
+
+
 class _Accounts:
-    """Those of one model; a copy of the model has none."""
+    """Those of one model, which know its layers, but not itself; a copy of the model has none."""
 
     def __init__(self, live: torch.nn.Module) -> None:
         self.live = weakref.ref(live)
@@ -258,7 +265,6 @@ class _Part:
         watched: names of what each layer holds that may count.
 
     Attributes:
-        layers: the first is that in which the others lie.
         reason: what others changed, in words; None where nothing.
         code: that they run.
     """
@@ -270,9 +276,11 @@ class _Part:
         reason: str | None,
         code: Code,
     ) -> None:
-        self.layers = [*layers.values()]
+        self._first = weakref.ref(next(iter(layers.values()))) if layers else None
+        self._others = [*islice(layers.values(), 1, None)]
+        self._last: weakref.ref[_Layers] | None = None
         self.reason, self.code = reason, code
-        self._owns = [layer.__dict__ for layer in self.layers]
+        self._owns = [layer.__dict__ for layer in layers.values()]
         self._gets = [
             (itemgetter(*_ALWAYS, *names), own) for own, names in zip(self._owns, watched.values(), strict=True)
         ]
@@ -280,7 +288,17 @@ class _Part:
         self._parts = [own["_modules"] for own in self._owns]
         held = ((own, name) for own, names in zip(self._owns, watched.values(), strict=True) for name in names)
         self._held = [(own, name) for own, name in held if _may_change(own[name])]  # where they are
-        self._facts, self._values = self._look()
+        self._facts, self._values = self._look(self.layers)
+
+    @property
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The same list each time, for as long as somebody has it. Kept are those without the first, which may be the
+        model itself, and in which this lies."""
+        if self._last is None or (found := self._last()) is None:
+            first = None if self._first is None else self._first()
+            found = _Layers([] if first is None else [first, *self._others])
+            self._last = weakref.ref(found)
+        return found
 
     def is_as_it_was(self, first: torch.nn.Module | None) -> bool:
         """Whether nothing changed since.
@@ -288,24 +306,29 @@ class _Part:
         Args:
             first: the layer in which the others are to lie; None where there is none any more.
         """
+        layers = self.layers
         try:
-            facts, values = self._look()
+            facts, values = self._look(layers)
         except KeyError:  # something is gone
             return False
-        is_there = bool(self.layers) and self.layers[0] is first
+        is_there = bool(layers) and layers[0] is first
         is_as_much = facts == self._facts and len(values) == len(self._values)
         return is_there and is_as_much and all(map(is_, values, self._values))
 
-    def _look(self) -> tuple[tuple[Any, ...], list[Any]]:
+    def _look(self, layers: Sequence[torch.nn.Module]) -> tuple[tuple[Any, ...], list[Any]]:
         names = names_in([*self._owns, *self._parts])
         hooks = [*map(len, self._hooks), *[len(getattr(torch.nn.modules.module, name, ())) for name in _GLOBAL_HOOKS]]
-        values: list[Any] = [layer.__dict__ for layer in self.layers]
+        values: list[Any] = [layer.__dict__ for layer in layers]
         values += chain.from_iterable([get(own) for get, own in self._gets])
         values += chain.from_iterable(map(dict.values, filter(None, self._parts)))
         for own, name in self._held:
             values += _contents(own[name])
-        kinds = [*map(type, self.layers)]
+        kinds = [*map(type, layers)]
         return (kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)], names, hooks), values
+
+
+class _Layers(list[torch.nn.Module]):
+    """A list that can be referred to weakly."""
 
 
 def settings_of(layers: Mapping[str, torch.nn.Module]) -> list[dict[str, Any]]:

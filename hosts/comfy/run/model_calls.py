@@ -201,7 +201,8 @@ class ModelCalls:
         return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options)}
 
     def end(self) -> None:
-        """The run is over."""
+        """The run is over; nothing refers to itself any more, so that its model can go without garbage collection."""
+        self.options = {}
         if self._blocks is not None and not {None, self._blocks.id}.issuperset(
             answer.engine for run in self.runs for answer in run.answers
         ):

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from slipstream.core.progress import CancelToken, ignore_progress
+from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.process import free_memory
 from slipstream.hosts.comfy.process.current_weights import copies, current_weights, weights_token
 from slipstream.hosts.comfy.process.engine_memory import LoadedEngines, Residency
@@ -26,7 +29,9 @@ from slipstream.runtime.loaded.engine_pool import EnginePool, LoadedEngine
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.fakes import CPU, FakeWorker, NullBackend, make_plan
 
 pytestmark = pytest.mark.skipif(not management.cpu_mode(), reason="free memory is made up; see test_gpu_memory.py")
@@ -425,3 +430,37 @@ def test_copies_of_low_vram_mode_are_kept_between_pictures(
     assert {name: tensor.data_ptr() for name, tensor in copies._kept[CPU, ""][1].items()} == kept
     assert torch.allclose(tiny.sample(other), wanted[1], atol=1e-3), "never stale"
     assert module.status.eager_calls == 0 and module.status.engine_calls == 9
+
+
+@pytest.mark.parametrize("how", [None, "manual", "whole", "blocks"])
+def test_models_go_as_soon_as_nobody_has_them(how: str | None, tmp_path: Any) -> None:
+    """Without garbage collection, as without Slipstream: their gigabytes are wanted for others, and ComfyUI goes
+    through its list of models while one that goes is taken out of it."""
+    gc.collect()
+    gc.disable()
+    try:
+        with (quick_block_provider if how == "blocks" else quick_provider)(EngineStore(tmp_path)) as provider:
+            models = [tiny.model(), tiny.controlnet(), tiny.vae()]
+            model, control, vae = models[0].model, models[1], models[2]
+            parts = model, model.diffusion_model, control.control_model, vae.first_stage_model
+            gone = [*map(weakref.ref, parts)]
+            modules = []
+            if how is not None:
+                policy = BuildPolicy.MANUAL if how == "manual" else BuildPolicy.FIRST_USE
+                optimize = Optimize.BLOCKS if how == "blocks" else Optimize.FAST_BUILD
+                modules = [AcceleratedModule(provider, Settings(policy=policy, optimize=optimize)) for _ in models]
+                wraps = accelerate_model, accelerate_controlnet, accelerate_vae
+                models = [wrap(each, module) for wrap, each, module in zip(wraps, models, modules, strict=True)]
+            hint = torch.rand(1, 3, 64, 64)
+            for _ in range(2):
+                prompt = tiny.conditioning(control=models[1].copy().set_cond_hint(hint, 1.0))
+                models[2].decode(tiny.sample(models[0], steps=3, positive=prompt))
+            served = [module.status.engine_calls + module.status.block_calls for module in modules]
+            assert all(bool(calls) == (how != "manual") for calls in served[: 2 if how == "blocks" else 3]), served
+            del model, control, vae, parts, prompt
+            models.clear()
+            modules.clear()
+            management.unload_all_models()
+            assert [each() for each in gone] == [None] * 4
+    finally:
+        gc.enable()
