@@ -207,7 +207,7 @@ class LaidOutWeights:
         if copy is not None and own is copy:
             return copy.tensor
         if copy is None and own is not None and own.holders == 1 and own.place[1:3] == place[1:3]:
-            del self._shared[own.place]
+            self._shared.pop(own.place, None)
             own.place, copy = place, own
             self._shared[place] = copy
         self._let_go(name)  # before its successor needs room

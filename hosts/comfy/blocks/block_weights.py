@@ -13,6 +13,7 @@ from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import PLAIN
 from ...live_model.layer_walk import layers_of
 from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized, places_of
+from ..process.staged_pages import counts_holders
 from .block_architecture import PREFIX
 
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
@@ -101,19 +102,20 @@ def _quantized_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ComfyUI stages a block's large weights in a dtype, and its small ones lie in it on a device, so that a
-    call of its engine costs no more casts than one of the block.
-    """
+    """Whether ComfyUI staged a block's large weights in a dtype before, and its small ones lie in it on a device."""
+    places = places_of(device)
     for layer in layers_of(block).values():
         own = layer.__dict__
         is_staged = _STAGED in own
+        if is_staged and (own.get("_v_signature") is None or not counts_holders()):
+            return False
         if any(map(own.get, _CHANGES[:2] if is_staged else _CHANGES)):
             return False
-        for tensor in own["_parameters"].values():
-            if tensor is None:
-                continue
-            lies_there = is_staged or tensor.device in places_of(device)
-            if type(tensor) not in PLAIN or not lies_there or getattr(tensor, "_model_dtype", tensor.dtype) != dtype:
+        tensors = map(own.get, ("_v_weight", "_v_bias")) if is_staged else own["_parameters"].values()
+        for tensor in tensors:
+            if tensor is not None and not (
+                type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places and tensor.is_contiguous()
+            ):
                 return False
     return True
 
@@ -148,17 +150,21 @@ class BlockWeights:
                 return None
         return given
 
-    def of(self, block: torch.nn.Module, device: torch.device, until: ExitStack) -> list[torch.Tensor]:
+    def of(
+        self, block: torch.nn.Module, device: torch.device, until: ExitStack, may_cast: bool = True
+    ) -> list[torch.Tensor] | None:
         """A block's weights in the engine's order: its own tensors where they are as they should be; else what
         ComfyUI's own cast gives, so that LoRAs, offloading and staging go on as they do.
 
         Args:
             until: closed once the call has been made.
+            may_cast: otherwise None where one would have to be cast or copied.
 
         Raises:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
         """
         found: list[Any] = [None] * len(self._wanted)
+        places = places_of(device)
         for path, parts in self._layers:
             layer: Any = block
             for name in path:
@@ -171,31 +177,43 @@ class BlockWeights:
             for place, name, shape, dtype in parts:
                 tensor = tensors.get(name) if name in tensors else own["_buffers"].get(name)
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
-                if not is_right or tensor.device != device or tensor.dtype != dtype:
+                if not is_right or tensor.device not in places or tensor.dtype != dtype:
                     if cast is None:
                         if is_changed and any(each in _EIGHT_BITS for *_, each in parts):
                             raise UnsupportedModel(_STORED_OTHERWISE)
                         types = {own: each for _, own, _, each in parts}
-                        cast = _still_staged(layer, types, until) or _cast(layer, types, device, until)
+                        cast = _still_staged(layer, types, device, until)
+                        if cast is None and not may_cast:
+                            return None
+                        cast = cast or _cast(layer, types, device, until)
                     tensor = cast.get(name)
                     if tensor is None or tensor.dtype != dtype:
                         raise UnsupportedModel(_STORED_OTHERWISE)
                 if tensor.shape != shape:
                     raise UnsupportedModel(f"its weight {'.'.join((*path, name))} has another shape than the engine's")
-                found[place] = tensor if tensor.is_contiguous() else tensor.contiguous()
+                if not (is_contiguous := tensor.is_contiguous()) and not may_cast:
+                    return None
+                found[place] = tensor if is_contiguous else tensor.contiguous()
         return found
 
 
-def _still_staged(layer: Any, wanted: Mapping[str, torch.dtype], until: ExitStack) -> dict[str, torch.Tensor] | None:
+def _still_staged(
+    layer: Any, wanted: Mapping[str, torch.dtype], device: torch.device, until: ExitStack
+) -> dict[str, torch.Tensor] | None:
     """What ComfyUI staged of a layer at an earlier call, in a fraction of the time of its cast; None where it has to
     cast: pages were taken away since, a prefetch is under way, or the weights are wanted otherwise than they lie.
     """
     own = layer.__dict__
-    parts = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}
-    lying = {name: tensor for name, tensor in parts.items() if tensor is not None}
-    if own.get("_v_signature") is None or "_prefetch" in own or any(map(own.get, _CHANGES[:2])):
+    if _STAGED not in own or own.get("_v_signature") is None or not counts_holders():
         return None
-    if any(type(tensor) not in PLAIN or tensor.dtype != wanted.get(name) for name, tensor in lying.items()):
+    if "_prefetch" in own or any(map(own.get, _CHANGES[:2])) or layer.weight.device == device:
+        return None
+    parts, places = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}, places_of(device)
+    lying = {name: tensor for name, tensor in parts.items() if tensor is not None}
+    if any(
+        type(tensor) not in PLAIN or tensor.dtype != wanted.get(name) or tensor.device not in places
+        for name, tensor in lying.items()
+    ):
         return None
     vbar, address, size = own[_STAGED]
     try:

@@ -28,7 +28,8 @@ from ...architecture import Remembered
 from ...live_model.held_weights import PLAIN, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
-from .staged_pages import Pages, are_all_loaded, hold, is_dynamic, letting_go, to_be_held, yielding
+from .free_memory import available
+from .staged_pages import Pages, are_all_loaded, hold, is_dynamic, letting_go, to_be_held
 
 log = logging.getLogger(__name__)
 
@@ -264,12 +265,9 @@ def _copy_into(places: dict[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 
 def leaves_memory(device: torch.device, wanted: int = 0) -> bool:
     """Whether sampling has what it needs beside this model, and `wanted` bytes; what is staged of others gives way."""
-    import comfy.cli_args
     import comfy.model_management as management
 
-    kept_free = int(getattr(comfy.cli_args.args, "vram_headroom", 0) * (1 << 30))
-    free = int(management.get_free_memory(device)) + yielding(device)
-    return free >= wanted + kept_free + management.minimum_inference_memory()
+    return available(device) >= wanted + management.minimum_inference_memory()
 
 
 # ------------------------------------------------------------------------------------------------- loading
@@ -337,16 +335,16 @@ def _keep_buffers_in_place(patcher: Any, known: _Load) -> None:
     """Give a model that was just loaded its small buffers where earlier loads put them: graphs read them there."""
     import comfy.utils
 
-    try:
-        for name in getattr(patcher, "backup_buffers", {}):
+    for name, own in getattr(patcher, "backup_buffers", {}).items():
+        try:
             module, attribute = comfy.utils.resolve_attr(patcher.model, name)
             tensor = getattr(module, attribute)
-            if type(tensor) in PLAIN and tensor.nbytes <= _SMALL_BYTES:
+            if tensor is not own and type(tensor) in PLAIN and tensor.nbytes <= _SMALL_BYTES:
                 places = known.buffers.setdefault(module, {})
                 _copy_into(places, {attribute: tensor})
                 comfy.utils.set_attr_buffer(patcher.model, name, places[attribute])
-    except Exception as error:  # another ComfyUI may keep them otherwise
-        log.debug("Slipstream: buffers lie where ComfyUI put them: %s", error)
+        except Exception as error:  # another ComfyUI may keep them otherwise
+            log.debug("Slipstream: a buffer lies where ComfyUI put it: %s", error)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .staged_pages import yielding
+from .staged_pages import kept_free, yielding
 
 
 def free_device_memory(device: torch.device, wanted: int) -> None:
@@ -22,10 +22,10 @@ def memory_beside_sampling(device: torch.device, wanted: int) -> int:
     import comfy.model_management as management
 
     reserve = int(management.minimum_inference_memory())
-    short = wanted + reserve - _available(device)
+    short = wanted + reserve - available(device)
     if 0 < short <= _unloadable(device):  # else all would be unloaded in vain
         free_device_memory(device, wanted + reserve)
-    return max(0, _available(device) - reserve)
+    return max(0, available(device) - reserve)
 
 
 def _unloadable(device: torch.device) -> int:
@@ -36,7 +36,8 @@ def _unloadable(device: torch.device) -> int:
     return sum(int(loaded.model_loaded_memory()) for loaded in unused)
 
 
-def _available(device: torch.device) -> int:
+def available(device: torch.device) -> int:
+    """Bytes that are free, or that ComfyUI's staged weights give back by themselves, without what is kept free."""
     import comfy.model_management as management
 
-    return int(management.get_free_memory(device)) + yielding(device)
+    return int(management.get_free_memory(device)) + yielding(device) - kept_free()

@@ -22,11 +22,11 @@ _PAGE_BYTES = 32 << 20
 def is_dynamic(patcher: Any) -> bool:
     """Whether ComfyUI stages this patcher's model on demand, in pages that can be held."""
     asked = getattr(patcher, "is_dynamic", None)
-    return asked is not None and bool(asked()) and _counts_holders()
+    return asked is not None and bool(asked()) and counts_holders()
 
 
 @functools.cache
-def _counts_holders() -> bool:
+def counts_holders() -> bool:
     """Whether a page stays until all who hold it let go; with an older comfy-aimdo any cast of ComfyUI's lets it go."""
     try:
         version = importlib.metadata.version("comfy-aimdo")
@@ -105,6 +105,15 @@ def to_be_held(patcher: Any) -> int:
     vbar = patcher.model.dynamic_vbars[patcher.load_device]
     is_held = any(pages.vbar is vbar for pages in [*_held.values()])
     return _pages_of(vbar) * _PAGE_BYTES - (int(vbar.loaded_size()) if is_held else 0)
+
+
+def kept_free() -> int:
+    """Bytes of each device that the user wants to be left free beside what ComfyUI needs."""
+    import comfy.cli_args
+    import comfy.memory_management
+
+    is_heeded = getattr(comfy.memory_management, "aimdo_enabled", False)
+    return int(getattr(comfy.cli_args.args, "vram_headroom", 0) * (1 << 30)) if is_heeded else 0
 
 
 def yielding(device: torch.device) -> int:

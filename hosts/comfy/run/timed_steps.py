@@ -18,6 +18,7 @@ from ....runtime.checking.step_times import EngineId, StepTimes, TimedStep
 from ....runtime.loaded.device_memory import MemoryWatch, give_back_unused
 from ....runtime.module import AcceleratedModule, Answer, Run
 from ..process.build_waiting import waiting_hooks
+from ..process.free_memory import available
 from .call_wrappers import put_outermost, wrappers_of
 from .model_calls import ModelCalls
 from .step_contents import controls_of
@@ -201,8 +202,5 @@ def others_in(model_options: dict[str, Any]) -> Iterator[str]:
 
 def has_memory(guider: Any, x: torch.Tensor) -> bool:
     """Whether memory suffices for the model beside its engines, as ComfyUI reckons."""
-    import comfy.model_management as management
-
     needed: float = guider.inner_model.memory_required([2 * x.shape[0], *x.shape[1:]])
-    free: float = management.get_free_memory(x.device)
-    return _ROOM * needed < free
+    return _ROOM * needed < available(x.device)

@@ -15,7 +15,6 @@ from slipstream.core.errors import BuildFailed
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_calls
 from slipstream.hosts.comfy.node_state.node_states import state_of
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.module import AcceleratedModule
@@ -146,25 +145,30 @@ def test_nobody_waits_for_them_otherwise(provider: EngineProvider) -> None:
     assert provider.blocks.queue.pending()
 
 
-def test_weights_that_are_cast_at_each_call_stay_with_the_model(
-    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def store_in(dtype: torch.dtype, model: Any) -> None:
+    """ComfyUI casts the weights at each call where the model computes in another one."""
+    for layer in model.model.diffusion_model.modules():
+        if hasattr(layer, "comfy_cast_weights"):
+            layer.comfy_cast_weights = dtype != torch.float32
+            for parameter in layer.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+
+
+def test_weights_that_are_cast_at_each_call_stay_with_the_model(provider: EngineProvider) -> None:
     """An engine that waits for the cast may take longer than the model, and nobody asked for it."""
     model = tiny.model()
-    monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
-    monkeypatch.setattr(block_calls, "are_staged", lambda *_: False)
+    store_in(torch.bfloat16, model)
     fast, module = accelerated(provider, model)
     sampled(fast, model)
     assert not blocks_built(provider) and not module.status.block_calls
     assert "ComfyUI casts its weights at each call" in module.status.standing.reason
-    monkeypatch.undo()
+    store_in(torch.float32, model)
     sampled(fast, model)
     assert blocks_built(provider)
     sampled(fast, model)
     assert module.status.block_calls
     before = module.status.block_calls
-    monkeypatch.setattr(block_calls, "weights_in_place", lambda *_, **__: {})
-    monkeypatch.setattr(block_calls, "are_staged", lambda *_: False)
+    store_in(torch.bfloat16, model)
     sampled(fast, model)
     assert module.status.block_calls == before
 
@@ -196,7 +200,7 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
         short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
         sampled(fast, patcher)
         assert module.status.block_calls == 3 * STEPS - 1, "they are taken as they are staged"
-        comfy.model_management.unload_all_models()
+        patcher.detach()
         for layer in model.model.diffusion_model.modules():
             for part, tensor in (*layer._parameters.items(),) if hasattr(layer, "_v") else ():
                 tensor.data = tensor.data.to(torch.bfloat16)

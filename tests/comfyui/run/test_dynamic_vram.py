@@ -354,6 +354,7 @@ def test_headroom_that_the_user_wants_is_left(staged: Any, monkeypatch: pytest.M
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda device: 8 << 30)
     with bound(patcher):
         pass
+    monkeypatch.setattr(importlib.import_module("comfy.memory_management"), "aimdo_enabled", True)
     monkeypatch.setattr(comfy.cli_args.args, "vram_headroom", 7.5, raising=False)
     with pytest.raises(torch.OutOfMemoryError, match="beside what sampling needs"):
         bound(patcher)
@@ -573,7 +574,7 @@ def test_weights_are_copied_where_a_page_has_one_holder(
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    monkeypatch.setattr(staged_pages, "_counts_holders", staged_pages._counts_holders.__wrapped__)
+    monkeypatch.setattr(staged_pages, "counts_holders", staged_pages.counts_holders.__wrapped__)
     monkeypatch.setattr(staging.Pages, "counts_holders", counts)
     patcher = staged()
     expected = wanted(patcher)
