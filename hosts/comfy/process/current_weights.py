@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Set
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -227,8 +228,26 @@ def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device)
 
 def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then."""
-    with LayerCast(layer, dtype, device):
+    with _patches_not_pinned(layer), LayerCast(layer, dtype, device):
         pass
+
+
+@contextmanager
+def _patches_not_pinned(layer: Any) -> Iterator[None]:
+    """Meanwhile ComfyUI pins no main memory for a layer's LoRAs, where that of its weights is pinned already: they are
+    read once, since what they make of the weights stays; to pin them took a third of a picture's first step."""
+    import comfy.cli_args
+
+    options = comfy.cli_args.args
+    are_pinned = any("pin" in pin for pin in layer.__dict__.get("_pins", {}).values())
+    if not are_pinned or getattr(options, "disable_pinned_memory", True):
+        yield
+        return
+    options.disable_pinned_memory = True
+    try:
+        yield
+    finally:
+        options.disable_pinned_memory = False
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

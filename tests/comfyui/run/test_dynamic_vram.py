@@ -623,6 +623,37 @@ def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:
         assert patcher.model.latent_format is not marker
 
 
+def test_no_memory_is_pinned_for_loras_that_are_read_once(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where that of the weights is pinned already, which a bind has to leave to ComfyUI."""
+    patcher = staged()
+    options, pinned = comfy.cli_args.args, importlib.import_module("comfy.pinned_memory")
+    if not hasattr(options, "disable_pinned_memory"):
+        pytest.skip("this ComfyUI pins no memory for patches")
+    asked: list[tuple[bool, bool]] = []
+
+    def pin_memory(module: Any, *_: Any, **__: Any) -> None:
+        asked.append((isinstance(module, torch.nn.Module), options.disable_pinned_memory))
+
+    monkeypatch.setattr(pinned, "pin_memory", pin_memory)
+    monkeypatch.setattr(options, "disable_pinned_memory", False)
+    other = with_lora(patcher, 0.5)
+    load(other)
+    weights = bound(other)
+    assert_right(weights, wanted(other))
+    assert set(asked) == {(True, False), (False, False)}
+    weights.release()
+    asked.clear()
+    for layer in other.model.diffusion_model.modules():
+        if "_v" in vars(layer):
+            layer._pins = {"weights": {"pin": torch.zeros(1)}}
+    again = with_lora(patcher, 0.25)
+    load(again)
+    weights = bound(again)
+    assert_right(weights, wanted(again))
+    assert (False, True) in asked and (False, False) not in asked and not options.disable_pinned_memory
+    weights.release()
+
+
 def test_small_buffers_stay_where_graphs_read_them(staged: Any) -> None:
     """ComfyUI moves them anew at each load, as for another LoRA."""
     patcher = staged()

@@ -20,12 +20,17 @@ facts: dict[str, str] = {}
 
 
 class Report:
-    """A plugin of pytest that writes the file named by `SLIPSTREAM_TEST_REPORT` when the tests have ended."""
+    """A plugin of pytest that writes the file named by `SLIPSTREAM_TEST_REPORT`, after each test anew: a run that is
+    ended from outside leaves what it got to."""
 
     def __init__(self, file: Path, comfyui: str) -> None:
         self._file = file
         self._comfyui = comfyui
         self._outcomes: dict[str, dict[str, object]] = {}
+        self._wanted = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._wanted = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the worst of a test's parts."""
@@ -34,9 +39,13 @@ class Report:
         if report.outcome != "passed":
             known["outcome"] = report.outcome
             known["why"] = str(report.longrepr).strip().splitlines()[-1][:300]
+        if report.when == "teardown":
+            self._write()
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
+        self._write()
+
+    def _write(self) -> None:
         outcomes = [str(each["outcome"]) for each in self._outcomes.values()]
         content = {
             "comfyui": self._comfyui,
@@ -47,6 +56,7 @@ class Report:
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
             **facts,
             **{name: outcomes.count(name) for name in ("passed", "failed", "skipped")},
+            "not_reached": self._wanted - len(outcomes),
             "tests": self._outcomes,
         }
         self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
