@@ -110,10 +110,13 @@ def to_be_held(patcher: Any) -> int:
 def kept_free() -> int:
     """Bytes of each device that the user wants to be left free beside what ComfyUI needs."""
     import comfy.cli_args
+
+    wanted = getattr(comfy.cli_args.args, "vram_headroom", 0)
+    if not wanted:  # as with older ComfyUIs, which stage no weights
+        return 0
     import comfy.memory_management
 
-    is_heeded = getattr(comfy.memory_management, "aimdo_enabled", False)
-    return int(getattr(comfy.cli_args.args, "vram_headroom", 0) * (1 << 30)) if is_heeded else 0
+    return int(wanted * (1 << 30)) if getattr(comfy.memory_management, "aimdo_enabled", False) else 0
 
 
 def yielding(device: torch.device) -> int:
