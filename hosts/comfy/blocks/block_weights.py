@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -103,21 +103,39 @@ def _quantized_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether ComfyUI staged a block's large weights in a dtype before, and its small ones lie in it on a device."""
-    places = places_of(device)
+    wanted, places = dict.fromkeys(("weight", "bias"), dtype), places_of(device)
     for layer in layers_of(block).values():
         own = layer.__dict__
-        is_staged = _STAGED in own
-        if is_staged and (own.get("_v_signature") is None or not counts_holders()):
-            return False
-        if any(map(own.get, _CHANGES[:2] if is_staged else _CHANGES)):
-            return False
-        tensors = map(own.get, ("_v_weight", "_v_bias")) if is_staged else own["_parameters"].values()
-        for tensor in tensors:
-            if tensor is not None and not (
-                type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places and tensor.is_contiguous()
-            ):
+        if _STAGED in own:
+            if _staged_before(layer, wanted, device) is None:
                 return False
+            continue
+        tensors = [tensor for tensor in own["_parameters"].values() if tensor is not None]
+        if any(map(own.get, _CHANGES)) or not all(_lies(tensor, dtype, places) for tensor in tensors):
+            return False
     return True
+
+
+def _lies(tensor: torch.Tensor, dtype: torch.dtype | None, places: Set[torch.device]) -> bool:
+    """Whether an engine can be given a tensor as it is."""
+    is_right = type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places
+    return is_right and tensor.is_contiguous()
+
+
+def _staged_before(
+    layer: Any, wanted: Mapping[str, torch.dtype], device: torch.device
+) -> dict[str, torch.Tensor] | None:
+    """What ComfyUI staged of a layer at an earlier call, whose pages may have been taken away since; None where its
+    cast would give something else, or a prefetch is under way.
+    """
+    own = layer.__dict__
+    if _STAGED not in own or own.get("_v_signature") is None or not counts_holders():
+        return None
+    if "_prefetch" in own or any(map(own.get, _CHANGES[:2])) or layer.weight.device == device:
+        return None
+    parts, places = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}, places_of(device)
+    found = {name: tensor for name, tensor in parts.items() if tensor is not None}
+    return found if all(_lies(tensor, wanted.get(name), places) for name, tensor in found.items()) else None
 
 
 class BlockWeights:
@@ -200,22 +218,12 @@ class BlockWeights:
 def _still_staged(
     layer: Any, wanted: Mapping[str, torch.dtype], device: torch.device, until: ExitStack
 ) -> dict[str, torch.Tensor] | None:
-    """What ComfyUI staged of a layer at an earlier call, in a fraction of the time of its cast; None where it has to
-    cast: pages were taken away since, a prefetch is under way, or the weights are wanted otherwise than they lie.
+    """What ComfyUI staged of a layer and what lies in device memory still, held until the call has been made, in a
+    fraction of the time of ComfyUI's cast; None where it has to cast.
     """
-    own = layer.__dict__
-    if _STAGED not in own or own.get("_v_signature") is None or not counts_holders():
+    if (found := _staged_before(layer, wanted, device)) is None:
         return None
-    if "_prefetch" in own or any(map(own.get, _CHANGES[:2])) or layer.weight.device == device:
-        return None
-    parts, places = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}, places_of(device)
-    lying = {name: tensor for name, tensor in parts.items() if tensor is not None}
-    if any(
-        type(tensor) not in PLAIN or tensor.dtype != wanted.get(name) or tensor.device not in places
-        for name, tensor in lying.items()
-    ):
-        return None
-    vbar, address, size = own[_STAGED]
+    vbar, address, size = layer._v
     try:
         signature = vbar.fault(address, size)
     except RuntimeError:  # which the cast meets as well
@@ -223,7 +231,7 @@ def _still_staged(
     if signature is None:
         return None
     until.callback(vbar.unpin, address, size)
-    return lying if bytes(signature) == bytes(own["_v_signature"]) else None
+    return found if bytes(signature) == bytes(layer._v_signature) else None
 
 
 def _cast(

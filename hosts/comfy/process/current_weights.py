@@ -235,7 +235,7 @@ def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
 @contextmanager
 def _patches_not_pinned(layer: Any) -> Iterator[None]:
     """Meanwhile ComfyUI pins no main memory for a layer's LoRAs, where that of its weights is pinned already: they are
-    read once, since what they make of the weights stays; to pin them took a third of a picture's first step."""
+    read once, since what they make of the weights stays; to pin them took a fifth of the casts' time."""
     import comfy.cli_args
 
     options = comfy.cli_args.args

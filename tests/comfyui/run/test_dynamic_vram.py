@@ -139,6 +139,12 @@ def assert_right(weights: BoundWeights, expected: dict[str, torch.Tensor]) -> No
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
+def assert_bound_right(patcher: Any) -> None:
+    weights = bound(patcher)
+    assert_right(weights, wanted(patcher))
+    weights.release()
+
+
 def pages_of(patcher: Any) -> staging.Pages:
     (pages,) = patcher.model.dynamic_vbars.values()
     return pages
@@ -306,9 +312,7 @@ def test_where_not_all_fits_the_plain_model_runs(staged: Any) -> None:
         bound(patcher)
     assert pages.held == 0 and pages.watermark > 5, "what was given up in vain may come back"
     pages.capacity = 1 << 20
-    weights = bound(patcher)
-    assert_right(weights, wanted(patcher))
-    weights.release()
+    assert_bound_right(patcher)
 
 
 def test_room_for_sampling_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +347,7 @@ def test_weights_that_do_not_all_fit_stay_as_they_lie(staged: Any, monkeypatch: 
     assert (pages.resident, pages.watermark, pages.held) == (*before, 0)
     pages.capacity += 3
     monkeypatch.setattr(comfy.model_management, "get_free_memory", lambda device: needed - pages.loaded_size())
-    weights = bound(patcher)
-    assert_right(weights, wanted(patcher))
-    weights.release()
+    assert_bound_right(patcher)
 
 
 def test_headroom_that_the_user_wants_is_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,9 +488,7 @@ def test_a_load_that_cannot_be_left_out_is_done(failing: str, staged: Any, monke
     setattr(patcher, failing, fails_once)
     load(patcher)
     assert loads == [patcher] and pages_of(patcher).held == 0
-    weights = bound(patcher)
-    assert_right(weights, wanted(patcher))
-    weights.release()
+    assert_bound_right(patcher)
 
 
 def test_what_somebody_else_did_to_loads_stays(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,20 +638,16 @@ def test_no_memory_is_pinned_for_loras_that_are_read_once(staged: Any, monkeypat
     monkeypatch.setattr(options, "disable_pinned_memory", False)
     other = with_lora(patcher, 0.5)
     load(other)
-    weights = bound(other)
-    assert_right(weights, wanted(other))
+    assert_bound_right(other)
     assert set(asked) == {(True, False), (False, False)}
-    weights.release()
     asked.clear()
     for layer in other.model.diffusion_model.modules():
         if "_v" in vars(layer):
             layer._pins = {"weights": {"pin": torch.zeros(1)}}
     again = with_lora(patcher, 0.25)
     load(again)
-    weights = bound(again)
-    assert_right(weights, wanted(again))
+    assert_bound_right(again)
     assert (False, True) in asked and (False, False) not in asked and not options.disable_pinned_memory
-    weights.release()
 
 
 def test_small_buffers_stay_where_graphs_read_them(staged: Any) -> None:
