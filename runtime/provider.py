@@ -162,6 +162,7 @@ class EngineProvider:
         preferences: what the user prefers at this moment.
         step_times: measures what engines gain, and retires those that are slower; None: nothing is measured.
         supply: where engines come from that are not built here; by default as the environment says.
+        free_bytes: of a device that the host could give an engine; by default what its driver and torch call free.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class EngineProvider:
         preferences: Callable[[], Preferences] = Preferences,
         step_times: StepTimes | None = None,
         supply: Supply | None = None,
+        free_bytes: Callable[[torch.device], int | None] | None = None,
     ) -> None:
         self.store = store
         self.supply = supply or Supply.configured()
@@ -186,7 +188,7 @@ class EngineProvider:
         self.pool = EnginePool(capture_library=store.keep, canary=self.canary)
         self._used: set[str] = set()
         """Engines that this process has called."""
-        self._shortages = Shortages()
+        self._shortages = Shortages(free_bytes)
         self._short_models: set[str] = set()
         """Engines that ran out of memory, those of VAEs left out."""
         self._overflows = Overflows(store.root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +72,14 @@ class _Shortage:
 
 
 class Shortages:
-    """Engines for which memory did not suffice in this process. Safe to use from any thread."""
+    """Engines for which memory did not suffice in this process. Safe to use from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        free: bytes of a device that the host could give an engine; `free_bytes` where it is not asked.
+    """
+
+    def __init__(self, free: Callable[[torch.device], int | None] | None = None) -> None:
+        self._free = free or (lambda device: free_bytes(device))
         self._known: dict[tuple[str, torch.device], _Shortage] = {}
         self._lock = threading.Lock()
 
@@ -90,7 +95,7 @@ class Shortages:
         with self._lock:
             earlier = self._known.get((digest, device))
             times = earlier.times + 1 if earlier else 1
-            self._known[digest, device] = _Shortage(times, free_bytes(device))
+            self._known[digest, device] = _Shortage(times, self._free(device))
         beside = f" (it needs about {say_bytes(needed)} beside the model)" if needed else ""
         what = f"the engine ran out of GPU memory{beside}; the plain model is used"
         return f"{what}. {_ADVICE}" if times < _ATTEMPTS else f"{what}. {_left_alone(times)}"
@@ -113,7 +118,7 @@ class Shortages:
             for (digest, place), known in self._known.items()
             if place == device and known.times >= _ATTEMPTS
         }
-        now = free_bytes(device) if found else None
+        now = self._free(device) if found else None
         for digest, known in list(found.items()):
             if now is not None and known.free is not None and now - known.free >= _TELLING_BYTES:
                 del self._known[digest, device], found[digest]

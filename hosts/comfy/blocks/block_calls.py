@@ -142,8 +142,8 @@ class BlockCalls:
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
         self._stored: dict[LedBlock, str | UnsupportedModel] = {}
         """How weights of blocks lie in 8 bits; or why engines do not take them."""
-        self._in_their_place: dict[LedBlock, bool] = {}
-        """Whether all weights of blocks lie where they stay for the run, in what they compute in."""
+        self._at_hand: dict[LedBlock, bool] = {}
+        """See `_are_at_hand`."""
         self._too_large: set[int] = set()
         """Offers whose engines ran out of memory in this run, by id."""
         self._hold = Hold()
@@ -338,7 +338,7 @@ class BlockCalls:
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
         if offer is None or self._is_to_be_asked_for_again(offer):
-            if not (self._are_asked_for or self._are_at_hand(block, tensors)):
+            if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
                 return self._plain(block, args, kwargs, _CAST)
             offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
@@ -456,16 +456,20 @@ class BlockCalls:
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
 
-    def _are_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a block's weights are there for an engine at this moment, without a cast."""
+    def _may_be_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            dtype = dtype_of(_precision_of(tensors))
+            return self._are_at_hand(block, dtype_of(_precision_of(tensors)))
         except UnsupportedModel:
             return True  # which is told where its engine is asked for
-        if block not in self._in_their_place:
+
+    def _are_at_hand(self, block: LedBlock, dtype: torch.dtype) -> bool:
+        """Whether a block's weights lie where they stay for the run, in what it computes in, or ComfyUI stages them in
+        that; looked up once a run."""
+        if block not in self._at_hand:
             found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
-            self._in_their_place[block] = all(tensor is not None and tensor.dtype == dtype for tensor in found)
-        return self._in_their_place[block] or are_staged(block.module, dtype, self._device)
+            lie_there = all(tensor is not None and tensor.dtype == dtype for tensor in found)
+            self._at_hand[block] = lie_there or are_staged(block.module, dtype, self._device)
+        return self._at_hand[block]
 
     def _computed(
         self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
@@ -518,16 +522,18 @@ class BlockCalls:
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
 
-        None where ComfyUI would have to cast them for the engine, and blocks were not asked for: that takes longer than
-        it gains, and transfers from main memory would not overlap with the block's own layers.
+        None where ComfyUI would have to cast them to another form for the engine, and blocks were not asked for: that
+        takes longer than it gains.
         """
         assert offer.engine is not None
-        known, place = weights_of(block, offer), (block, offer.engine)
+        known, place, dtype = weights_of(block, offer), (block, offer.engine), dtype_of(offer.precision)
         if place not in self._given:
-            self._given[place] = known.among(self._lying(dtype_of(offer.precision)), block.path)
+            self._given[place] = known.among(self._lying(dtype), block.path)
         if (given := self._given[place]) is not None:
             return given
-        return known.of(block.module, self._device, until, may_cast=self._are_asked_for)
+        if not (self._are_asked_for or self._are_at_hand(block, dtype)):
+            return None
+        return known.of(block.module, self._device, until)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""
@@ -547,7 +553,7 @@ class BlockCalls:
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
             self._stored.clear()
-            self._in_their_place.clear()
+            self._at_hand.clear()
 
     def _settle(self) -> None:
         """Read what this call's trials gave: one wait for all of them."""

@@ -102,18 +102,24 @@ def _quantized_parts(tensor: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether ComfyUI staged a block's large weights in a dtype before, and its small ones lie in it on a device."""
-    wanted, places = dict.fromkeys(("weight", "bias"), dtype), places_of(device)
+    """Whether ComfyUI stages a block's large weights in a dtype, and its small ones lie in it on a device, so that a
+    call of its engine takes what a call of the block would: what was staged before is read where it lies.
+    """
+    places = places_of(device)
     for layer in layers_of(block).values():
         own = layer.__dict__
-        if _STAGED in own:
-            if _staged_before(layer, wanted, device) is None:
-                return False
-            continue
         tensors = [tensor for tensor in own["_parameters"].values() if tensor is not None]
-        if any(map(own.get, _CHANGES)) or not all(_lies(tensor, dtype, places) for tensor in tensors):
+        if _STAGED in own:
+            is_right = counts_holders() and all(_is_staged_in(tensor, dtype) for tensor in tensors)
+        else:
+            is_right = all(_lies(tensor, dtype, places) for tensor in tensors)
+        if not is_right or any(map(own.get, _CHANGES[:2] if _STAGED in own else _CHANGES)):
             return False
     return True
+
+
+def _is_staged_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return type(tensor) in PLAIN and getattr(tensor, "_model_dtype", tensor.dtype) == dtype
 
 
 def _lies(tensor: torch.Tensor, dtype: torch.dtype | None, places: Set[torch.device]) -> bool:
@@ -168,15 +174,12 @@ class BlockWeights:
                 return None
         return given
 
-    def of(
-        self, block: torch.nn.Module, device: torch.device, until: ExitStack, may_cast: bool = True
-    ) -> list[torch.Tensor] | None:
+    def of(self, block: torch.nn.Module, device: torch.device, until: ExitStack) -> list[torch.Tensor]:
         """A block's weights in the engine's order: its own tensors where they are as they should be; else what
         ComfyUI's own cast gives, so that LoRAs, offloading and staging go on as they do.
 
         Args:
             until: closed once the call has been made.
-            may_cast: otherwise None where one would have to be cast or copied.
 
         Raises:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
@@ -200,18 +203,13 @@ class BlockWeights:
                         if is_changed and any(each in _EIGHT_BITS for *_, each in parts):
                             raise UnsupportedModel(_STORED_OTHERWISE)
                         types = {own: each for _, own, _, each in parts}
-                        cast = _still_staged(layer, types, device, until)
-                        if cast is None and not may_cast:
-                            return None
-                        cast = cast or _cast(layer, types, device, until)
+                        cast = _still_staged(layer, types, device, until) or _cast(layer, types, device, until)
                     tensor = cast.get(name)
                     if tensor is None or tensor.dtype != dtype:
                         raise UnsupportedModel(_STORED_OTHERWISE)
                 if tensor.shape != shape:
                     raise UnsupportedModel(f"its weight {'.'.join((*path, name))} has another shape than the engine's")
-                if not (is_contiguous := tensor.is_contiguous()) and not may_cast:
-                    return None
-                found[place] = tensor if is_contiguous else tensor.contiguous()
+                found[place] = tensor if tensor.is_contiguous() else tensor.contiguous()
         return found
 
 

@@ -8,13 +8,21 @@ from .staged_pages import kept_free, yielding
 
 
 def free_device_memory(device: torch.device, wanted: int) -> None:
-    """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free."""
+    """Have ComfyUI unload what is not in use at this moment, until `wanted` bytes and its reserve are free, or will be
+    as soon as they are needed: staged weights give way by themselves."""
     import comfy.model_management as management
 
-    if device.type == "cpu":
-        return
-    used = [loaded for loaded in management.current_loaded_models if loaded.currently_used]
-    management.free_memory(wanted + management.extra_reserved_memory(), device, keep_loaded=used)
+    if device.type != "cpu":
+        _unload_unused(device, wanted + management.extra_reserved_memory())
+
+
+def _unload_unused(device: torch.device, wanted: int) -> None:
+    """Until so many bytes are available."""
+    import comfy.model_management as management
+
+    if wanted > available(device):
+        used = [loaded for loaded in management.current_loaded_models if loaded.currently_used]
+        management.free_memory(wanted, device, keep_loaded=used)
 
 
 def memory_beside_sampling(device: torch.device, wanted: int) -> int:
@@ -24,7 +32,7 @@ def memory_beside_sampling(device: torch.device, wanted: int) -> int:
     reserve = int(management.minimum_inference_memory())
     short = wanted + reserve - available(device)
     if 0 < short <= _unloadable(device):  # else all would be unloaded in vain
-        free_device_memory(device, wanted + reserve)
+        _unload_unused(device, wanted + reserve)
     return max(0, available(device) - reserve)
 
 

@@ -17,6 +17,7 @@ from ....runtime.provider import EngineProvider
 from ....runtime.settings.preferences_file import PreferencesFile
 from ....runtime.settings.store_folder import default_home, open_store, preferences_file, store_home
 from .checkout import OPEN_FOLDERS
+from .free_memory import available
 from .server_events import ENGINES, send, server_of_process
 
 SWITCH = "SLIPSTREAM_STEP_TIMES"
@@ -39,12 +40,18 @@ def _provider() -> EngineProvider:
 
     chosen = preferences()
     store = open_store(chosen.read(), _models_folder())
-    made = EngineProvider(store, is_idle=queue_is_idle, preferences=chosen.read, step_times=_step_times(store))
+    made = EngineProvider(
+        store, is_idle=queue_is_idle, preferences=chosen.read, step_times=_step_times(store), free_bytes=_free_bytes
+    )
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)
     made.blocks.queue.listen(_tell_page)
     atexit.register(made.end_builds, "ComfyUI is closing", _CLOSING_SECONDS)  # no half-built engine stays in the store
     return made
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    return available(device) if device.type == "cuda" else None
 
 
 def _step_times(store: EngineStore) -> StepTimes | None:

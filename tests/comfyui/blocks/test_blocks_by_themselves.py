@@ -200,10 +200,14 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
         short_of_memory.setattr(dynamic_vram, "hold", lambda patcher: None)
         sampled(fast, patcher)
         assert module.status.block_calls == 3 * STEPS - 1, "they are taken as they are staged"
+        for pages in model.model.dynamic_vbars.values():
+            pages.take_away()
+        sampled(fast, patcher)
+        assert module.status.block_calls == 4 * STEPS - 1, "what is not there is staged for the engine"
         patcher.detach()
         for layer in model.model.diffusion_model.modules():
             for part, tensor in (*layer._parameters.items(),) if hasattr(layer, "_v") else ():
                 tensor.data = tensor.data.to(torch.bfloat16)
                 setattr(layer, f"{part}_comfy_model_dtype", torch.bfloat16)
         sampled(fast, patcher)
-    assert module.status.block_calls == 3 * STEPS - 1, "none waits for a cast"
+    assert module.status.block_calls == 4 * STEPS - 1, "none waits for a cast to another dtype"

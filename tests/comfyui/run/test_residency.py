@@ -244,23 +244,34 @@ def test_room_is_made_at_the_cost_of_what_is_not_in_use(monkeypatch: pytest.Monk
     gpu = torch.device("cuda", 0)
     asked: list[Any] = []
     monkeypatch.setattr(management, "free_memory", lambda *args, **kwargs: asked.append((args, kwargs)))
+    monkeypatch.setattr(management, "get_free_memory", lambda _: management.extra_reserved_memory() + 4 * MB)
     free_device_memory(gpu, 5 * MB)
     (((wanted, device), options),) = asked
     assert wanted == 5 * MB + management.extra_reserved_memory() and device == gpu
     assert [entry.model for entry in options["keep_loaded"]] == [used]
     free_device_memory(CPU, 5 * MB)
     assert len(asked) == 1, "RAM is the system's"
+    monkeypatch.setattr(free_memory, "yielding", lambda _: 1 * MB)
+    free_device_memory(gpu, 5 * MB)
+    assert len(asked) == 1, "staged weights give way by themselves"
 
 
 def test_weights_leave_what_sampling_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [management.minimum_inference_memory() + 10 * MB]
     monkeypatch.setattr(management, "get_free_memory", lambda _: free[-1])
-    monkeypatch.setattr(management, "free_memory", lambda *_, **__: free.append(free[-1] + 3 * MB))
+    asked: list[float] = []
+
+    def unload(wanted: float, *_: Any, **__: Any) -> None:
+        asked.append(wanted)
+        free.append(free[-1] + 3 * MB)
+
+    monkeypatch.setattr(management, "free_memory", unload)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(free_memory, "_unloadable", lambda _: 3 * MB)
     assert memory_beside_sampling(gpu, 10 * MB) == 10 * MB and len(free) == 1
     assert memory_beside_sampling(gpu, 14 * MB) == 10 * MB and len(free) == 1, "nothing is unloaded in vain"
     assert memory_beside_sampling(gpu, 11 * MB) == 13 * MB
+    assert asked == [int(management.minimum_inference_memory()) + 11 * MB], "ComfyUI's reserve counts once"
     free.append(0)
     assert memory_beside_sampling(gpu, 11 * MB) == 0
 

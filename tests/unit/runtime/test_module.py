@@ -529,6 +529,24 @@ def test_more_free_memory_is_worth_another_attempt(
     assert counts(module) == (3, 3)
 
 
+def test_what_a_host_streams_is_no_free_memory(
+    source: FakeSource,
+    backend: NullBackend,
+    worker: FakeWorker,
+    store: EngineStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ComfyUI fills free memory with pages of weights and gives them back as they are needed: it counts both."""
+    free = [2**30]
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: free[-1])
+    module = AcceleratedModule(EngineProvider(store, [backend], free_bytes=lambda _: 2**31), FIRST_USE)
+    fail_twice(module, source, backend)
+    free.append(2**33)
+    with module.run(source) as run:
+        call(run, source)
+    assert counts(module) == (2, 3)
+
+
 def test_build_engine_is_another_attempt(module: AcceleratedModule, source: FakeSource, backend: NullBackend) -> None:
     fail_twice(module, source, backend)
     module.provider.make(source, _shape(), FIRST_USE, HostHooks())
