@@ -226,28 +226,56 @@ def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device)
         return {key: _plain(tensor) if id(tensor) in own else _plain(tensor).clone() for key, tensor in cast.items()}
 
 
+_PATCHES = "weight_lowvram_function", "bias_lowvram_function"
+"""Of a layer: what ComfyUI computes once of a weight that it stages, such as LoRAs."""
+
+_ROUNDED_AS_BY_TORCH = torch.float32, torch.float16, torch.bfloat16
+"""What ComfyUI rounds at random to other dtypes."""
+
+
 def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then."""
-    with _patches_not_pinned(layer), LayerCast(layer, dtype, device):
-        pass
+    """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then.
+
+    ComfyUI's own code for LoRAs computes where it staged their weight, with what it would compute with in the cast. But
+    there it first brings a LoRA's tensors to memory that is pinned and shared, which took half of the cast's time, and
+    they are read once: what they make of the weight stays.
+    """
+    patches, before = _patches_once(layer, dtype), getattr(layer, "_v_signature", None)
+    with _left_out(layer, patches), LayerCast(layer, dtype, device) as cast, torch.no_grad():
+        if patches and layer._v_signature not in (None, before):
+            try:
+                for name, tensor in zip(_PATCHES, cast, strict=True):
+                    if (patch := patches.get(name)) is not None and (made := patch(tensor)) is not tensor:
+                        tensor.copy_(made)
+            except BaseException:
+                layer._v_signature = None  # the next cast stages it again
+                raise
+
+
+def _patches_once(layer: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """ComfyUI's patches of a layer's weights that lie in RAM in a dtype, by the attributes that hold them; none where
+    it would do more than compute them."""
+    import comfy.model_patcher
+
+    found = {name: patch for name in _PATCHES if (patch := getattr(layer, name, None)) is not None}
+    weights = [tensor for tensor in (layer.weight, getattr(layer, "bias", None)) if tensor is not None]
+    is_simple = dtype in _ROUNDED_AS_BY_TORCH and all(
+        type(tensor) in PLAIN and getattr(tensor, "_model_dtype", tensor.dtype) == dtype for tensor in weights
+    )
+    kind = comfy.model_patcher.LowVramPatch
+    return found if is_simple and all(type(patch) is kind for patch in found.values()) else {}
 
 
 @contextmanager
-def _patches_not_pinned(layer: Any) -> Iterator[None]:
-    """Meanwhile ComfyUI pins no main memory for a layer's LoRAs, where that of its weights is pinned already: they are
-    read once, since what they make of the weights stays; to pin them took a fifth of the casts' time."""
-    import comfy.cli_args
-
-    options = comfy.cli_args.args
-    are_pinned = any("pin" in pin for pin in layer.__dict__.get("_pins", {}).values())
-    if not are_pinned or getattr(options, "disable_pinned_memory", True):
-        yield
-        return
-    options.disable_pinned_memory = True
+def _left_out(layer: Any, patches: dict[str, Any]) -> Iterator[None]:
+    """Meanwhile the layer's weights are staged without their patches."""
+    for name in patches:
+        setattr(layer, name, None)
     try:
         yield
     finally:
-        options.disable_pinned_memory = False
+        for name, patch in patches.items():
+            setattr(layer, name, patch)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

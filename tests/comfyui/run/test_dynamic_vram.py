@@ -24,7 +24,7 @@ from slipstream.hosts.comfy.models.autoencoders import HALVES, KINDS
 from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
 from slipstream.hosts.comfy.models.unet_source import ComfyUNetSource
 from slipstream.hosts.comfy.models.vae import ComfyVaeHalf
-from slipstream.hosts.comfy.process import dynamic_vram, staged_pages
+from slipstream.hosts.comfy.process import current_weights, dynamic_vram, staged_pages
 from slipstream.hosts.comfy.process.dynamic_vram import loading_once
 from slipstream.hosts.live_model.account import live_model
 from slipstream.runtime.loaded.engine_pool import LoadedEngine
@@ -623,31 +623,70 @@ def test_object_patches_come_and_go_without_a_load(staged: Any) -> None:
         assert patcher.model.latent_format is not marker
 
 
-def test_no_memory_is_pinned_for_loras_that_are_read_once(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where that of the weights is pinned already, which a bind has to leave to ComfyUI."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_loras_are_computed_as_by_comfyui_s_own_cast(
+    staged: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """To the last bit, but no memory is pinned for them: they are read once."""
     patcher = staged()
-    options, pinned = comfy.cli_args.args, importlib.import_module("comfy.pinned_memory")
-    if not hasattr(options, "disable_pinned_memory"):
-        pytest.skip("this ComfyUI pins no memory for patches")
-    asked: list[tuple[bool, bool]] = []
+    asked: list[Any] = []
+    pinned = importlib.import_module("comfy.pinned_memory")
+    monkeypatch.setattr(pinned, "pin_memory", lambda module, *_, **__: asked.append(module))
+    model = patcher.model.diffusion_model.to(dtype)
+    comfy.model_management.archive_model_dtypes(patcher.model)
+    other = with_every_patch(patcher)
+    load(other)
+    layers = [layer for layer in model.modules() if "_v" in vars(layer)]
+    patched = [layer for layer in layers if layer.weight_lowvram_function is not None]
+    assert len(patched) > 20 and any(layer.bias_lowvram_function is not None for layer in patched)
+    expected = [cast_by_comfyui(layer, dtype) for layer in patched]
+    assert any(not isinstance(module, torch.nn.Module) for module in asked)
+    asked.clear()
+    pages_of(other).take_away()
+    for layer, parts in zip(patched, expected, strict=True):
+        functions = layer.weight_lowvram_function, layer.bias_lowvram_function
+        current_weights.cast_once(layer, dtype, staging.DEVICE)
+        assert (layer.weight_lowvram_function, layer.bias_lowvram_function) == functions
+        for found, wanted in zip((layer._v_weight, layer._v_bias), parts, strict=True):
+            assert found is wanted is None or torch.equal(found, wanted)
+        for found, wanted in zip(cast_by_comfyui(layer, dtype), parts, strict=True):
+            assert found is wanted is None or torch.equal(found, wanted), "a call of the layer patches it no more"
+    assert asked and all(isinstance(module, torch.nn.Module) for module in asked)
 
-    def pin_memory(module: Any, *_: Any, **__: Any) -> None:
-        asked.append((isinstance(module, torch.nn.Module), options.disable_pinned_memory))
 
-    monkeypatch.setattr(pinned, "pin_memory", pin_memory)
-    monkeypatch.setattr(options, "disable_pinned_memory", False)
+def with_every_patch(patcher: Any) -> Any:
+    """A clone with LoRAs, DoRAs and differences, some of them two of a weight, also in parts of it."""
+    adapters = importlib.import_module("comfy.weight_adapter")
+    generator, clone, patches = torch.Generator().manual_seed(1), patcher.clone(), {}
+    for place, (name, tensor) in enumerate(patcher.model.diffusion_model.state_dict().items()):
+        key, rank = f"diffusion_model.{name}", 4
+        if tensor.ndim != 2:
+            patches[key] = ("diff", (torch.randn(tensor.shape, generator=generator),))
+            continue
+        up, down = (torch.randn(shape, generator=generator) for shape in ((len(tensor), rank), (rank, tensor.shape[1])))
+        scale = torch.rand((len(tensor), 1), generator=generator) if place % 3 == 0 else None
+        patches[key] = adapters.LoRAAdapter(set(), (up, down, 2.0 if place % 2 else None, None, scale, None))
+    clone.add_patches(patches, 0.3)
+    clone.add_patches(dict(list(patches.items())[::2]), -0.7, 0.9)
+    return clone
+
+
+def cast_by_comfyui(layer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    with current_weights.LayerCast(layer, dtype, staging.DEVICE) as (weight, bias):
+        return weight.clone(), None if bias is None else bias.clone()
+
+
+def test_a_weight_whose_lora_fails_is_staged_again(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
     other = with_lora(patcher, 0.5)
     load(other)
+    patch = importlib.import_module("comfy.model_patcher").LowVramPatch
+    with monkeypatch.context() as failing:
+        failing.setattr(patch, "__call__", lambda self, weight: (weight.mul_(0), 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            bound(other)
+    assert pages_of(other).held == 0
     assert_bound_right(other)
-    assert set(asked) == {(True, False), (False, False)}
-    asked.clear()
-    for layer in other.model.diffusion_model.modules():
-        if "_v" in vars(layer):
-            layer._pins = {"weights": {"pin": torch.zeros(1)}}
-    again = with_lora(patcher, 0.25)
-    load(again)
-    assert_bound_right(again)
-    assert (False, True) in asked and (False, False) not in asked and not options.disable_pinned_memory
 
 
 def test_small_buffers_stay_where_graphs_read_them(staged: Any) -> None:
