@@ -245,7 +245,7 @@ def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
         if patches and layer._v_signature not in (None, before):
             try:
                 for name, tensor in zip(_PATCHES, cast, strict=True):
-                    if (patch := patches.get(name)) is not None and (made := patch(tensor)) is not tensor:
+                    if tensor is not None and name in patches and (made := patches[name](tensor)) is not tensor:
                         tensor.copy_(made)
             except BaseException:
                 layer._v_signature = None  # the next cast stages it again
