@@ -73,16 +73,27 @@ def _compiler() -> Iterator[str]:
     chosen = os.environ.get("CXX")
     if not any(map(shutil.which, (chosen, *names) if chosen else names)):
         yield (
-            f"No C++ compiler found (looked for {', '.join(names)}): engines cannot be compiled here, and "
-            f"models without a finished engine run as plain PyTorch. To change that, {remedy}."
+            f"No C++ compiler found (looked for {', '.join(names)}): {_without_compiler()}. To change that, {remedy}."
         )
+
+
+def _without_compiler() -> str:
+    """What a missing C++ compiler costs."""
+    chosen = os.environ.get("CC")
+    has_c = sys.platform == "win32" or any(map(shutil.which, [chosen] if chosen else ["gcc", "clang"]))  # for triton
+    if _has_nvidia() and importlib.util.find_spec("triton") and has_c:
+        return "triton builds engines without one, which take longer to load and to launch, without CUDA graphs"
+    return "engines cannot be compiled here, and models without a finished engine run as plain PyTorch"
+
+
+def _has_nvidia() -> bool:
+    # The driver's own program would take a second to ask.
+    return NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
 
 
 def hints() -> Iterator[str]:
     """Yield what could be there besides, though nothing needs it."""
-    # The driver's own program would take a second to ask.
-    nvidia = NVIDIA_DRIVER.exists() or shutil.which("nvidia-smi") is not None
-    if nvidia and not any(map(importlib.util.find_spec, TENSORRT)):
+    if _has_nvidia() and not any(map(importlib.util.find_spec, TENSORRT)):
         yield (
             "Optional: TensorRT engines. Which TensorRT fits this GPU and the command that installs it is said by: "
             f'"{sys.executable}" "{HERE}" build --model demo --resolution 256x256 --backend tensorrt'

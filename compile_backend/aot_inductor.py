@@ -47,10 +47,12 @@ class AOTInductorBackend(CompilingBackend):
         return why_no_packages()
 
     def why_cannot_build(self, device: torch.device) -> str | None:
-        reason = self.why_unavailable(device) or why_no_cpp_compiler()
-        if reason is None and device.type == "cuda":
-            reason = why_no_triton() or why_no_c_compiler() or why_no_cuda_headers()
-        return reason
+        if reason := self.why_unavailable(device):
+            return reason
+        if device.type != "cuda":
+            return why_no_cpp_compiler()
+        # Triton first: with it alone, other backends build.
+        return why_no_triton() or why_no_cpp_compiler() or why_no_c_compiler() or why_no_cuda_headers()
 
     def build(self, job: BuildJob, progress: ProgressCallback) -> Artifact:
         program, signature = export_program(job, progress)

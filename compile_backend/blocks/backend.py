@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from ..aot_inductor import PACKAGE, AOTInductorBackend, compile_package
 from ..inductor.options import block_options
 from ..packages import load_package
 from .attention_out import calls_attention_out
-from .engine import BlockEngine
+from .engine import BlockEngine, Run
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
 
 _KEPT_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
@@ -42,9 +43,14 @@ class BlockBackend(AOTInductorBackend):
         progress(Progress("compile", None, f"compiling {signature.nodes} operations", signature.nodes))
         kept = _KEPT_BUFFERS if calls_attention_out(program) else {}
         with torch._inductor.config.patch(compile_threads=1, **kept):  # as many builds as cores run beside this one
-            compile_package(job, program)
+            files = self._compile(job, program)
         details = {"nodes": signature.nodes, "open_sizes": signature.sizes.are_open}
-        return Artifact(job.directory, (PACKAGE, SIGNATURE), details)
+        return Artifact(job.directory, (*files, SIGNATURE), details)
+
+    def _compile(self, job: BuildJob, program: torch.export.ExportedProgram) -> tuple[str, ...]:
+        """Names of the files that it made in the job's folder."""
+        compile_package(job, program)
+        return (PACKAGE,)
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:
         raise IncompatibleEngine("A block's package takes its weights at each call; load it by load_block()")
@@ -55,5 +61,7 @@ class BlockBackend(AOTInductorBackend):
             IncompatibleEngine: the package does not fit this machine.
         """
         signature = BlockSignature.read(artifact.directory)
-        package = load_package(artifact.directory / PACKAGE, device)
-        return BlockEngine(signature, package.run)
+        return BlockEngine(signature, self._loaded(artifact.directory, device))
+
+    def _loaded(self, directory: Path, device: torch.device) -> Run:
+        return load_package(directory / PACKAGE, device).run

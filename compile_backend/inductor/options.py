@@ -23,6 +23,7 @@ PACKAGED = f"{OURS}packaged"
 matrix products with wider results, which torch 2.11 does not load again, and kernels of our own."""
 
 _ROW = 8192
+_TUNING = "coordinate_descent_tuning"
 
 Options = Mapping[str, str | int | float | bool | None]
 
@@ -47,7 +48,7 @@ def fusion_options(device: torch.device, optimize: Optimize) -> Options:
         ROWS_AT_ONCE: _ROW,
     }
     if optimize is Optimize.MAX:
-        options["coordinate_descent_tuning"] = True  # of the fused kernels; trying other matrix products gained nothing
+        options[_TUNING] = True  # of the fused kernels; trying other matrix products gained nothing
         options[JOINED_PERCENT] = 100
     return options
 
@@ -74,8 +75,20 @@ def block_options(device: torch.device, optimize: Optimize) -> Options:
     wrapper = {"aot_inductor.compile_wrapper_opt_level": "O0" if quick else "O1"}
     ours = {name: value for name, value in fusion_options(device, optimize).items() if name not in _OF_REWRITES}
     # Many kinds are built side by side: one variant of each fused kernel, none to be tried against another on the GPU.
-    untried = {"triton.autotune_pointwise": False} if device.type == "cuda" and optimize is not Optimize.MAX else {}
+    untried = _UNTRIED if device.type == "cuda" and optimize is not Optimize.MAX else {}
     return {**wrapper, **ours, **untried}
 
 
+def triton_block_options(device: torch.device, optimize: Optimize) -> Options:
+    """Options of a block whose kernels are called from Python.
+
+    Each kernel is compiled in one variant, chosen by rule. Of several, torch would try one after the other in the first
+    call of each process, and compile more.
+    """
+    left_out = *_OF_REWRITES, _TUNING
+    ours = {name: value for name, value in fusion_options(device, optimize).items() if name not in left_out}
+    return {**ours, **_UNTRIED, "deterministic": True, "triton.autotune_at_compile_time": False}
+
+
+_UNTRIED = {"triton.autotune_pointwise": False}
 _OF_REWRITES = REWRITES, JOINED_PERCENT

@@ -19,6 +19,7 @@ import torch
 from ...compile_backend.blocks.backend import BlockBackend
 from ...compile_backend.blocks.engine import BlockEngine, Inputs
 from ...compile_backend.blocks.program import BlockArchitecture
+from ...compile_backend.blocks.triton_backend import TritonBlockBackend
 from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
 from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
@@ -111,6 +112,7 @@ class BlockEngines:
         workers: in which it does; closed whenever nothing is left to be built.
         is_idle: see `BuildQueue`.
         supply: where engines come from that are not built here.
+        spare: makes engines where `backend` lacks what it builds with, such as a C++ compiler.
 
     Attributes:
         queue: of builds, several of which run at once.
@@ -123,6 +125,7 @@ class BlockEngines:
     backend: BlockBackend = field(default_factory=BlockBackend)
     is_idle: Callable[[], bool] = lambda: True
     supply: Supply = field(default_factory=Supply)
+    spare: BlockBackend = field(default_factory=TritonBlockBackend)
 
     def __post_init__(self) -> None:
         self.queue = BuildQueue(self.build, self.is_idle, self._builds_at_once)
@@ -184,7 +187,11 @@ class BlockEngines:
         by_hand: bool,
     ) -> None:
         try:
-            plans = block_plans(offer.architecture, dtypes, precision, device, optimize, self.backend)
+            plans = [
+                plan
+                for backend in (self.backend, self.spare)
+                for plan in block_plans(offer.architecture, dtypes, precision, device, optimize, backend)
+            ]
             if by_hand:
                 self._forgive(plans)
             self._bring(_Wish(offer, plans, policy, by_hand))
@@ -202,7 +209,7 @@ class BlockEngines:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
         reason, is_final = "", True
         may_build = self.supply.may_build(wish.policy)
-        for plan in wish.plans:
+        for plan in filter(self._is_wanted, wish.plans):
             digest = plan.key.digest
             found = self.store.lookup(digest)
             if found is not None and not wish.by_hand and (refusal := found.why_refused(may_build)):
@@ -225,12 +232,19 @@ class BlockEngines:
             reason, is_final = str(ticket.error), is_final and not isinstance(ticket.error, _NO_FAULT)
         wish.offer.refuse(reason or "no engine takes calls of this shape", is_final)
 
+    def _is_wanted(self, plan: BlockPlan) -> bool:
+        """Not if it is of `spare` without need, which is asked last, since finding that out takes time."""
+        if plan.backend is not self.spare:
+            return True
+        needed = self.backend.why_cannot_build(plan.device) is not None
+        return needed and self.spare.why_unavailable(plan.device) is None
+
     def _why_not_asked_for(self, plan: BlockPlan, may_build: bool) -> str | None:
         """Why an engine that is missing is neither pulled nor built; None where it may be."""
         if not self.supply.may_have(plan.key.digest):
             if not may_build:
                 return f"its engine is missing, and {NEVER_BUILDS}" if self.supply.never_builds else _BY_HAND
-            if reason := self.backend.why_cannot_build(plan.device):
+            if reason := plan.backend.why_cannot_build(plan.device):
                 return reason
         if may_build and not self._is_worth_a_build(plan):
             return f"{_MOST_BUILDS} engines were built for other calls of it, whose sizes differ too much"
@@ -285,7 +299,7 @@ class BlockEngines:
                 self.queue.forget(ticket.plan)
                 return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
-            rest = [plan for plan in wish.plans if plan.key.digest != digest]
+            rest = [plan for plan in wish.plans if plan.key.digest != digest and self._is_wanted(plan)]
             is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
             if not rest or (is_no_fault and not isinstance(ticket.error, BackendUnavailable)):
                 return wish.offer.refuse(reason, is_final=not is_no_fault)
@@ -308,7 +322,7 @@ class BlockEngines:
             try:
                 entry.verify_files()
                 with self.canary.watching(digest, LOAD, False):
-                    self._engines[place] = self.backend.load_block(entry.artifact, plan.device)
+                    self._engines[place] = plan.backend.load_block(entry.artifact, plan.device)
             except SlipstreamError as error:
                 return self._refuse(digest, str(error))
             self.store.touch(entry)

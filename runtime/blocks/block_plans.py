@@ -20,6 +20,8 @@ from ..planning.plan import Plan
 class BlockPlan(Plan):
     """One engine of a kind of block."""
 
+    backend: BlockBackend
+
     def __str__(self) -> str:
         size = " for one size" if self.spec.is_static else ""
         return f"blocks {self.spec.fingerprint.architecture_name}{size}"

@@ -8,6 +8,7 @@ import torch
 
 from ...compile_backend import AOTInductorBackend, TorchCompileBackend
 from ...compile_backend.blocks.backend import BlockBackend
+from ...compile_backend.blocks.triton_backend import TritonBlockBackend
 from ...core.errors import BackendUnavailable
 from ...core.protocols import Backend
 from ...trt_backend import TensorRTBackend
@@ -32,7 +33,7 @@ def backend_named(name: str) -> Backend:
     Raises:
         BackendUnavailable: this version has no such backend.
     """
-    for backend in (*default_backends(), BlockBackend()):
+    for backend in (*default_backends(), BlockBackend(), TritonBlockBackend()):
         if backend.name == name:
             return backend
     raise BackendUnavailable(f"This version of Slipstream has no backend {name!r}; build the engine again")

@@ -202,6 +202,27 @@ def gpu_by_its_program(folder: Path) -> None:
     program.chmod(0o755)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there triton brings a compiler along")
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("has_c", [True, False])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_installer_says_what_a_missing_cpp_compiler_costs(
+    installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, has_c: bool, has_triton: bool
+) -> None:
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(installer.importlib.util, "find_spec", lambda name: name == "triton" and has_triton)
+    if has_gpu:
+        gpu_by_its_driver(tmp_path)
+    if has_c:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / "gcc").chmod(0o755)
+    (sentence,) = installer._compiler()
+    without = "triton builds engines without one" in sentence
+    assert without is (has_gpu and has_c and has_triton) and ("cannot be compiled here" in sentence) is not without
+
+
 @pytest.mark.parametrize("add_gpu", [gpu_by_its_driver, gpu_by_its_program])
 def test_the_installer_tells_of_tensorrt_where_there_is_a_gpu(
     installer: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], add_gpu: Callable[[Path], None]

@@ -124,6 +124,13 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None and "pip install triton" in reason
 
 
+def test_triton_is_named_before_a_cpp_compiler_on_a_gpu(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With triton alone other engines are built there."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "pip install triton" in (AOTInductorBackend().why_cannot_build(CUDA) or "")
+    assert "no C++ compiler" in (AOTInductorBackend().why_cannot_build(CPU) or "")
+
+
 @pytest.mark.parametrize(("version", "serves"), [("2.7.1+cu126", False), ("2.8.0", True), ("2.13.0+cpu", True)])
 def test_a_torch_too_old_for_live_weights(version: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", version)

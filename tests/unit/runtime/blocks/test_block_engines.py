@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.compile_backend.blocks.backend import BlockBackend
-from slipstream.core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory
+from slipstream.core.errors import BackendUnavailable, BuildDied, BuildFailed, BuildOutOfMemory
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
@@ -167,6 +167,80 @@ def test_an_engine_that_takes_the_place_of_one_that_was_refused_is_tried(
     store.delete(offer.digest)
     monkeypatch.setattr(manifest, "utc_now", lambda: "2030-01-01T00:00:00+00:00")
     assert found(engines, FakeBlock()).engine is not None and len(builder.built) == 2
+
+
+class SpareEngine(FakeEngine):
+    """One that needed no C++ compiler."""
+
+
+NO_COMPILER = "no C++ compiler was found"
+
+
+class FakeSpare(FakeBlockBackend):
+    """Needs no C++ compiler."""
+
+    name = "spare"
+
+    def load_block(self, artifact: Artifact, device: torch.device) -> Any:
+        return SpareEngine()
+
+    def why_unavailable(self, device: torch.device) -> str | None:
+        return None
+
+
+@pytest.fixture
+def with_spare(engines: BlockEngines, monkeypatch: pytest.MonkeyPatch) -> BlockEngines:
+    """Where there is no C++ compiler."""
+    monkeypatch.setattr(engines, "spare", FakeSpare())
+    monkeypatch.setattr(engines.backend, "why_cannot_build", lambda device: NO_COMPILER)
+    return engines
+
+
+def backends_of(builder: Builder) -> list[str]:
+    return [plan.backend.name for plan in builder.built]
+
+
+def test_without_a_cpp_compiler_blocks_are_built_without_it(with_spare: BlockEngines, builder: Builder) -> None:
+    offer = found(with_spare, FakeBlock())
+    assert type(offer.engine) is SpareEngine and backends_of(builder) == ["spare"]
+    assert found(with_spare, FakeBlock()).digest == offer.digest and len(builder.built) == 1
+
+
+def test_an_engine_that_was_built_with_a_cpp_compiler_serves_without_one(
+    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = found(engines, FakeBlock()).digest
+    monkeypatch.setattr(engines, "spare", FakeSpare())
+    monkeypatch.setattr(engines.backend, "why_cannot_build", lambda device: NO_COMPILER)
+    offer = found(engines, FakeBlock())
+    assert offer.digest == before and type(offer.engine) is FakeEngine and len(builder.built) == 1
+
+
+def test_with_a_cpp_compiler_no_other_engine_is_built(
+    with_spare: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor used: what was built while there was no compiler gives way."""
+    spare = found(with_spare, FakeBlock())
+    monkeypatch.setattr(with_spare.backend, "why_cannot_build", lambda device: None)
+    offer = found(with_spare, FakeBlock())
+    assert offer.engine is not None and offer.digest != spare.digest
+    builder.error = BuildFailed("g++ crashed")
+    failed = found(with_spare, FakeBlock(size=16))
+    assert failed.engine is None and failed.is_final and "g++ crashed" in failed.reason
+    assert backends_of(builder) == ["spare", "aotinductor-blocks", "aotinductor-blocks"]
+
+
+def test_where_nothing_can_be_built_the_cpp_compiler_is_what_is_missing(
+    with_spare: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_spare.spare, "why_unavailable", lambda device: "no triton")
+    offer = found(with_spare, FakeBlock())
+    assert offer.engine is None and offer.is_final and offer.reason == NO_COMPILER and not builder.built
+
+
+def test_what_a_spare_engine_lacks_is_said(with_spare: BlockEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_spare.spare, "why_cannot_build", lambda device: "no C compiler was found")
+    assert found(with_spare, FakeBlock()).reason == "no C compiler was found"
 
 
 def unsign(store: EngineStore, **changes: Any) -> None:

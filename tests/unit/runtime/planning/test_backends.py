@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slipstream.compile_backend.blocks.backend import BlockBackend
+from slipstream.compile_backend.blocks.triton_backend import TritonBlockBackend
 from slipstream.core.errors import BackendUnavailable
 from slipstream.core.protocols import Backend
 from slipstream.runtime.planning.backends import backend_named, candidates, default_backends
@@ -22,7 +24,9 @@ def test_packages_come_before_tensorrt_and_that_before_torch_compile() -> None:
     assert [backend.name for backend in default_backends()] == ["aotinductor", "tensorrt", "torch.compile"]
 
 
-@pytest.mark.parametrize("backend", default_backends(), ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend", [*default_backends(), BlockBackend(), TritonBlockBackend()], ids=lambda backend: backend.name
+)
 def test_the_worker_finds_every_backend_by_name(backend: Backend) -> None:
     assert type(backend_named(backend.name)) is type(backend)
 
