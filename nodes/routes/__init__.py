@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .guard import Route
+
 PREFIX = "/slipstream/v1"
+
+
+def all_routes() -> list[Route]:
+    """Every address that answers: method, path below `PREFIX`, and handler."""
+    from . import builds, engines, health, log, models, settings, step_skip, system, ui
+
+    modules = (builds, engines, health, log, models, settings, step_skip, system, ui)
+    return [route for module in modules for route in module.ROUTES]
 
 
 def add_routes() -> None:
@@ -15,13 +28,11 @@ def add_routes() -> None:
     from ...hosts.comfy.process.page_language import page_language
     from ...runtime.reporting.log_language import follow_page
     from ...runtime.reporting.recent_log import recent_log
-    from . import builds, engines, health, log, models, settings, step_skip, system, ui
     from .guard import unknown
 
     follow_page(page_language)
     recent_log()  # keeps what is logged from now on
-    for module in (builds, engines, health, log, models, settings, step_skip, system, ui):
-        for method, path, handler in module.ROUTES:
-            server.routes.route(method, PREFIX + path)(handler)
+    for method, path, handler in all_routes():
+        server.routes.route(method, PREFIX + path)(handler)
     for path in (PREFIX, PREFIX + "/{rest:.*}"):
         server.routes.route("*", path)(unknown)

@@ -16,7 +16,8 @@ import pytest
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
 from slipstream.engine_cache.manifest import MANIFEST_NAME
-from slipstream.tests.comfyui.support.malformed import malformed_requests
+from slipstream.nodes.routes import all_routes
+from slipstream.tests.comfyui.support.malformed import ADDRESSES, malformed_requests
 from slipstream.tests.comfyui.support.raw_http import Answer, Connection
 from slipstream.tests.comfyui.support.server import ComfyServer
 from slipstream.tests.unit.cli.support import current_key
@@ -372,6 +373,11 @@ def test_an_unknown_address_and_method(web: Connection) -> None:
     for method, path in (("GET", "/nothing"), ("PUT", "/engines"), ("DELETE", f"/engines/{ABSENT}"), ("GET", "/hit")):
         answer = web.ask(method, PREFIX + path)
         assert answer.status == 404 and refused(answer) == "not_found"
+
+
+def test_malformed_requests_go_to_every_address() -> None:
+    ours = {(method, path.replace("{digest}", "{}")) for method, path, _ in all_routes()}
+    assert ours == ADDRESSES
 
 
 def test_no_malformed_request_harms(

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 _PREFIXES = ("/slipstream/v1", "/api/slipstream/v1")
-_READS = ("/engines", "/settings", "/system", "/log", "/builds", "/nodes", "/health")
-_CHANGES = ("/engines/verify", "/engines/prune", "/engines/adopt", "/hit", "/settings", "/dry-run")
+_READS = ("/engines", "/settings", "/system", "/log", "/builds", "/nodes", "/health", "/models", "/step-skip")
+_OF_ONE_READ = ("/engines/{}",)
 _OF_ONE = ("/engines/{}/verify", "/engines/{}/delete", "/engines/{}/try_again", "/builds/{}/cancel")
+_NODE = {"class_type": "SlipstreamAccelerateModel", "inputs": {"backend": "auto", "model": ["1", 0]}}
+_FIELDS_OF: dict[str, dict[str, Any]] = {
+    "/engines/verify": {},
+    "/engines/prune": {"limit_bytes": 10**12},
+    "/engines/adopt": {"digests": ["0" * 64]},
+    "/hit": {"width": 512, "height": 512, "batch": 2, "tokens": 77},
+    "/settings": {
+        "folder": None, "limit_bytes": 10**12, "backend": "auto", "precision": "auto", "background": "idle",
+        "notifications": True,
+    },
+    "/dry-run": {"prompt": {"4": _NODE}, "node": "4"},
+    "/models/build": {"model": "none.safetensors", "width": 512, "height": 512},
+    "/ui": {},
+}  # fmt: skip
+"""The fields that each change takes, with values of the right form."""
+_CHANGES = tuple(_FIELDS_OF)
+ADDRESSES = {*(("GET", path) for path in (*_READS, *_OF_ONE_READ)), *(("POST", path) for path in (*_CHANGES, *_OF_ONE))}
+"""Method and path of all that is asked for; `{}` stands for a digest."""
 _METHODS = ("PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "FOO", "get", "POST", "GET")
 _PARTS = (
     *("..", "%2e%2e", "%2E%2E%2F", "..%2f..%2f", "%2e%2e%5c", "..\\..", "....//", ".", "%00", "%0a", "%0d%0aX:%20y"),
@@ -21,6 +40,19 @@ _STRANGE: tuple[Any, ...] = (
     *(None, -1, 1.5, 1e300, "", "x", "../..", "\x00", "\ud800", [], {}, [[]], {"a": 1}, 10**30, -(10**30), "a" * 5000),
     *("/etc/passwd", "relative/folder", "/proc/nope/nope", "\\\\host\\share", "～"),
 )
+_WRONG: tuple[Any, ...] = (
+    *(-1, 1.5, 1e300, -(10**30), 10**30, "../..", "\x00", "\ud800", "/proc/nope/nope", "a" * 5000),
+    *([], [[]], {"a": 1}, {"a": None}, [{"a": [1, "\x00"]}]),
+)
+"""Of these no field takes any."""
+_QUERIES = {
+    "/log": ("after",),
+    "/models": ("sizes",),
+    "/step-skip": ("steps", "cfg", "share", "computed_steps", "power", "step_list", "preset", "sampler", "files"),
+}
+_TEXTS = (
+    "-1", "0", "2", "10000", "99999999", "nan", "inf", "-inf", "1e308", "1e-308", "%00", "x", "0,1,2", "9" * 5000, "",
+)  # fmt: skip
 _FIELDS = (
     "width",
     "height",
@@ -45,8 +77,8 @@ def malformed_requests(draw: Random, number: int, port: int) -> Iterator[bytes]:
         port: of the server, for the header Host.
     """
     kinds: tuple[Callable[[Random, int], bytes], ...] = (
-        _bad_path, _bad_path, _bad_method, _bad_json, _bad_json, _bad_fields, _bad_fields, _bad_header, _bad_header,
-        _bad_query, _bad_length, _garbage,
+        _bad_path, _bad_path, _bad_method, _bad_json, _bad_json, _bad_fields, _bad_values, _bad_values, _bad_header,
+        _bad_header, _bad_query, _odd_query, _bad_length, _garbage,
     )  # fmt: skip
     for _ in range(number):
         yield draw.choice(kinds)(draw, port)
@@ -95,6 +127,24 @@ def _bad_fields(draw: Random, port: int) -> bytes:
     fields = {draw.choice(_FIELDS): draw.choice(_STRANGE) for _ in range(draw.randint(1, 4))}
     fields[draw.choice(("unknown", "__proto__", "a" * 3000, "\x00", "\ud800"))] = draw.choice(_STRANGE)
     return _request("POST", _change(draw), port, json.dumps(fields).encode())
+
+
+def _bad_values(draw: Random, port: int) -> bytes:
+    """All of a change's own fields, so that their values are looked at; at least one of them is wrong."""
+    path = draw.choice([path for path, fields in _FIELDS_OF.items() if fields])
+    fields = copy.deepcopy(_FIELDS_OF[path])
+    for name in draw.sample(sorted(fields), draw.randint(1, len(fields))):
+        fields[name] = draw.choice(_WRONG)
+    if path == "/dry-run" and draw.random() < 0.5:
+        fields = {"prompt": {"4": {**_NODE, draw.choice(sorted(_NODE)): draw.choice(_WRONG)}}, "node": "4"}
+    return _request("POST", draw.choice(_PREFIXES) + path, port, json.dumps(fields).encode())
+
+
+def _odd_query(draw: Random, port: int) -> bytes:
+    path = draw.choice(sorted(_QUERIES))
+    names = draw.sample(_QUERIES[path], draw.randint(1, len(_QUERIES[path])))
+    query = "&".join(f"{name}={draw.choice(_TEXTS)}" for name in names)
+    return _request("GET", f"{draw.choice(_PREFIXES)}{path}?{query}", port)
 
 
 def _bad_header(draw: Random, port: int) -> bytes:
