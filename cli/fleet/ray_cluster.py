@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.errors import BackendUnavailable
@@ -18,6 +18,8 @@ from ..errors import FAILED, CommandError
 from .tasks import PACK, Outcome, Task
 
 _CPUS = 1.0
+_KIND = "accelerator_type:"
+"""How Ray's resources begin that name a kind of GPU."""
 
 
 def run_on_ray(tasks: Sequence[Task], options: Namespace) -> list[Outcome]:
@@ -44,9 +46,11 @@ def run_on_ray(tasks: Sequence[Task], options: Namespace) -> list[Outcome]:
 def _carried_out(ray: Any, tasks: Sequence[Task], options: Namespace) -> list[Outcome]:
     run = _remote_command(ray)
     started, outcomes = time.monotonic(), dict[Any, Outcome]()
-    waiting = {}
+    offered, waiting = ray.cluster_resources(), {}
+    for kind in sorted({task.gpu for task in tasks if task.gpu and f"{_KIND}{task.gpu}" not in offered}):
+        print(f"no machine of the cluster has a GPU {kind} now; its builds wait for one", file=sys.stderr, flush=True)
     for task in tasks:
-        resources = {"num_gpus": 1, "accelerator_type": task.gpu} if task.gpu else {}
+        resources = _resources(task, offered)
         placed = run.options(num_cpus=_CPUS, max_retries=options.attempts, retry_exceptions=True, **resources)
         waiting[placed.remote(str(PACK), task.command(options, None), options.attempts)] = task
     while waiting:
@@ -56,6 +60,17 @@ def _carried_out(ray: Any, tasks: Sequence[Task], options: Namespace) -> list[Ou
         said = outcomes[task].error or "ready"
         print(f"{len(outcomes)} of {len(tasks)}: {task.model} {task.resolution}: {said}", file=sys.stderr, flush=True)
     return [outcomes[task] for task in tasks]
+
+
+def _resources(task: Task, offered: Mapping[str, float]) -> dict[str, Any]:
+    """What a task needs besides a core, so that no two share a GPU: one of its kind, or any where the cluster has some.
+
+    Args:
+        offered: by the whole cluster.
+    """
+    if task.gpu:
+        return {"num_gpus": 1, "accelerator_type": task.gpu}
+    return {"num_gpus": 1} if offered.get("GPU") else {}
 
 
 def _outcome(ray: Any, task: Task, reference: Any, seconds: float, options: Namespace) -> Outcome:

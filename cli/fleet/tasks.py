@@ -17,7 +17,7 @@ class Task:
 
     Attributes:
         words: of the command line, for everything but the model and its size.
-        gpu: kind of GPU by Ray's name for it; None where any machine does.
+        gpu: kind of GPU by Ray's name for it; None where any does.
     """
 
     model: str
