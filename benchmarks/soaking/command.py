@@ -28,8 +28,9 @@ from .subjects import SUBJECTS, Subject
 from .wishes import wish_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "soak.json"
+ON_GPU = RESULTS.with_name("soak-cuda.json")
 AGAIN = RESULTS.with_name("soak-again.json")
-"""Of prompts that are repeated: the account of all stays."""
+"""Of prompts that are repeated: the accounts of all stay."""
 PROGRAM = Path(__file__).resolve().parents[1] / "soak.py"
 FLAGS = {"cpu": ("--cpu", "--use-pytorch-cross-attention"), "cuda": ()}
 OPTIMIZE = {"cpu": "fast build", "cuda": None}
@@ -45,7 +46,7 @@ _CHECK_EVERY, _COUNT_EVERY = 100, 25
 def main(words: list[str]) -> int:
     """Run a soak; status 0 where every picture was right, no server died, and memory was flat."""
     options = _options(words)
-    subject = SUBJECTS[options.subject](OPTIMIZE[options.device])
+    subject = SUBJECTS[options.subject](options.optimize or OPTIMIZE[options.device])
     if options.make_models:
         return _make_models_here(options, subject)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the command ends its servers, too
@@ -90,6 +91,7 @@ def _options(words: list[str]) -> Namespace:
     add("--python", type=Path, default=Path(sys.executable), help="that starts it; default: this one")
     add("--device", choices=sorted(FLAGS), default="cpu", help="that computes; default: %(default)s")
     add("--subject", choices=list(SUBJECTS), default="demo", help="the model; default: %(default)s")
+    add("--optimize", metavar="WORDS", help="how engines are built; default: fast build on a CPU, else the nodes' own")
     add("--flags", default="", metavar="WORDS", help='further flags of ComfyUI, as in --flags="--front-end-root DIR"')
     add("--prompts", type=int, default=1000, metavar="N", help="default: %(default)s")
     add("--seed", type=int, default=20261, help="of the whole soak; default: %(default)s")
@@ -102,7 +104,8 @@ def _options(words: list[str]) -> Namespace:
     add("--host-growth", type=float, default=0.0, metavar="MB", help="the rss_growth_mb that --plain has found")
     add("--models", type=Path, default=MODELS, metavar="DIR", help="of model files, made where they are missing")
     add("--work", type=Path, metavar="DIR", help="keep engines and the servers' files here")
-    add("--out", type=Path, metavar="FILE", help=f"default: {RESULTS}; of --only, --any and --first {AGAIN.name} there")
+    others = f"on a GPU {ON_GPU.name} there, of --only, --any and --first {AGAIN.name}"
+    add("--out", type=Path, metavar="FILE", help=f"default: {RESULTS}; {others}")
     add("--rows", type=Path, metavar="FILE", help="a line of JSON for each prompt; default: beside --out")
     add("--commit", help="of the code that runs, where its folder is no git clone")
     add("--make-models", action="store_true", help="make the subject's model files, and run nothing")
@@ -121,7 +124,7 @@ def _numbers(options: Namespace) -> list[int]:
 def _out(options: Namespace) -> Path:
     """Where the account goes."""
     is_again = options.only or options.any or options.first
-    return options.out or (AGAIN if is_again else RESULTS)
+    return options.out or (AGAIN if is_again else ON_GPU if options.device == "cuda" else RESULTS)
 
 
 def _flags(options: Namespace) -> tuple[str, ...]:

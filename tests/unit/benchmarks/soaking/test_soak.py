@@ -116,7 +116,7 @@ def chosen(*words: str) -> tuple[list[int], Path]:
 def test_any_thirty_are_repeated_by_one_command_and_the_account_of_all_stays() -> None:
     """`docs/scaling.md` names these."""
     assert chosen() == (list(range(1000)), command.RESULTS)
-    assert chosen("--device", "cuda", "--prompts", "300") == (list(range(300)), command.RESULTS)
+    assert chosen("--device", "cuda", "--prompts", "300") == (list(range(300)), command.ON_GPU)
     numbers, out = chosen("--any", "30")
     assert len(set(numbers)) == 30 and set(numbers) <= set(range(1000)) and out == command.AGAIN
     assert chosen("--any", "30")[0] != numbers, "others each time"
@@ -169,6 +169,7 @@ def test_a_soak_from_its_command_to_its_report(
     flags, subject = given[0]
     assert ("--cpu" in flags) is (device == "cpu")
     assert subject._changed.get("optimize") == (None if device == "cuda" else "fast build")
+    assert command.main([*words, "--optimize", "blocks"]) == 0 and given[1][1]._changed["optimize"] == "blocks"
 
 
 def test_slope() -> None:
