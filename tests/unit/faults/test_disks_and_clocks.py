@@ -70,14 +70,6 @@ def test_a_clock_that_jumps_costs_no_build_under_way(store: EngineStore, jump: C
         assert store.clean() == 0 and (folder / "half").exists()
 
 
-def test_a_build_takes_the_time_it_takes_whatever_the_clock_says(
-    provider: EngineProvider, source: FakeSource, jump: Callable[[], None]
-) -> None:
-    jump()
-    made = provider.make(source, CALL, FIRST_USE, HostHooks())
-    assert 0 < made.entry.manifest.build.seconds < 3600
-
-
 @pytest.fixture(params=[NotImplementedError(), OSError(errno.ENOLCK, "No locks"), OSError(errno.EOPNOTSUPP, "none")])
 def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Have the disk know no locks from now on, as some network file systems."""

@@ -223,6 +223,25 @@ def test_each_phase_is_timed(program: Program) -> None:
     assert 0.2 < phases["start"] < phases["compile"] and 1.0 < phases["compile"] < 3.0
 
 
+@pytest.mark.parametrize("years", [-20, 20])
+def test_a_wall_clock_that_jumps_amid_a_build_changes_nothing(
+    program: Program, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Neither its times nor its limit, nor how far it is said to be."""
+    now, shown = time.time, list[Progress]()
+
+    def progress(update: Progress) -> None:
+        shown.append(update)
+        if update.phase == "compile":
+            monkeypatch.setattr(time, "time", lambda: now() + years * 365 * 24 * 3600.0)
+
+    job = program(SPEAK, "time.sleep(1.5)", "done()")
+    built = run_build(job, progress, CancelToken(), timeout=60.0, expected=lambda operations: operations / 3)
+    assert abs(time.time() - now()) > 1e8, "it did not jump"
+    assert 1.0 < built.phases["compile"] < 10.0
+    assert all(0 <= update.fraction < 1 for update in shown if update.fraction is not None)
+
+
 def test_progress_that_raises_ends_the_build(program: Program, session: Session) -> None:
     def fail(_: Progress) -> None:
         raise ConnectionError("the page was closed")
