@@ -39,8 +39,10 @@ def files_of(entry: Entry) -> dict[str, bytes]:
 def test_an_engine_goes_to_s3_and_comes_back(
     maker: EngineStore, reader: EngineStore, made: Made, bucket: Bucket
 ) -> None:
-    entry, remote, seen = made(size=20 * MIB), bucket(), list[Progress]()
-    assert remote.push(entry, maker) and not remote.push(entry, maker)
+    entry, remote, sent, seen = made(size=20 * MIB), bucket(), list[Progress](), list[Progress]()
+    assert remote.push(entry, maker, sent.append) and not remote.push(entry, maker)
+    fractions = [progress.fraction for progress in sent if progress.fraction is not None]
+    assert len(fractions) == 3 and fractions == sorted(fractions) and (fractions[0], fractions[-1]) == (0.0, 1.0)
     assert remote.digests() == [entry.digest]
     pulled = remote.pull(entry.digest, reader, seen.append)
     assert pulled is not None and files_of(pulled) == files_of(entry)
@@ -153,6 +155,22 @@ def test_cut_connections_are_tried_again(
         pulled = bucket(line.address, Retries(attempts=8, first_s=0.01)).pull(entry.digest, reader)
     assert pulled is not None and files_of(pulled) == files_of(entry)
     assert len(cut) == 3
+
+
+def test_each_pause_between_attempts_is_about_twice_as_long() -> None:
+    class Cancel(CancelToken):
+        def wait(self, seconds: float) -> bool:
+            waited.append(seconds)
+            return False
+
+    def fail() -> None:
+        raise OSError("no answer")
+
+    waited: list[float] = []
+    with pytest.raises(RemoteError, match="failed 8 times"):
+        Retries(attempts=8, first_s=1.0, longest_s=20.0).run("Reading", fail, Cancel())
+    assert len(waited) == 7 and len(set(waited)) > 2
+    assert all(most / 2 <= pause <= most for pause, most in zip(waited, (1, 2, 4, 8, 16, 20, 20), strict=True))
 
 
 def test_cut_connections_while_sending(
