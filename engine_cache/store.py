@@ -242,7 +242,6 @@ class EngineStore:
         *,
         label: str,
         build: BuildRecord,
-        details: Mapping[str, Any] | None = None,
         verifications: Mapping[str, Verification] | None = None,
     ) -> Entry:
         """Copy an artifact into the store, whole or not at all, then prune to the limit.
@@ -250,7 +249,6 @@ class EngineStore:
         Where another process stored the same engine first, its entry stays and is returned.
 
         Args:
-            details: facts to add to the artifact's own.
             verifications: weights digest -> comparison with the eager module.
 
         Raises:
@@ -265,8 +263,8 @@ class EngineStore:
                 raise no_space(action, self.root, needed)
             with store_errors(action, self.root, needed):
                 files = {name: copy_durably(artifact.directory / name, folder / name) for name in artifact.files}
-                facts = {**artifact.details, **(details or {})}
-                manifest = signed(_manifest(key, files, facts, label, build, verifications or {}), self.keyring)
+                made = _manifest(key, files, artifact.details, label, build, verifications or {})
+                manifest = signed(made, self.keyring)
                 write_durably(folder / MANIFEST_NAME, manifest.to_json())
                 sync_folder(folder)
             with self._space.writing(action, needed):

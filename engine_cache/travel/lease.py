@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from ...core.errors import SlipstreamError
 from .remote_store import RemoteStore
@@ -64,14 +64,6 @@ class Lease:
             thread.join(self._seconds)
             with contextlib.suppress(SlipstreamError):  # it ends by itself
                 self._give_back()
-
-    def wait(self, is_over: Callable[[], bool], pause: float = 1.0) -> bool:
-        """Wait until this machine has it, or until `is_over`; returns whether it has it."""
-        while not is_over():
-            if self.try_take():
-                return True
-            time.sleep(pause)
-        return False
 
     def _renew(self, ended: threading.Event) -> None:
         count = 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from ...compile_backend import AOTInductorBackend, TorchCompileBackend
@@ -13,14 +11,6 @@ from ...core.errors import BackendUnavailable
 from ...core.protocols import Backend
 from ...trt_backend import TensorRTBackend
 from ..settings.model_settings import SWITCHED_OFF, BackendChoice
-
-
-@dataclass(frozen=True)
-class BackendPick:
-    """The backend to use, and why those before it in the chain were passed over."""
-
-    backend: Backend
-    passed_over: tuple[str, ...] = ()
 
 
 def default_backends() -> list[Backend]:
@@ -39,7 +29,7 @@ def backend_named(name: str) -> Backend:
     raise BackendUnavailable(f"This version of Slipstream has no backend {name!r}; build the engine again")
 
 
-def candidates(choice: BackendChoice, device: torch.device, backends: list[Backend]) -> list[BackendPick]:
+def candidates(choice: BackendChoice, device: torch.device, backends: list[Backend]) -> list[Backend]:
     """Backends that can run an engine on `device`, the best first.
 
     Raises:
@@ -49,15 +39,15 @@ def candidates(choice: BackendChoice, device: torch.device, backends: list[Backe
         raise BackendUnavailable(f"{SWITCHED_OFF[0].upper()}{SWITCHED_OFF[1:]}; choose another backend to build")
     chosen = [backend for backend in backends if _is_chosen(backend, choice)]
     passed = [] if chosen else [f"{choice.value}: there is no such backend here"]
-    picks = []
+    found = []
     for backend in chosen:
         if reason := backend.why_unavailable(device):
             passed.append(f"{backend.name}: {reason}")
         else:
-            picks.append(BackendPick(backend, tuple(passed)))
-    if not picks:
+            found.append(backend)
+    if not found:
         raise BackendUnavailable("No backend works on this machine. " + "; ".join(passed) + _instead(choice))
-    return picks
+    return found
 
 
 def _is_chosen(backend: Backend, choice: BackendChoice) -> bool:

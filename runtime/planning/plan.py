@@ -113,14 +113,12 @@ def plans(
     """
     precision = settings.compute_precision(host_precision)
     dtypes = _dtype_names(call, host_precision, precision)
-    picks = candidates(settings.backend, device, backends)
+    chosen = candidates(settings.backend, device, backends)
     profiles = profiles_wanted(call.shapes, settings)
-    specs = [
-        _spec(architecture, call.shapes, profiles, dtypes, precision, device, settings, pick.backend) for pick in picks
-    ]
+    specs = [_spec(architecture, call.shapes, profiles, dtypes, precision, device, settings, each) for each in chosen]
     found = [
-        Plan(architecture, spec, key_of(spec, pick.backend.environment(device)), pick.backend, device, host_precision)
-        for spec, pick in zip(specs, picks, strict=True)
+        Plan(architecture, spec, key_of(spec, backend.environment(device)), backend, device, host_precision)
+        for spec, backend in zip(specs, chosen, strict=True)
     ]
     return sorted(found, key=lambda plan: plan.spec.profiles != profiles)
 

@@ -75,7 +75,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, para
     """
     settings = provider.with_preferences(wanted.settings)
     precision = settings.compute_precision(Precision.FP16 if device.type == "cuda" else Precision.FP32)
-    picks = [pick.backend for pick in candidates(settings.backend, device, provider.backends)]
+    picks = candidates(settings.backend, device, provider.backends)
     offers = [(each, *_spec(each, device, wanted, settings, precision, parameters or 0)) for each in picks]
     able = (offer for offer in offers if offer[0].why_unsupported(offer[1]) is None)
     backend, spec, engines = next(able, offers[0])  # where none is, the request itself says why

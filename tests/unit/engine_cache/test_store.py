@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,8 @@ def test_put_then_lookup(store: EngineStore, put: Put, artifact: Artifact) -> No
 
 def test_details_and_verifications_go_into_the_manifest(store: EngineStore, artifact: Artifact) -> None:
     result = Verification(1e-4, None, 3, "fp16")
-    entry = store.put(
-        make_key(),
-        artifact,
-        label="x",
-        build=BuildRecord(1),
-        details={"shape": (1, 2), "nodes": 13},
-        verifications={WEIGHTS: result},
-    )
+    told = replace(artifact, details={"shape": (1, 2), "nodes": 13})
+    entry = store.put(make_key(), told, label="x", build=BuildRecord(1), verifications={WEIGHTS: result})
     assert entry.manifest.details == {"shape": [1, 2], "nodes": 13}
     assert entry.manifest.verifications == {WEIGHTS: result}
 
@@ -113,7 +108,7 @@ def test_a_file_that_is_not_there_and_names_that_lead_out(store: EngineStore, ar
 
 def test_details_that_json_cannot_hold_leave_nothing(store: EngineStore, artifact: Artifact) -> None:
     with pytest.raises(TypeError):
-        store.put(make_key(), artifact, label="x", build=BuildRecord(1), details={"x": object()})
+        store.put(make_key(), replace(artifact, details={"x": object()}), label="x", build=BuildRecord(1))
     assert store.list() == [] and left_over(store) == []
 
 
