@@ -69,24 +69,24 @@ def test_another_process_finds_them(provider: EngineProvider) -> None:
     assert distance(found, tiny.sample(model, "flux", cfg=2.0, steps=STEPS)) < 1e-5
 
 
-def test_a_build_that_is_killed_leaves_nothing_and_the_picture_goes_on(tmp_path: Any) -> None:
+def test_a_build_that_is_cancelled_leaves_nothing_and_the_picture_goes_on(tmp_path: Any) -> None:
     provider = EngineProvider(EngineStore(tmp_path))
     model = tiny.transformer("flux")
     fast, module = accelerated(provider, model)
     queue = provider.blocks.queue
 
-    def kill() -> None:
+    def cancel() -> None:
         while not any(ticket.progress.phase in ("export", "compile") for ticket in queue.pending()):
             time.sleep(0.05)
         while queue.pending():
             queue.cancel_all("the test ends it")
             time.sleep(0.05)
 
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
+    canceller = threading.Thread(target=cancel, daemon=True)
+    canceller.start()
     found = tiny.sample(fast, "flux", cfg=2.0, steps=STEPS)
-    killer.join(60)
-    assert not killer.is_alive()
+    canceller.join(60)
+    assert not canceller.is_alive()
     assert torch.equal(found, tiny.sample(model, "flux", cfg=2.0, steps=STEPS))
     assert not provider.store.list() and not module.status.block_calls
 

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from slipstream.core.errors import BuildDied
+from slipstream.core.errors import BuildCancelled, BuildDied
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.building.worker import SERVE
+from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.tests.unit.runtime.building.test_whole_build import left_over, make_plan
-from slipstream.tests.unit.runtime.processes import in_session, workers_in
+from slipstream.tests.unit.runtime.processes import Process, in_session, processes, workers_in
 
 pytestmark = [
     pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc"),
@@ -22,16 +24,21 @@ pytestmark = [
 ]
 
 
-def killer(store: EngineStore, phase: str, killed: list[int]) -> Callable[[Progress], None]:
-    """Progress that kills the worker as soon as it is in `phase`."""
+def killer(find: Callable[[], list[Process]], phase: str, killed: list[int]) -> Callable[[Progress], None]:
+    """Progress that kills the workers that `find` gives as soon as one is in `phase`."""
 
     def progress(update: Progress) -> None:
         if update.phase == phase and not killed:
-            for worker in workers_in(store.root):
+            for worker in find():
                 killed.append(worker.session)
                 os.kill(worker.pid, signal.SIGKILL)
 
     return progress
+
+
+def serving() -> list[Process]:
+    """Workers of this process that take several jobs, as those of blocks do."""
+    return [each for each in processes() if each.parent == os.getpid() and f" worker {SERVE}" in each.command]
 
 
 @pytest.mark.parametrize("phase", ["start", "export"])
@@ -39,9 +46,28 @@ def test_a_worker_that_is_killed(phase: str, store: EngineStore) -> None:
     """In the compiler: `test_whole_build.py`."""
     plan, killed = make_plan(), list[int]()
     with pytest.raises(BuildDied, match="killed from outside"):
-        build_engine(plan, store, killer(store, phase, killed), CancelToken())
+        build_engine(plan, store, killer(lambda: workers_in(store.root), phase, killed), CancelToken())
     assert killed and left_over(store) == [] and store.digests() == []
     assert in_session(killed[0]) == []
+
+
+def test_a_worker_of_several_jobs_that_is_killed(store: EngineStore) -> None:
+    """It is not kept: the next job begins in a new process."""
+    plan, killed, pool = make_plan(), list[int](), WorkerPool()
+    with pytest.raises(BuildDied, match="killed from outside"):
+        build_engine(plan, store, killer(serving, "export", killed), CancelToken(), workers=pool)
+    assert len(killed) == 1 and left_over(store) == [] and store.digests() == []
+    assert in_session(killed[0]) == []
+    again, cancel = list[int](), CancelToken()
+
+    def stop(update: Progress) -> None:
+        if update.phase == "export":
+            again.extend(each.session for each in serving())
+            cancel.cancel()
+
+    with pytest.raises(BuildCancelled):
+        build_engine(plan, store, stop, cancel, workers=pool)
+    assert again and again != killed and serving() == []
 
 
 @pytest.mark.slow
