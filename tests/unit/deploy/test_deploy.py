@@ -65,12 +65,17 @@ def test_the_commands_of_the_dockerfile() -> None:
     stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", text, re.MULTILINE)
     assert [name for _, name in stages] == ["engines", ""] and "COPY --from=engines /engines /engines" in text
     assert "slipstream_key" in text and "rm -rf /tmp/slipstream-keys" in text, "the secret stays in no layer"
+    served = text.rpartition("FROM ")[2]
+    assert "SLIPSTREAM_KEYS=/etc/slipstream" in served and "chmod -R a+rX /engines /etc/slipstream" in served
     names = set(re.findall(r"\b(SLIPSTREAM_[A-Z]+)=", text))
     assert names <= {"SLIPSTREAM_KEYS", "SLIPSTREAM_BASE", "SLIPSTREAM_WORKER"}
 
 
 def test_the_image_s_steps_make_engines_that_a_container_serves(cli, tmp_path: Path, monkeypatch) -> None:
-    """Import the key, export a folder, trust its public key, and use it as a base: as the Dockerfile does."""
+    """Import the key, export a folder, trust its public key, and use it as a base: as the Dockerfile does.
+
+    The user of the container may only read.
+    """
     from slipstream.core.protocols import Artifact
     from slipstream.engine_cache import BuildRecord, EngineStore, Keyring
     from slipstream.engine_cache.keyring import FOLDER_VARIABLE
@@ -88,6 +93,8 @@ def test_the_image_s_steps_make_engines_that_a_container_serves(cli, tmp_path: P
     public = cli("trust", "show").out.strip()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "container"))
     assert cli("trust", "add", public, "--name", "this image").status == 0
+    assert not [path for path in (tmp_path / "container").rglob("*") if path.name.endswith(".key")], "no secret is made"
+    (tmp_path / "container").chmod(0o555)
     found = EngineStore(tmp_path / "fresh", bases=[tmp_path / "engines"]).lookup(entry.digest)
     assert found is not None and found.artifact.files == ("engine.bin",)
 
