@@ -5,6 +5,7 @@
     ├── UnsupportedModel     a model, patch or dtype that no engine can honour
     ├── BuildFailed          a build ended without an engine
     │   ├── BuildCancelled   ... because somebody asked for it
+    │   ├── BuildPostponed   ... because its memory was needed; it begins anew by itself
     │   ├── BuildDied        ... because its process was killed or ran out of time; the next try may work
     │   └── BuildOutOfMemory ... because memory did not suffice; the next try may work
     ├── ShapeOutsideProfile  inputs that an engine was not built for
@@ -39,6 +40,10 @@ class BuildFailed(SlipstreamError):
 
 class BuildCancelled(BuildFailed):
     """A build was cancelled. Nothing of it was kept."""
+
+
+class BuildPostponed(BuildFailed):
+    """A build was ended to give its device memory back: it begins anew later. Nothing of it was kept."""
 
 
 class BuildDied(BuildFailed):

@@ -30,7 +30,7 @@ from ..core.protocols import Backend, ModelSource, Tensors
 from ..core.spec import Optimize, Precision, Role
 from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, WeightsMemo
 from .blocks.block_engines import BlockEngines
-from .building.build import build_engine
+from .building.build import build_engine, device_bytes
 from .building.build_queue import BuildQueue, Ticket
 from .building.supply import NEVER_BUILDS, Supply
 from .building.worker_pool import WorkerPool
@@ -39,7 +39,7 @@ from .checking.step_times import StepTimes
 from .checking.trust import Trust
 from .loaded.canary import LOAD, USE, Canary, FirstCall
 from .loaded.device_clock import disturb
-from .loaded.device_memory import MemoryWatch, Shortages, give_back_unused
+from .loaded.device_memory import DeviceRoom, MemoryWatch, Shortages, give_back_unused
 from .loaded.engine_pool import EnginePool, LoadedEngine, is_graphed
 from .planning import embedded_weights
 from .planning.backends import default_backends
@@ -163,6 +163,7 @@ class EngineProvider:
         step_times: measures what engines gain, and retires those that are slower; None: nothing is measured.
         supply: where engines come from that are not built here; by default as the environment says.
         free_bytes: of a device that the host could give an engine; by default what its driver and torch call free.
+        room: for builds that nobody waits for.
     """
 
     def __init__(
@@ -174,6 +175,7 @@ class EngineProvider:
         step_times: StepTimes | None = None,
         supply: Supply | None = None,
         free_bytes: Callable[[torch.device], int | None] | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
         self.store = store
         self.supply = supply or Supply.configured()
@@ -198,13 +200,14 @@ class EngineProvider:
         self._active_runs = 0
         self._counting = threading.Lock()
         self._host_is_idle = is_idle
-        self.queue = BuildQueue(
-            self._build,
-            self._is_idle,
-        )
+        self._room = room or DeviceRoom()
+        self.queue = BuildQueue(self._build, self._is_idle, has_room=self._has_room, gives_way=self._gives_way)
         workers = WorkerPool()
         build = functools.partial(self._build, workers=workers)
-        self.blocks = BlockEngines(store, self.canary, build, workers, is_idle=self._is_left_alone, supply=self.supply)
+        self.blocks = BlockEngines(
+            store, self.canary, build, workers, is_idle=self._is_left_alone, supply=self.supply,
+            has_room=self._has_room, gives_way=self._gives_way,
+        )  # fmt: skip
         self.step_times = step_times
         if step_times is not None:
             step_times.is_busy = self._is_building
@@ -252,6 +255,13 @@ class EngineProvider:
         if self.preferences().background is Background.ALWAYS:
             return True
         return self._active_runs == 0 and self._host_is_idle()
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether its memory is there; what may be pulled needs none."""
+        return self.supply.may_have(plan.key.digest) or self._room.is_there(plan.device, device_bytes(plan))
+
+    def _gives_way(self, plan: Plan) -> bool:
+        return self._room.is_wanted_back(plan.device)
 
     def with_preferences(self, settings: Settings) -> Settings:
         """The settings of one model, with `auto` replaced by what the user prefers."""

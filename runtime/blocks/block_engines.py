@@ -24,10 +24,12 @@ from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, Slip
 from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
 from ...engine_cache import EngineStore, Entry
+from ..building.build import WORKER_DEVICE_BYTES
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
 from ..building.supply import NEVER_BUILDS, Supply
 from ..building.worker_pool import WorkerPool
 from ..loaded.canary import LOAD, USE, Canary
+from ..planning.plan import Plan
 from ..settings.model_settings import BuildPolicy
 from .block_plans import BlockPlan, block_plans
 
@@ -38,9 +40,6 @@ _MOST_BUILDS = 64
 
 _WORKER_BYTES = 2 << 30
 """Memory of a build process."""
-
-_WORKER_DEVICE_BYTES = 2 << 30
-"""Device memory of a build process: its CUDA context and the tensors on which kernels are tried."""
 
 _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
@@ -110,7 +109,7 @@ class BlockEngines:
     Args:
         build: makes one engine.
         workers: in which it does; closed whenever nothing is left to be built.
-        is_idle: see `BuildQueue`.
+        is_idle, has_room, gives_way: see `BuildQueue`.
         supply: where engines come from that are not built here.
         spare: makes engines where `backend` lacks what it builds with, such as a C++ compiler.
 
@@ -126,9 +125,11 @@ class BlockEngines:
     is_idle: Callable[[], bool] = lambda: True
     supply: Supply = field(default_factory=Supply)
     spare: BlockBackend = field(default_factory=TritonBlockBackend)
+    has_room: Callable[[Plan], bool] = lambda plan: True
+    gives_way: Callable[[Plan], bool] = lambda plan: False
 
     def __post_init__(self) -> None:
-        self.queue = BuildQueue(self.build, self.is_idle, self._builds_at_once)
+        self.queue = BuildQueue(self.build, self.is_idle, self._builds_at_once, self.has_room, self.gives_way)
         self.queue.listen(self._on_ticket)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
@@ -419,4 +420,4 @@ def _by_memory() -> Iterable[int]:
         yield _WITHOUT_MEASURE
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         free, _ = torch.cuda.mem_get_info()
-        yield free // _WORKER_DEVICE_BYTES
+        yield free // WORKER_DEVICE_BYTES

@@ -24,6 +24,9 @@ from .worker_process import run_build
 
 log = logging.getLogger(__name__)
 
+WORKER_DEVICE_BYTES = 2 << 30
+"""Device memory of a build process: its CUDA context and the tensors on which kernels are tried."""
+
 _NEEDED_BYTES = 512 * 1024**2
 _WEIGHTS = "weights.safetensors"
 
@@ -109,6 +112,11 @@ def needed_bytes(spec: EngineSpec) -> int:
     if not spec.backend.contains_weights:
         return _NEEDED_BYTES
     return _NEEDED_BYTES + 4 * spec.fingerprint.parameters * dtype_of(spec.precision).itemsize
+
+
+def device_bytes(plan: Plan) -> int:
+    """Bytes of device memory that a build takes, roughly."""
+    return WORKER_DEVICE_BYTES + plan.backend.build_bytes(plan.spec)
 
 
 def _check_space(directory: Path, plan: Plan) -> None:

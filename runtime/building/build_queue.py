@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable
 from enum import Enum
 
-from ...core.errors import BuildCancelled, BuildDied, BuildFailed, BuildOutOfMemory, SlipstreamError, StoreError
+from ...core.errors import (
+    BuildCancelled,
+    BuildDied,
+    BuildFailed,
+    BuildOutOfMemory,
+    BuildPostponed,
+    SlipstreamError,
+    StoreError,
+)
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...engine_cache import Entry
 from ..planning.plan import Plan
@@ -23,6 +31,8 @@ _PASSING = (BuildDied, BuildOutOfMemory, StoreError)
 """Failures that the next try may be spared: a build was killed, or found memory or disk full. Others are final."""
 _ATTEMPTS = 2
 """Such failures of one engine before this process stops trying by itself."""
+_TURN = Progress("queued", 0.0, "waits for its turn")
+_ROOM = Progress("queued", 0.0, "waits for free GPU memory")
 
 
 class TicketState(str, Enum):
@@ -49,7 +59,7 @@ class Ticket:
         self._on_cancel = on_cancel
         self.urgent = urgent
         self.state = TicketState.QUEUED
-        self.progress = Progress("queued", 0.0, "waiting for its turn")
+        self.progress = _TURN
         self.entry: Entry | None = None
         self.error: SlipstreamError | None = None
         self.estimate: float | None = None
@@ -112,6 +122,8 @@ class BuildQueue:
         build: makes one engine.
         is_idle: whether the host has nothing else to do; builds that nobody waits for begin, and go on, only then.
         at_once: how many builds may run at the same time; asked whenever one is to begin.
+        has_room: whether a build that nobody waits for finds the device memory that it needs; until then none begins.
+        gives_way: whether a build that holds still has to be ended, and to begin anew later, for what it holds.
     """
 
     def __init__(
@@ -119,10 +131,14 @@ class BuildQueue:
         build: BuildFunction,
         is_idle: Callable[[], bool] = lambda: True,
         at_once: Callable[[], int] = lambda: 1,
+        has_room: Callable[[Plan], bool] = lambda plan: True,
+        gives_way: Callable[[Plan], bool] = lambda plan: False,
     ) -> None:
         self._build = build
         self._is_idle = is_idle
         self._at_once = at_once
+        self._has_room = has_room
+        self._gives_way = gives_way
         self._tickets: dict[str, Ticket] = {}
         self._failures: dict[str, list[SlipstreamError]] = {}
         self._changed = threading.Condition()
@@ -263,8 +279,18 @@ class BuildQueue:
         first = next((ticket for ticket in waiting if ticket.urgent), None)
         if first is None and waiting and self._idle():
             first = waiting[0]
-        is_full = first is not None and len(self._tickets) - len(waiting) >= self._at_once()
-        return None if is_full else first
+        if first is None or len(self._tickets) - len(waiting) >= self._at_once():
+            return None
+        return first if first.urgent or self._finds_room(first) else None
+
+    def _finds_room(self, ticket: Ticket) -> bool:
+        try:
+            found = self._has_room(ticket.plan)
+        except Exception:  # the host's own code: the build itself shows whether there is room
+            log.debug("Slipstream: the host cannot say whether a build has room", exc_info=True)
+            found = True
+        ticket.progress = _TURN if found else _ROOM
+        return found
 
     def _idle(self) -> bool:
         try:
@@ -284,6 +310,8 @@ class BuildQueue:
 
         def may_run() -> bool:
             ticket.tick(running := self._may_run())
+            if not running and self._gives_way(ticket.plan):
+                raise BuildPostponed(f"The build of {ticket.plan} gives its memory back and begins anew later")
             return running
 
         state: TicketState = TicketState.FAILED
@@ -294,6 +322,9 @@ class BuildQueue:
             state = TicketState.DONE
         except BuildCancelled as error:
             state, problem = TicketState.CANCELLED, error
+        except BuildPostponed as error:
+            log.info("Slipstream: %s", error)
+            return self._postpone(ticket)
         except SlipstreamError as error:
             problem = _cancelled(ticket) or error
             state = TicketState.CANCELLED if ticket.token.cancelled else TicketState.FAILED
@@ -301,6 +332,13 @@ class BuildQueue:
             log.exception("Slipstream: building %s failed with an unexpected error", ticket.plan)
             problem = BuildFailed(f"Building {ticket.plan} broke: {type(error).__name__}: {error}")
         self._end(ticket, state, copy.copy(problem))  # the copy has no frames
+
+    def _postpone(self, ticket: Ticket) -> None:
+        """Put a build that was ended back into the queue; one that was cancelled meanwhile ends."""
+        with self._changed:
+            ticket.state, ticket.progress, ticket.seconds = TicketState.QUEUED, _TURN, 0.0
+        if ticket.token.cancelled:
+            self._drop(ticket)
 
 
 def _cancelled(ticket: Ticket) -> SlipstreamError | None:

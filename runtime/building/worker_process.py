@@ -260,8 +260,13 @@ def _result(job: BuildJob, code: int | None) -> Artifact:
         raise _died(code, _last_words(job.directory)) from None
     if kind == UnsupportedModel.__name__:
         raise UnsupportedModel(message)
-    error = BuildOutOfMemory if ran_out else BuildFailed
-    raise error(f"The engine could not be built: {kind}: {message}")
+    if not ran_out:
+        raise BuildFailed(f"The engine could not be built: {kind}: {message}")
+    memory = "memory" if kind == MemoryError.__name__ else "GPU memory"
+    raise BuildOutOfMemory(
+        f"The build ran out of {memory}, and your model goes on without its engine. Unload other models and close "
+        f"other programs, then build it again ({kind}: {message})"
+    )
 
 
 def _died(code: int | None, last_words: str) -> BuildFailed:

@@ -27,6 +27,25 @@ def free_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def bytes_for_others(device: torch.device) -> int | None:
+    """Bytes that other processes can allocate on `device`, without torch's unused reserve; None where not known."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.mem_get_info(device)[0]
+
+
+class DeviceRoom:
+    """Memory of the device for builds that nobody waits for. This one lets them take what they find."""
+
+    def is_there(self, device: torch.device, needed: int) -> bool:
+        """Whether a build that needs so many bytes may begin; where not, it asks again soon."""
+        return True
+
+    def is_wanted_back(self, device: torch.device) -> bool:
+        """Whether a build that holds still has to end, and begin anew later, since others need its memory."""
+        return False
+
+
 def give_back_unused(device: torch.device) -> None:
     """Let other allocators, such as those of CUDA graphs, have what torch only keeps in reserve."""
     if device.type == "cuda" and torch.cuda.is_available():

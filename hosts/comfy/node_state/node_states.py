@@ -158,7 +158,7 @@ def _of_block_builds(tickets: list[Ticket], queue: BuildQueue) -> NodeState | No
     running = [ticket for ticket in left if ticket.state is TicketState.RUNNING]
     words = f"{built} of {wanted} blocks' engines built"
     if not running or all(map(queue.is_held, left)):
-        why = _IDLE if any(map(queue.is_held, left)) else "waits for its turn"
+        why = _IDLE if any(map(queue.is_held, left)) else left[0].progress.message
         return NodeState("queued", f"queued: {words}, {why}", blocks_built=built, blocks_wanted=wanted)
     parts = [ticket.progress.fraction or 0.0 for ticket in running]
     tip = "\n".join(f"{ticket.plan}: {ticket.progress.message}" for ticket in running)
@@ -180,7 +180,7 @@ def _by_blocks(module: AcceleratedModule, standing: Standing) -> NodeState:
 def _of_ticket(ticket: Ticket, held: bool) -> NodeState:
     digest, label, message = ticket.plan.key.digest, str(ticket.plan), ticket.progress.message
     if ticket.state is not TicketState.RUNNING:
-        why = _IDLE if held else "waits for its turn"
+        why = _IDLE if held else message
         return NodeState("queued", f"queued: {why}", f"{label}: {why}", digest)
     if ticket.waits_for_another:
         return NodeState("queued", f"queued: {message}", f"{label}: {message}", digest)

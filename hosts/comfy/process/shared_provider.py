@@ -17,7 +17,7 @@ from ....runtime.provider import EngineProvider
 from ....runtime.settings.preferences_file import PreferencesFile
 from ....runtime.settings.store_folder import default_home, open_store, preferences_file, store_home
 from .checkout import OPEN_FOLDERS
-from .free_memory import available
+from .free_memory import BuildRoom, available
 from .server_events import ENGINES, send, server_of_process
 
 SWITCH = "SLIPSTREAM_STEP_TIMES"
@@ -41,7 +41,12 @@ def _provider() -> EngineProvider:
     chosen = preferences()
     store = open_store(chosen.read(), _models_folder())
     made = EngineProvider(
-        store, is_idle=queue_is_idle, preferences=chosen.read, step_times=_step_times(store), free_bytes=_free_bytes
+        store,
+        is_idle=queue_is_idle,
+        preferences=chosen.read,
+        step_times=_step_times(store),
+        free_bytes=_free_bytes,
+        room=BuildRoom(),
     )
     Residency(made.pool)  # lives as long as the pool, which calls it
     made.queue.listen(_tell_page)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from .tight_memory import use_tight_memory
+
 _PHASES = {"export": 0.3, "compile": 0.7}
 _PACE = "/slipstream_test/build_seconds"
 _ENGINE_SECONDS = float(os.environ.get("SLIPSTREAM_TEST_ENGINE_SECONDS", "0"))
@@ -61,6 +63,8 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     provider.backends = [QuickBackend(part)]
     _use_quick_blocks(provider.blocks.backend, part)
     part("runtime.building.build").run_build = QuickWorker(part, pace)
+    if patience := os.environ.get("SLIPSTREAM_TEST_TIGHT_MEMORY"):
+        use_tight_memory(part("hosts.comfy.process.free_memory"), float(patience))
     return pack
 
 

@@ -14,6 +14,7 @@ from slipstream.core.errors import (
     BuildDied,
     BuildFailed,
     BuildOutOfMemory,
+    BuildPostponed,
     StoreError,
     UnsupportedModel,
 )
@@ -141,7 +142,7 @@ def test_an_urgent_build_overtakes(queue: BuildQueue, builder: Builder, asked: s
 def test_a_ticket_tells_people_where_it_stands(queue: BuildQueue, builder: Builder) -> None:
     running, waiting = start(queue, builder), queue.submit(SECOND)
     assert running.describe() == "building 43%: compiling 851 operations"
-    assert waiting.describe() == "queued: waiting for its turn"
+    assert waiting.describe() == "queued: waits for its turn"
 
 
 def test_no_thread_before_the_first_build(queue: BuildQueue) -> None:
@@ -237,6 +238,79 @@ def test_a_host_that_cannot_say_whether_it_is_idle(builder: Builder) -> None:
     assert queue.submit(SECOND, urgent=True).wait(SECONDS)
     queue.cancel_all("the test is over")
     assert background.wait(SECONDS)
+
+
+# ------------------------------------------------------------------------------------------------- room
+
+
+class DeviceMemory:
+    """What builds find; each asks for it before it begins."""
+
+    free, wanted_back = True, False
+
+    def has_room(self, plan: Plan) -> bool:
+        return self.free
+
+    def gives_way(self, plan: Plan) -> bool:
+        return self.wanted_back
+
+
+@pytest.fixture
+def memory() -> DeviceMemory:
+    return DeviceMemory()
+
+
+@pytest.fixture
+def tight(builder: Builder, host: Host, memory: DeviceMemory) -> Iterator[BuildQueue]:
+    made = BuildQueue(builder, lambda: host.idle, has_room=memory.has_room, gives_way=memory.gives_way)
+    yield made
+    made.cancel_all("the test is over")
+
+
+def test_a_build_waits_for_its_memory_unless_somebody_waits_for_it(
+    tight: BuildQueue, builder: Builder, memory: DeviceMemory
+) -> None:
+    memory.free = False
+    waiting = tight.submit(FIRST)
+    wait_until(lambda: waiting.describe() == "queued: waits for free GPU memory")
+    assert not tight.is_held(waiting), "the host is idle"
+    assert tight.submit(SECOND, urgent=True).wait(SECONDS) and builder.built == [SECOND]
+    memory.free = True
+    assert waiting.wait(SECONDS) and waiting.state is TicketState.DONE
+
+
+def test_a_build_begins_where_the_host_cannot_say_what_is_free(builder: Builder) -> None:
+    def broken(plan: Plan) -> bool:
+        raise RuntimeError("no such device")
+
+    assert BuildQueue(builder, has_room=broken).submit(FIRST).wait(SECONDS)
+
+
+def test_a_build_whose_memory_is_wanted_back_begins_anew(
+    tight: BuildQueue, builder: Builder, host: Host, memory: DeviceMemory
+) -> None:
+    ticket = start(tight, builder)
+    memory.wanted_back = True
+    assert builder.may_run(), "nobody wants it while the host is idle"
+    host.idle = False
+    with pytest.raises(BuildPostponed) as postponed:
+        builder.may_run()
+    builder.raises = [postponed.value]
+    builder.gate.set()
+    wait_until(lambda: ticket.state is TicketState.QUEUED)
+    assert tight.pending() == [ticket] and tight.failure(FIRST.key.digest) is None
+    host.idle = True
+    assert ticket.wait(SECONDS) and ticket.state is TicketState.DONE and builder.built == [FIRST, FIRST]
+
+
+def test_a_build_that_was_cancelled_does_not_begin_anew() -> None:
+    def build(plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
+        cancel.cancel()
+        raise BuildPostponed("its memory is wanted back")
+
+    queue = BuildQueue(build)
+    ticket = queue.submit(FIRST)
+    assert ticket.wait(SECONDS) and ticket.state is TicketState.CANCELLED and queue.pending() == []
 
 
 # ------------------------------------------------------------------------------------------------ cancel

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.compile_backend import AOTInductorBackend
 from slipstream.core.errors import SlipstreamError
@@ -22,6 +23,7 @@ from slipstream.engine_cache.travel.remote_store import RemoteStore
 from slipstream.engine_cache.travel.retries import RemoteError, Retries
 from slipstream.runtime.building import supply as supply_module
 from slipstream.runtime.building.supply import REMOTE_VARIABLE, WORKER_VARIABLE, Supply
+from slipstream.runtime.loaded.device_memory import DeviceRoom
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
 from slipstream.tests.fakes import (
@@ -82,6 +84,23 @@ def test_a_picture_does_not_wait_for_a_pull(pushed, url, elsewhere, source, work
     assert offer.engine is None and "is being looked for in" in offer.reason
     wait_until(lambda: not provider.queue.pending())
     assert run_once(provider, source, settings).engine is not None and worker.builds == 0
+
+
+def test_a_pull_needs_no_device_memory(pushed, url, elsewhere, source, worker, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def is_there(room: DeviceRoom, device: torch.device, needed: int) -> bool:
+        asked.append(needed)
+        return False
+
+    monkeypatch.setattr(DeviceRoom, "is_there", is_there)
+    provider = elsewhere(url)
+    ask(provider, source, BACKGROUND)
+    wait_until(lambda: not provider.queue.pending())
+    assert run_once(provider, source, BACKGROUND).engine is not None and asked == []
+    ask(builder := elsewhere(), source, BACKGROUND)
+    wait_until(lambda: asked)
+    assert set(asked) == {2 << 30} and worker.builds == 0 and len(builder.queue.pending()) == 1
 
 
 def test_what_nobody_has_is_built(url, elsewhere, source, worker) -> None:

@@ -122,9 +122,15 @@ def test_the_job_is_all_that_the_worker_is_given(program: Program) -> None:
     assert set(artifact.files) == {"job.json", "pid", "worker.log"}
 
 
-def test_a_worker_that_ran_out_of_memory(program: Program) -> None:
-    with pytest.raises(BuildOutOfMemory, match="could not be built: OutOfMemoryError: CUDA out of memory"):
-        run(program('done(error="OutOfMemoryError", message="CUDA out of memory", out_of_memory=True)', "sys.exit(1)"))
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [("OutOfMemoryError", "The build ran out of GPU memory"), ("MemoryError", "The build ran out of memory")],
+)
+def test_a_worker_that_ran_out_of_memory(program: Program, error: str, told: str) -> None:
+    with pytest.raises(BuildOutOfMemory) as caught:
+        run(program(f'done(error="{error}", message="20 GiB", out_of_memory=True)', "sys.exit(1)"))
+    assert str(caught.value).startswith(told + ", and your model goes on without its engine. Unload other models")
+    assert str(caught.value).endswith(f"({error}: 20 GiB)")
 
 
 def test_the_workers_error_is_the_builds(program: Program) -> None:

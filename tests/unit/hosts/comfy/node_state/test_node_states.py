@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.core.environment import versions_now
-from slipstream.core.errors import BuildFailed, IncompatibleEngine
+from slipstream.core.errors import BuildFailed, BuildOutOfMemory, IncompatibleEngine
 from slipstream.core.spec import Precision, Quantised
 from slipstream.engine_cache import EngineStore, Speed
 from slipstream.hosts.comfy.building import build_engines
@@ -27,6 +27,7 @@ from slipstream.runtime.building import build as build_module
 from slipstream.runtime.building import build_queue as queue_module
 from slipstream.runtime.checking.step_timers import on_purpose
 from slipstream.runtime.checking.step_times import StepTimes
+from slipstream.runtime.loaded.device_memory import DeviceRoom
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks
@@ -123,6 +124,24 @@ def test_two_builds_wait_for_each_other(module_of: Callable[..., AcceleratedModu
     wait_until(lambda: state_of(first).kind == "building")
     sample(second, size=16)
     assert state_of(second).text == "queued: waits for its turn"
+
+
+def test_a_build_that_waits_for_memory_says_so(
+    module_of: Callable[..., AcceleratedModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceRoom, "is_there", lambda self, device, needed: False)
+    sample(module := module_of())
+    wait_until(lambda: state_of(module).text == "queued: waits for free GPU memory")
+
+
+def test_a_build_that_found_no_memory_says_what_to_do(
+    module_of: Callable[..., AcceleratedModule], worker: FakeWorker
+) -> None:
+    worker.error = BuildOutOfMemory("The build ran out of GPU memory. Unload other models, then build it again")
+    sample(module := module_of())
+    wait_until(lambda: state_of(module).kind == "failed")
+    state = state_of(module)
+    assert "ran out of GPU memory" in state.text and "Unload other models" in state.tip and state.mend == "retry"
 
 
 def test_a_reason_is_cut_at_a_word_and_told_whole(module_of: Callable[..., AcceleratedModule]) -> None:
