@@ -21,7 +21,8 @@ SEEN = """id => {
   const dots = [...strip.element.querySelectorAll(".slipstream-dots span")].map(dot => dot.className);
   const text = strip.element.querySelector(".slipstream-state-text").textContent;
   const { values, getOptionLabel } = list.options;
-  return { dots, text, title: strip.element.title, offered: values, named: values.map(getOptionLabel) };
+  const named = getOptionLabel ? values.map(getOptionLabel) : values;
+  return { dots, text, title: strip.element.title, offered: values, named };
 }"""
 TOLD = """async () => {
   const { api } = await import("/scripts/api.js");

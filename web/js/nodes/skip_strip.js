@@ -2,7 +2,7 @@
 import { api, app } from "../lib/comfy.js";
 import { h, say } from "../lib/dom.js";
 import { percent } from "../lib/format.js";
-import { said as translated } from "../lib/said.js";
+import { translated } from "../lib/said.js";
 import { server } from "../lib/server.js";
 import { t } from "../lib/words.js";
 import { idsOf, workflowId } from "./graph.js";
@@ -78,11 +78,6 @@ function relabel(list, { steps, presets, offered }) {
   app.canvas?.setDirty(true, false);
 }
 
-/** The server's words are English. */
-function whyOf(reason) {
-  return translated(reason) ?? reason;
-}
-
 function makeStrip() {
   const dots = h("div", { class: "slipstream-dots", role: "img" });
   const words = h("div", { class: "slipstream-state-text" });
@@ -93,12 +88,12 @@ function makeStrip() {
     const shown = steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
     dots.replaceChildren(...shown.map((step) => h("span", { class: are.has(step) ? "computed" : "skipped" })));
     const saves = t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
-    const more = translated(remark) ?? remark;
-    const said = reason ? t("computes_all", { why: whyOf(reason) }) : [saves, more].filter(Boolean).join(" · ");
+    const more = translated(remark);
+    const said = reason ? t("computes_all", { why: translated(reason) }) : [saves, more].filter(Boolean).join(" · ");
     const close = decibels === null ? "" : t("as_close", { n: Math.round(decibels) });
     const last = ended
       ? ended.reason
-        ? t("computed_all", { why: whyOf(ended.reason) })
+        ? t("computed_all", { why: translated(ended.reason) })
         : t("computed", { n: ended.computed, steps: ended.steps })
       : "";
     element.dataset.kind = reason || ended?.reason ? "eager" : "ready";
