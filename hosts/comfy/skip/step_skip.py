@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ....core.errors import UnsupportedModel
-from ....core.log_once import warn_once
+from ....core.errors import UnsupportedModel, warn_once
 from ....sampling.presets import Preset
 from ....sampling.run import AfterRun, Skipped, SkippingRun
 from ....sampling.task import Task
