@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import os
 import platform
 import re
 from collections.abc import Mapping
@@ -132,13 +131,11 @@ def driver_version() -> str | None:
 
 
 def _ask_nvidia_smi() -> str | None:
-    import subprocess
+    from .programs import FAILURES, run
 
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    flags = getattr(subprocess, "CREATE_NO_WINDOW", 0) if os.name == "nt" else 0
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10, creationflags=flags, check=True)
-    except (OSError, subprocess.SubprocessError):
+        found = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 10)
+    except FAILURES:
         return None
-    lines = found.stdout.split()
+    lines = [] if found.returncode else found.stdout.split()
     return lines[0] if lines else None

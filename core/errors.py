@@ -21,6 +21,8 @@ A message says what happened, on what, and what to do next; it is shown to users
 
 from __future__ import annotations
 
+import logging
+
 
 class SlipstreamError(Exception):
     """Base of all errors that Slipstream raises on purpose."""
@@ -86,3 +88,13 @@ def first_line(error: BaseException) -> str:
     """The type and the first line of a foreign error, whose message may be pages long."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+_said: set[str] = set()
+
+
+def warn_once(log: logging.Logger, message: str) -> None:
+    """Log a warning unless this process has logged the same message before: it would be said with every picture."""
+    if message not in _said:
+        _said.add(message)
+        log.warning("%s", message)

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import CorruptEngine, IncompatibleEngine
-from ..core.log_once import warn_once
+from ..core.errors import CorruptEngine, IncompatibleEngine, warn_once
 from .entry import Entry
 from .manifest import Manifest, is_digest
 from .reading import read_entry

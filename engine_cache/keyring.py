@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import BackendUnavailable, StoreError
-from ..core.log_once import warn_once
+from ..core.errors import BackendUnavailable, StoreError, warn_once
 from .files import replace, replace_text, store_errors
 from .locks import locked
 

@@ -37,8 +37,8 @@ from ..core.errors import (
     SlipstreamError,
     StoreError,
     UntrustedEngine,
+    warn_once,
 )
-from ..core.log_once import warn_once
 from ..core.protocols import Artifact
 from ..core.version import __version__
 from .base_layers import BaseLayers

@@ -18,7 +18,7 @@ class EngineInfo(io.ComfyNode):
             category="Slipstream",
             description="Shows what an accelerated model did: the engine in use, calls of the engine and of your "
             "model without Slipstream, and each reason why it ran. Connect a picture or latent to `after`, so that it "
-            "looks after sampling.",
+            "looks after sampling. Behind Step Skip it also says how many steps were computed.",
             **found_by(ENGINES),
             inputs=[
                 io.Model.Input("model", optional=True, tooltip="The output of Accelerate Model."),
@@ -48,5 +48,16 @@ class EngineInfo(io.ComfyNode):
             (control_net, accelerated_controlnet_module, "ControlNet", "Accelerate ControlNet"),
         )
         found = [describe(module_of(it), what, node) for it, module_of, what, node in given if it is not None]
+        if model is not None and (steps := _steps_of(model)):
+            found.append(steps)
         text = "\n\n".join(found) or "Connect what an Accelerate node has made."
         return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+def _steps_of(model: Any) -> str:
+    """What Step Skip did in the model's last sampling run; empty where it is not before this node."""
+    from ..hosts.comfy.skip.step_skip import last_skipped, skips_steps
+
+    if not skips_steps(model):
+        return ""
+    return f"step skipping: {last_skipped(model) or 'not sampled yet'}"

@@ -96,6 +96,22 @@ def listen_to_rows(table: Any, act: Callable[[Any, str], Any], given: Any, outpu
     _listen(table.select, on_select, [given], outputs)
 
 
+def listen_to_cells(table: Any, act: Callable[[Any, str, int], Any], given: Any, outputs: Sequence[Any]) -> Any:
+    """Have `act` answer a click on a cell of a `Dataframe`: it gets the value of `given`, the row's first cell, and the
+    number of the column; returns the event.
+
+    A Gradio that does not say which row was clicked gives an empty text for it: the table may be sorted.
+    """
+    told = _told(act)
+
+    def on_select(value: Any, event: Any) -> Any:
+        row = getattr(event, "row_value", None)
+        return told(value, str(row[0]) if row else "", int(event.index[1]))
+
+    on_select.__annotations__ = {"event": gradio().SelectData}
+    return _listen(table.select, on_select, [given], outputs)
+
+
 def follow(tick: Tick, is_idle: Callable[[], bool], state: Any, outputs: Sequence[Any], starts: Sequence[Any]) -> None:
     """Keep outputs up to date.
 

@@ -15,13 +15,14 @@ from ..core.errors import EngineInUse, StoreError
 from ..engine_cache import Entry
 from ..runtime.building.build_queue import Ticket, TicketState
 from ..runtime.provider import EngineProvider
-from ..runtime.reporting.engine_coverage import Asked, engine_coverage
 from ..runtime.reporting.engine_info import details, overview
 from ..runtime.reporting.machine_info import describe_machine
 from ..runtime.reporting.recent_log import recent_log
 from ..runtime.requests.build_needs import Needs, foresee
 from ..runtime.requests.build_requests import BuildRequest, BuildRequests, ModelBuilder, Wanted, describe_requests
+from ..runtime.requests.model_grid import model_grid, wanted_for
 from ..runtime.requests.pruning import prune
+from ..runtime.settings.model_settings import Resolution, parse_resolutions
 from ..sampling.saved import SavedPreset, presets_folder, saved_presets
 
 
@@ -41,6 +42,7 @@ class Manager:
         self.requests = BuildRequests(builder, lambda request: self._note_change())
         self._changes = itertools.count(1)
         self._changed = 0
+        self._more_sizes: Sequence[Resolution] = ()
         self._log = recent_log()
         provider.queue.listen(self._hear)
 
@@ -119,9 +121,28 @@ class Manager:
         self._note_change()
         return removed
 
-    def coverage(self, asked: Asked) -> dict[str, list[dict[str, Any]]]:
-        """Which engines would serve; see `engine_coverage`."""
-        return engine_coverage([entry.manifest for entry in self.provider.store.list()], asked)
+    def grid(self) -> dict[str, Any]:
+        """What is there for each model and picture size; see `model_grid`."""
+        return model_grid(self.provider.store, self.builder, self.requests.all(), self._more_sizes)
+
+    def show_sizes(self, text: str) -> None:
+        """Have the grid show further picture sizes, on all pages.
+
+        Raises:
+            ValueError: the text is no list of sizes.
+        """
+        self._more_sizes = parse_resolutions(text)[:_MOST_SIZES]
+        self._note_change()
+
+    def request_cell(self, model: str, size: str) -> BuildRequest:
+        """Have the engine of a cell of the grid built.
+
+        Raises:
+            BackendUnavailable: nothing here could build it.
+            ValueError: there is no such model or size.
+        """
+        (resolution,) = parse_resolutions(size)
+        return self.request_build(wanted_for(model, resolution))
 
     # Building
 
@@ -222,6 +243,7 @@ class Manager:
         self._changed = next(self._changes)
 
 
+_MOST_SIZES = 12
 _NAMED = 4
 
 

@@ -8,8 +8,8 @@ from . import charts, wording
 from .compat import follow, gradio, listen
 from .manager import Manager
 from .tab_build import BuildTab
-from .tab_check import CheckTab
 from .tab_engines import EnginesTab
+from .tab_models import ModelsTab
 
 TITLE = "Slipstream engines"
 
@@ -39,8 +39,8 @@ class _Page:
                 self._engines = EnginesTab(manager)
             with gr.Tab("Build"):
                 self._build = BuildTab(manager)
-            with gr.Tab("Would it hit?"):
-                CheckTab(manager)
+            with gr.Tab("My models"):
+                self._models = ModelsTab(manager)
             with gr.Tab("Charts"):
                 self._speed = gr.HTML(elem_id="slipstream_speed")
                 gr.Markdown("### Step skipping, calibrated on this machine")
@@ -52,10 +52,11 @@ class _Page:
         refresh = self._engines.refresh.click
         listen(page.load, self._look, [], [*self._outputs(), seen])
         listen(refresh, self._look, [], [*self._outputs(), seen])
-        follow(self._tick, self._is_idle, seen, self._outputs(), [page.load, refresh, self._build.requested])
+        starts = [page.load, refresh, self._build.requested, self._models.requested]
+        follow(self._tick, self._is_idle, seen, self._outputs(), starts)
 
     def _outputs(self) -> list[Any]:
-        return [*self._about_engines(), self._build.progress, self._log]
+        return [*self._about_engines(), self._models.table, self._build.progress, self._log]
 
     def _about_engines(self) -> list[Any]:
         return [self._head, self._engines.table, self._engines.chosen, self._speed, self._calibrated]
@@ -65,11 +66,14 @@ class _Page:
 
     def _tick(self, seen: Any) -> list[Any]:
         """New values of `_outputs` where they changed, and what is seen now."""
-        bars, log = wording.bars(self._manager.progress()), self._manager.log()
-        now = (self._manager.version(), bars, log["next"])
-        same, before = gradio().update(), seen or (None, None, None)
+        progress, log = self._manager.progress(), self._manager.log()
+        bars, states = wording.bars(progress), [(row["label"], row["state"]) for row in progress]
+        version = self._manager.version()
+        now = (version, bars, log["next"], (version, states))
+        same, before = gradio().update(), seen or (None, None, None, None)
         return [
             *(self._of_engines() if now[0] != before[0] else [same] * len(self._about_engines())),
+            self._models.shown() if now[3] != before[3] else same,
             bars if bars != before[1] else same,
             wording.log_text(log["lines"]) if log["next"] != before[2] else same,
             now,

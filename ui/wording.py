@@ -136,16 +136,24 @@ def _say(row: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def coverage(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Markdown: which engines would serve, and why the others would not."""
-    serving = [f"- **yes**: {_named(engine)}" for engine in found["hits"]]
-    others = [f"- no: {_named(engine)}: {'; '.join(engine['why'])}" for engine in found["near"]]
-    verdict = "An engine would serve:" if serving else "No engine would serve; the first such picture asks for one."
-    return "\n".join([verdict, "", *serving, *others])
+_CELLS = {
+    "ready": "✔ ready",
+    "building": "being built",
+    "stale": "to be built again",
+    "failed": "not built",
+    "missing": "no engine yet",
+}
 
 
-def _named(engine: Mapping[str, Any]) -> str:
-    return f"{code(engine['digest'][:SHOWN])} {engine['label']}"
+def grid(found: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """A row for each model, a column for each picture size."""
+    rows = [[row["model"], *map(_cell, row["cells"])] for row in found["models"]]
+    return {"headers": ["model", *(size.replace("x", "×") for size in found["sizes"])], "data": rows}
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    state = _CELLS[cell["state"]]
+    return f"{state}: {cell['why']}" if cell["why"] and cell["state"] in ("stale", "failed") else state
 
 
 def details(engine: Mapping[str, Any]) -> str:

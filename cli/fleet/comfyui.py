@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.programs import Program, TooLong, start
 from ...hosts.comfy.building.without_server import find_checkout
 from ..errors import CommandError
 
@@ -106,9 +106,7 @@ def started(comfyui: Path | None, arguments: Sequence[str], environment: Mapping
         *arguments,
     ]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, cwd=checkout, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        process = start(command, checkout, {**os.environ, **environment}, output=log, errors=log)
         try:
             server = ComfyUI(f"http://127.0.0.1:{port}")
             _await(server, process, log)
@@ -117,7 +115,7 @@ def started(comfyui: Path | None, arguments: Sequence[str], environment: Mapping
             _end(process)
 
 
-def _await(server: ComfyUI, process: subprocess.Popen[bytes], log: Any) -> None:
+def _await(server: ComfyUI, process: Program, log: Any) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -138,9 +136,9 @@ def _await(server: ComfyUI, process: subprocess.Popen[bytes], log: Any) -> None:
         ) from None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Program) -> None:
     process.send_signal(signal.SIGINT if os.name != "nt" else signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(TooLong):
         process.wait(10)
     if process.poll() is None:
         process.kill()

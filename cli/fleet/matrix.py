@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.formatting import say_seconds
+from ...core.programs import run
 from ...engine_cache import EngineStore
 from ..errors import FAILED, MISSING, OK, CommandError
 from ..output import Output
@@ -120,7 +120,7 @@ def run_here(task: Task, options: Namespace, home: Path) -> Outcome:
 
 def run_command(words: list[str]) -> tuple[int, dict[str, Any]]:
     """Run one `slipstream --json` command in a process; its status and its answer."""
-    done = subprocess.run([sys.executable, str(PACK), *words], capture_output=True, text=True, check=False)
+    done = run([sys.executable, str(PACK), *words])
     try:
         answer = json.loads(done.stdout)
     except ValueError:

@@ -95,17 +95,18 @@ def _remote_command(ray: Any) -> Any:
         import json
         import os
         import platform
-        import subprocess
+        import runpy
         import sys
         import tempfile
 
+        start_and_wait = runpy.run_path(os.path.join(pack, "core", "programs.py"))["run"]
         status, answer, attempt = 1, {}, 0
         with tempfile.TemporaryDirectory(prefix="slipstream-ray-") as home:
             home_words = [] if os.environ.get("SLIPSTREAM_HOME") else ["--home", home]
             while attempt < attempts and status not in (0, 3):
                 attempt += 1
                 line = [sys.executable, pack, *words, *home_words]
-                done = subprocess.run(line, capture_output=True, text=True, check=False)
+                done = start_and_wait(line)
                 status = done.returncode
                 try:
                     answer = json.loads(done.stdout)

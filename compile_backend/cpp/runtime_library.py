@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ...core.errors import BuildFailed
+from ...core.programs import FAILURES, run
 
 _SHARED_LIBRARIES = (b"libstdc++.so", b"libc++.so")
 _PROBE = "int probe(int x) { if (x) throw x; return 1; }\n"  # an exception needs the runtime library
@@ -73,10 +73,11 @@ def links_shared_runtime(compiler: str) -> bool:
         source.write_text(_PROBE, encoding="utf-8")
         command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_PROBE_SECONDS)
-            return any(name in library.read_bytes() for name in _SHARED_LIBRARIES)
-        except (OSError, subprocess.SubprocessError):
-            return True  # the build itself tells what is wrong with this compiler
+            done = run(command, _PROBE_SECONDS)
+            # Where it fails, the build itself tells what is wrong with this compiler.
+            return done.returncode != 0 or any(name in library.read_bytes() for name in _SHARED_LIBRARIES)
+        except FAILURES:
+            return True
 
 
 def _wrapper(compiler: str, folder: Path) -> str | None:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.errors import UnsupportedModel
-from ...core.log_once import warn_once
+from ...core.errors import UnsupportedModel, warn_once
 from ...sampling.few_steps import few_step_name
 from ...sampling.presets import Preset
 from ...sampling.run import SkippingRun

@@ -40,6 +40,10 @@ class CheckpointBuilder:
         loaded = _loaded()
         return [] if loaded is None else [_name_of(loaded)]
 
+    def file_of(self, model: str) -> str:
+        """Which file's weights an engine has used is not noted in WebUIs."""
+        return ""
+
     def parameter_count(self, model: str, role: Role) -> int | None:
         loaded = _loaded()
         if loaded is None or role is not Role.UNET:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ...core.errors import SlipstreamError
-from ...core.log_once import warn_once
+from ...core.errors import SlipstreamError, warn_once
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings.model_settings import BackendChoice
 from ...sampling.presets import Preset

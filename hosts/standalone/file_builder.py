@@ -45,6 +45,10 @@ class FileBuilder:
     def models(self) -> list[str]:
         return [DEMO, *self._found()]
 
+    def file_of(self, model: str) -> str:
+        file = None if model == DEMO else self._found().get(model)
+        return "" if file is None else str(file.resolve())
+
     def parameter_count(self, model: str, role: Role) -> int | None:
         if model == DEMO:
             name = "unet" if role is Role.UNET else "vae"

@@ -7,11 +7,11 @@ from typing import Any
 from aiohttp import web
 
 from ...engine_cache import ADOPT, EngineStore, Entry
-from ...hosts.comfy.building.model_grid import names_of_files
 from ...hosts.comfy.process.server_events import ENGINES, send
 from ...hosts.comfy.process.shared_provider import provider
 from ...runtime.reporting.engine_coverage import Asked, engine_coverage
 from ...runtime.reporting.engine_info import details, overview
+from ...runtime.requests.model_grid import names_of_files
 from ...runtime.requests.pruning import prune
 from .guard import Answer, Route, asks, changes, is_here
 from .rules import Refused, check_digest, whole_number

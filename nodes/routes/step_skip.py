@@ -13,12 +13,14 @@ from ...sampling.task import Task
 from .guard import Answer, Route, asks
 from .rules import Refused
 
-_NUMBERS = {"steps": int, "cfg": float, "share": float, "computed_steps": int, "power": float}
+_NUMBERS = {
+    "steps": int, "whole_steps": int, "cfg": float, "share": float, "computed_steps": int, "power": float,
+}  # fmt: skip
 _MOST_STEPS = 10000
 _T = TypeVar("_T")
 
 
-@asks("preset", "sampler", "scheduler", "files", "step_list", *_NUMBERS)
+@asks("preset", "sampler", "scheduler", "files", "step_list", "mask", *_NUMBERS)
 def foresee(request: web.Request) -> Answer:
     from ..shared.skip_inputs import known_presets, preset_of
 
@@ -29,7 +31,17 @@ def foresee(request: web.Request) -> Answer:
         raise Refused("bad_request", f"steps must be a whole number from 1 to {_MOST_STEPS}.")
     few = few_step_name(query.get("files", "").split("|"))
     sampler, scheduler = query.get("sampler", "euler"), query.get("scheduler", "")
-    task = Task(sampler, steps, cfg > 1, is_distilled=bool(few), distilled_by=few, named_schedule=scheduler, cfg=cfg)
+    task = Task(
+        sampler,
+        steps,
+        guided=cfg > 1,
+        has_mask=query.get("mask") == "true",
+        is_distilled=bool(few),
+        distilled_by=few,
+        named_schedule=scheduler,
+        cfg=cfg,
+        whole_steps=given.pop("whole_steps", 0),
+    )
     try:
         chosen = preset_of(query.get("preset", CUSTOM), step_list=query.get("step_list", ""), **given)
         computed, reason = _foreseen(chosen, task)

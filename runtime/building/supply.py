@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ...core.errors import BuildCancelled, SlipstreamError
-from ...core.log_once import warn_once
+from ...core.errors import BuildCancelled, SlipstreamError, warn_once
 from ...core.progress import CancelToken, ProgressCallback
 from ...engine_cache import EngineStore, Entry
 from ...engine_cache.travel.remote_store import RemoteStore

@@ -6,15 +6,14 @@ A process that is interrupted in the midst of a job is killed as any other, see 
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from .process_group import kill_group
+from ...core.programs import Program, TooLong, kill_group
 
-Start = Callable[[], "subprocess.Popen[bytes]"]
+Start = Callable[[], Program]
 
 _PATIENCE_SECONDS = 2.0
 """How long processes that wait may take to end by themselves."""
@@ -27,7 +26,7 @@ class Turn:
         returncode: of the job; None until it is done.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Program) -> None:
         self.process = process
         self.pid = process.pid
         self.returncode: int | None = None
@@ -75,7 +74,7 @@ class WorkerPool:
     """The processes that wait for a job."""
 
     def __init__(self) -> None:
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._idle: list[Program] = []
         self._lock = threading.Lock()
 
     def take(self, folder: Path, environment: Mapping[str, str], start: Start) -> Turn:
@@ -98,7 +97,7 @@ class WorkerPool:
             raise BrokenPipeError("the build process ended as it began")
         return turn
 
-    def _next(self) -> subprocess.Popen[bytes] | None:
+    def _next(self) -> Program | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -125,13 +124,13 @@ class WorkerPool:
         for process in ending:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            except TooLong:
                 kill_group(process)
             assert process.stdout is not None
             process.stdout.close()
 
 
-def _given(process: subprocess.Popen[bytes], job: bytes) -> Turn | None:
+def _given(process: Program, job: bytes) -> Turn | None:
     """A job's turn; None where the process is gone."""
     assert process.stdin is not None
     try:

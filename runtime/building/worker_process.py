@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 
 from ...core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError, UnsupportedModel
+from ...core.programs import NOTHING, PIPE, Program, kill_group, signal_group, start
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
-from .process_group import kill_group, signal_group
 from .worker import LOG, OUT_OF_MEMORY, RESULT, SERVE
 from .worker_pool import Turn, WorkerPool
 
@@ -82,7 +81,7 @@ def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
     return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
 
 
-Process = subprocess.Popen[bytes] | Turn
+Process = Program | Turn
 
 
 def _end(process: Process, workers: WorkerPool | None) -> None:
@@ -103,32 +102,20 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
         own = {name: environment[name] for name in environment.keys() & _OF_JOBS}
         root = Path(job.directory.anchor)
         of_all = {**environment, **_ONE_OF_MANY}
-        return workers.take(job.directory, own, lambda: _popen(SERVE, subprocess.DEVNULL, root, of_all))
+        return workers.take(job.directory, own, lambda: _popen(SERVE, NOTHING, root, of_all))
     except OSError as error:
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
 
 
-def _popen(word: str, log: Any, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _popen(word: str, log: Any, folder: Path, environment: Mapping[str, str]) -> Program:
     """
     Args:
         word: a job's folder, or `SERVE`.
         folder: where it runs.
     """
     root = Path(__file__).resolve().parents[2]
-    new_group: dict[str, Any] = (
-        {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-        if os.name == "nt"
-        else {"start_new_session": True}
-    )
-    return subprocess.Popen(
-        [sys.executable, *_flags(), str(root), "worker", word],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env=environment,
-        cwd=folder,
-        **new_group,
-    )
+    command = [sys.executable, *_flags(), str(root), "worker", word]
+    return start(command, folder, environment, given=PIPE, output=PIPE, errors=log, own_group=True)
 
 
 _ONE_OF_MANY = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}

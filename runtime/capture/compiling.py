@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +17,7 @@ from torch.torch_version import TorchVersion
 from ...compile_backend.cpp.runtime_library import compiler_with_shared_runtime
 from ...compile_backend.cpp.toolchain import why_no_cpp_compiler
 from ...core.errors import BackendUnavailable, SlipstreamError
+from ...core.programs import FAILURES, run
 from .library import SOURCE, library_file
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def compile_in_background(folder: Path) -> None:
 def _compile_elsewhere(folder: Path) -> None:
     command = [sys.executable, str(_ROOT), "worker", "capture", str(folder)]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
+        done = run(command, _SECONDS)
+    except FAILURES as error:
         log.info("Slipstream: engines run without CUDA graphs for now: %s", error)
         return
     if done.returncode:
@@ -70,7 +70,7 @@ def compile_library(folder: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix="capture-", dir=folder) as scratch:
         made = Path(scratch, file.name)
         command = _command(compiler_with_shared_runtime(Path(scratch)), made)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        done = run(command, _SECONDS)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr[-500:]]
             raise SlipstreamError(f"{SOURCE.name} cannot be compiled: {errors[0]}")

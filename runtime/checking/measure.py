@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.environment import Environment
+from ...core.programs import FAILURES, run
 from ...core.protocols import ModelSource
 from ...core.version import __version__
 from ...engine_cache import Entry
@@ -79,10 +79,10 @@ def commit() -> str | None:
     if not (ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
+        done = run(["git", "rev-parse", "HEAD"], folder=ROOT)
+    except FAILURES:
         return None
-    return done.stdout.strip()
+    return None if done.returncode else str(done.stdout).strip()
 
 
 def _version(distribution: str) -> str | None:

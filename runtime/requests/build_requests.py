@@ -68,6 +68,10 @@ class ModelBuilder(Protocol):
         """Names of models that engines can be requested for."""
         ...
 
+    def file_of(self, model: str) -> str:
+        """Path of the file that a model is loaded from, resolved; empty where it has none, or that is not known."""
+        ...
+
     def parameter_count(self, model: str, role: Role) -> int | None:
         """How many parameters that part of a model has; None where that is not known without loading it."""
         ...

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("gradio", reason="no Gradio; `python tools/test.py` runs this with several")
+gradio = pytest.importorskip("gradio", reason="no Gradio; `python tools/test.py` runs this with several")
 
 from slipstream.engine_cache import EngineStore, Entry  # noqa: E402
 from slipstream.tests.ui.support.driver import UiPage, serving  # noqa: E402
 
+GRADIO = tuple(map(int, gradio.__version__.split(".")[:2]))
 OpenPage = Callable[[str], UiPage]
 Put = Callable[..., Entry]
 GoOn = Callable[[], object]
@@ -181,20 +182,27 @@ def test_an_engine_that_went_meanwhile_is_told(page: UiPage, put: Put, store: En
     page.until(lambda: any(words in page.text() for words in told), " or ".join(told))
 
 
-def test_whether_a_size_would_hit(page: UiPage, put: Put) -> None:
-    entry = put(70)
-    page.tab("Would it hit?")
-    page.fill("slipstream_hit_size", "512x560")
-    page.press("Would it hit?")
-    page.until_text("An engine would serve", "slipstream_verdict")
-    assert f"yes: {entry.digest[:12]}" in page.text("slipstream_verdict")
-    page.fill("slipstream_hit_size", "1024x1024")
-    page.press("Would it hit?")
-    page.until_text("No engine would serve", "slipstream_verdict")
-    assert "not for 1024×1024" in page.text("slipstream_verdict")
-    page.fill("slipstream_hit_size", "none")
-    page.press("Would it hit?")
-    page.until_text("is no resolution")
+def test_a_grid_of_models_and_sizes_builds_by_a_click(page: UiPage, store: EngineStore, go_on: GoOn) -> None:
+    page.tab("My models")
+    page.fill("slipstream_more_sizes", "104x64, 770x64")
+    page.press("Show")
+    page.until_text("multiples of 8")
+    page.fill("slipstream_more_sizes", "104x64")
+    page.press("Show")
+    page.until(lambda: "104×64" in page.text("slipstream_grid"), "a column of that size")
+    assert page.cell("tiny", "104×64").inner_text().strip() == "no engine yet"
+    page.cell("tiny", "104×64").click()
+    if GRADIO < (5,):
+        page.until_text("does not say which row was clicked")
+        return
+    page.until_text("Requested: tiny 104×64 batch 2", "slipstream_grid_message")
+    page.until(lambda: page.cell("tiny", "104×64").inner_text().strip() == "being built", "the cell to say so")
+    assert page.cell("tiny", "512×512").inner_text().strip() == "no engine yet"
+    go_on()
+    page.until(lambda: "ready" in page.cell("tiny", "104×64").inner_text(), "an engine")
+    assert [entry for entry in store.list() if "104×64" in entry.manifest.label]
+    page.cell("broken", "104×64").click()
+    page.until(lambda: "its disk is on fire" in page.cell("broken", "104×64").inner_text(), "the reason in its cell")
 
 
 def test_prune_is_confirmed(page: UiPage, put: Put, store: EngineStore) -> None:

@@ -16,19 +16,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTS_PROCESSES = {
-    "cli/fleet/comfyui.py",
-    "cli/fleet/matrix.py",
-    "cli/fleet/ray_cluster.py",
-    "compile_backend/cpp/runtime_library.py",
-    "core/environment.py",
-    "runtime/building/process_group.py",
-    "runtime/building/worker_pool.py",
-    "runtime/building/worker_process.py",
-    "runtime/capture/compiling.py",
-    "runtime/checking/measure.py",
-}
-"""A C++ compiler, the workers that build, commands that a person gave, and what is asked for a version."""
+STARTS_PROCESSES = "core/programs.py"
+"""The one module that does; what it starts stands in its docstring."""
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +57,20 @@ def test_nothing_is_evaluated_encoded_unpickled_or_run_by_a_shell(tool: ModuleTy
 
 
 def test_processes_are_started_where_it_is_said(tool: ModuleType) -> None:
-    found = {name: imported(tree) for name, tree in sources(tool)}
-    assert {name for name, modules in found.items() if "subprocess" in modules} == STARTS_PROCESSES
+    starting = {"subprocess", "pty", "asyncio.subprocess", "_posixsubprocess"}
+    found = {name: imported(tree) & starting for name, tree in sources(tool)}
+    assert [name for name, modules in found.items() if modules] == [STARTS_PROCESSES]
+    calls = {"os.posix_spawn", "os.execv", "os.execvp", "os.spawnv", "os.startfile", "os.fork"}
+    assert [name for name, tree in sources(tool) if calls & called(tree)] == []
 
 
 def test_nothing_is_installed_at_run_time(tool: ModuleType) -> None:
-    """What starts processes knows no installer. Messages may name the command that a person can give."""
+    """What has a program started knows no installer. Messages may name the command that a person can give."""
     for name, tree in sources(tool):
-        texts = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        assert name not in STARTS_PROCESSES or not {"pip", "conda", "uv", "npm"} & texts, name
+        if not {"run", "start", "start_and_wait"} & called(tree):
+            continue
+        constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        assert not {"pip", "conda", "uv", "npm"} & {each for each in constants if isinstance(each, str)}, name
 
 
 def test_the_installed_folder_is_small_and_holds_no_developers_files(tool: ModuleType) -> None:

@@ -52,13 +52,17 @@ class PromptBuilder:
 
         return [_DEMO, *(f"{folder}/{name}" for folder in _LOADERS for name in folder_paths.get_filename_list(folder))]
 
-    def parameter_count(self, model: str, role: Role) -> int | None:
+    def file_of(self, model: str) -> str:
         import folder_paths
 
+        file = folder_paths.get_full_path(*model.split("/", 1)) if "/" in model else None
+        return "" if file is None else str(Path(file).resolve())
+
+    def parameter_count(self, model: str, role: Role) -> int | None:
         if model == _DEMO:
             return parameter_count(WEIGHTS / "unet.safetensors", "")
-        file = folder_paths.get_full_path(*model.split("/", 1))
-        return None if file is None else parameter_count(Path(file), CHECKPOINT_PREFIX)
+        file = self.file_of(model)
+        return parameter_count(Path(file), CHECKPOINT_PREFIX) if file else None
 
     def make(self, wanted: Wanted, hooks: HostHooks) -> Iterator[str]:
         """

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ....core.errors import UnsupportedModel
-from ....core.log_once import warn_once
+from ....core.errors import UnsupportedModel, warn_once
 from ....sampling.presets import Preset
 from ....sampling.run import AfterRun, Skipped, SkippingRun
 from ....sampling.task import Task
@@ -45,12 +44,44 @@ def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) 
 
     clone = without_skipping(patcher)
     _refuse_others(clone.model_options)
-
-    def outer_sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        return _sample(preset, after_run, executor, args, kwargs)
-
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP, outer_sample)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STEP_SKIP, _SkippingRuns(preset, after_run))
     return clone
+
+
+class _SkippingRuns:
+    """The wrapper of a model's sampling runs.
+
+    Attributes:
+        last: what happened in the last of them; None before the first.
+    """
+
+    def __init__(self, preset: Preset, after_run: AfterRun | None) -> None:
+        self._preset, self._after_run = preset, after_run
+        self.last: Skipped | None = None
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        return _sample(self._preset, self._note, executor, args, kwargs)
+
+    def _note(self, skipped: Skipped) -> None:
+        self.last = skipped
+        if self._after_run is not None:
+            self._after_run(skipped)
+
+
+def skips_steps(patcher: Any) -> bool:
+    """Whether `skip_steps` made this model, or one that it was cloned from."""
+    return bool(_runs_of(patcher))
+
+
+def last_skipped(patcher: Any) -> Skipped | None:
+    """What happened in the last sampling run of a model that `skip_steps` has made; None where there was none."""
+    return next((each.last for each in _runs_of(patcher)), None)
+
+
+def _runs_of(patcher: Any) -> list[_SkippingRuns]:
+    from comfy.patcher_extension import WrappersMP
+
+    return list(patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, STEP_SKIP))
 
 
 def without_skipping(patcher: Any) -> Any:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import comfyui_version
 import pytest
 
-from slipstream.engine_cache import EngineStore
+from slipstream.core.protocols import Artifact
+from slipstream.engine_cache import BuildRecord, EngineStore, Entry, Speed, Verification
 from slipstream.tests.comfyui.support.browser import ComfyPage, change_settings, chromium, opened
 from slipstream.tests.comfyui.support.client import ComfyClient
 from slipstream.tests.comfyui.support.server import ComfyServer
+from slipstream.tests.unit.cli.support import current_key
 
 # Older ComfyUIs have no Nodes 2.0 to speak of; newer ones show the classic canvas until somebody chooses it.
 NEW = tuple(map(int, comfyui_version.__version__.split("."))) >= (0, 30)
 RENDERERS = ["classic", pytest.param("nodes2", marks=pytest.mark.slow)] if NEW else ["classic"]
+CHECKED = Verification(4e-4, 2e-4, 2, "fp32")
 BUILD_SECONDS = 300
 """Longer than any test: a build ends when its test says so, not while a busy page is not looked at."""
 
@@ -126,3 +130,20 @@ def new_tab(browser: Any, server: ComfyServer, nodes2: bool) -> ComfyPage:
 @pytest.fixture
 def store(server: ComfyServer) -> EngineStore:
     return EngineStore(server.home)
+
+
+@pytest.fixture
+def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
+    """Store an engine that nobody built."""
+    (tmp_path / "engine.bin").write_bytes(bytes(1000))
+    made: list[Entry] = []
+
+    def put(height: int, label: str, **environment: Any) -> Entry:
+        key, artifact = current_key(height, **environment), Artifact(tmp_path, ("engine.bin",), {})
+        entry = store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: CHECKED})
+        made.append(store.record_speed(entry, Speed(2.0, 5.0)))
+        return made[-1]
+
+    yield put
+    for entry in made:
+        store.delete(entry.digest)

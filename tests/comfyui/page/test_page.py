@@ -9,20 +9,16 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from slipstream.core.environment import versions_now
-from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import (
-    BuildRecord,
     EngineStore,
     Entry,
     Speed,
-    Verification,
     WeightsMemo,
     file_identity,
 )
@@ -39,7 +35,6 @@ from slipstream.tests.comfyui.support.browser import (
 )
 from slipstream.tests.comfyui.support.client import ComfyClient
 from slipstream.tests.comfyui.support.server import ComfyServer
-from slipstream.tests.unit.cli.support import current_key
 from slipstream.tests.unit.runtime.doomed import Doomed
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
@@ -49,7 +44,6 @@ SOON = 0.5
 ROUTES = "/slipstream/v1"
 GB = 2**30
 LOADER, ACCELERATE, SAMPLER, DECODE, SAVE = 1, 4, 7, 8, 9  # nodes of the example
-CHECKED = Verification(4e-4, 2e-4, 2, "fp32")
 STICKING_OUT = """panel => {
   const right = element => element.getBoundingClientRect().right;
   const wide = [...panel.querySelectorAll("*")].filter(element => right(element) > right(panel) + 1);
@@ -94,23 +88,6 @@ USE_AGAIN = """([loader, decode, save]) => {
   graph.getNodeById(loader).connect(1, picture, "vae");
   picture.connect(0, file, "images");
 }"""
-
-
-@pytest.fixture
-def put(store: EngineStore, tmp_path: Path) -> Iterator[Callable[..., Entry]]:
-    """Store an engine that nobody built."""
-    (tmp_path / "engine.bin").write_bytes(bytes(1000))
-    made: list[Entry] = []
-
-    def put(height: int, label: str, **environment: Any) -> Entry:
-        key, artifact = current_key(height, **environment), Artifact(tmp_path, ("engine.bin",), {})
-        entry = store.put(key, artifact, label=label, build=BuildRecord(42.0), verifications={"1" * 64: CHECKED})
-        made.append(store.record_speed(entry, Speed(2.0, 5.0)))
-        return made[-1]
-
-    yield put
-    for entry in made:
-        store.delete(entry.digest)
 
 
 def queued(client: ComfyClient) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.sampling import saved
 from slipstream.sampling.saved_preset import SavedPreset
-from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, why_no_browser
+from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, change_settings, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
@@ -21,13 +21,62 @@ SEEN = """id => {
   const dots = [...strip.element.querySelectorAll(".slipstream-dots span")].map(dot => dot.className);
   const text = strip.element.querySelector(".slipstream-state-text").textContent;
   const { values, getOptionLabel } = list.options;
-  return { dots, text, title: strip.element.title, offered: values, named: values.map(getOptionLabel) };
+  const named = getOptionLabel ? values.map(getOptionLabel) : values;
+  return { dots, text, title: strip.element.title, offered: values, named };
 }"""
 TOLD = """async () => {
   const { api } = await import("/scripts/api.js");
   api.dispatchEvent(new CustomEvent("slipstream.presets", { detail: { name: "Mine now" } }));
 }"""
 CHOOSE = "([id, name, value]) => { app.graph.getNodeById(id).widgets.find(each => each.name === name).value = value; }"
+
+MASK = """id => {
+  const sampler = app.graph.getNodeById(id), slot = sampler.inputs.findIndex(input => input.type === "LATENT");
+  const node = LiteGraph.createNode("SetLatentNoiseMask");
+  app.graph.add(node);
+  const latent = app.graph.getNodeById(app.graph._nodes.find(each => each.type === "EmptyLatentImage").id);
+  latent.connect(0, node, 0);
+  node.connect(0, sampler, slot);
+}"""
+# Another sampler in the place of the one behind Step Skip (0: of the one that this put there), with these values.
+REPLACE = """([skip, old, type, values]) => {
+  app.graph.getNodeById(old || window.slipstreamTestSampler).disconnectInput(0);
+  const node = LiteGraph.createNode(type);
+  app.graph.add(node);
+  window.slipstreamTestSampler = node.id;
+  app.graph.getNodeById(skip).connect(0, node, 0);
+  for (const [name, value] of Object.entries(values)) node.widgets.find(each => each.name === name).value = value;
+}"""
+CHOSEN = 91
+CUSTOM_SAMPLING = """([skip, old]) => {
+  app.graph.getNodeById(old).disconnectInput(0);
+  const add = type => {
+    const node = LiteGraph.createNode(type);
+    app.graph.add(node);
+    return node;
+  };
+  const [custom, chosen, scheduler] = ["SamplerCustom", "KSamplerSelect", "BasicScheduler"].map(add);
+  app.graph.remove(chosen);
+  chosen.id = 91;
+  app.graph.add(chosen);
+  const [loader] = app.graph._nodes.filter(node => node.type === "SlipstreamDemoLoader");
+  const slot = name => custom.inputs.findIndex(input => input.name === name);
+  app.graph.getNodeById(skip).connect(0, custom, slot("model"));
+  loader.connect(0, scheduler, 0);
+  chosen.connect(0, custom, slot("sampler"));
+  scheduler.connect(0, custom, slot("sigmas"));
+  const put = (node, name, value) => { node.widgets.find(each => each.name === name).value = value; };
+  put(scheduler, "steps", 30);
+  put(scheduler, "scheduler", "normal");
+  put(custom, "cfg", 5);
+  put(chosen, "sampler_name", "euler");
+}"""
+ONE_METHOD = """id => {
+  const [custom] = app.graph._nodes.filter(node => node.type === "SamplerCustom");
+  const node = LiteGraph.createNode("SamplerDPMPP_2M_SDE");
+  app.graph.add(node);
+  node.connect(0, custom, custom.inputs.findIndex(input => input.name === "sampler"));
+}"""
 
 
 def seen(page: ComfyPage) -> dict[str, Any]:
@@ -72,6 +121,46 @@ def test_the_strip_follows_the_sampler(skipping: ComfyPage) -> None:
     assert set(seen(skipping)["dots"]) == {"computed"}
     skipping.page.evaluate(CHOOSE, [SKIP, "preset", "hackathon"])
     skipping.until(lambda: "hackathon" in seen(skipping)["offered"], "the name that is chosen")
+
+
+def test_a_mask_is_seen_before_the_run(skipping: ComfyPage) -> None:
+    """Presets compute every step of inpainting; the strip must not promise less time."""
+    skipping.page.evaluate(MASK, SAMPLER)
+    skipping.until(lambda: "Computes every step: with a mask for inpainting" in seen(skipping)["text"], "the warning")
+    assert set(seen(skipping)["dots"]) == {"computed"}
+
+
+def test_a_part_of_a_run_has_its_own_steps(skipping: ComfyPage) -> None:
+    """12 steps of 20 are no short run, where 12 of 12 would be; so it is with denoise below 1."""
+    skipping.page.evaluate(REPLACE, [SKIP, SAMPLER, "KSamplerAdvanced", {"steps": 20, "cfg": 5, "start_at_step": 8}])
+    skipping.until(lambda: len(seen(skipping)["dots"]) == 12, "the steps that are left")
+    assert "of 12 steps computed" in seen(skipping)["text"] and "skipped" in seen(skipping)["dots"]
+    skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 12, "cfg": 5, "denoise": 1}])
+    skipping.until(lambda: "a run of 12 steps is short" in seen(skipping)["text"], "the warning")
+    skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 12, "cfg": 5, "denoise": 0.5}])
+    skipping.until(lambda: "of 12 steps computed" in seen(skipping)["text"], "a part of a run of 24")
+
+
+def test_custom_sampling_is_told_by_the_nodes_beside_the_sampler(skipping: ComfyPage) -> None:
+    skipping.page.evaluate(CUSTOM_SAMPLING, [SKIP, SAMPLER])
+    skipping.until(lambda: seen(skipping)["text"].startswith("21 of 30 steps computed"), "steps of the scheduler")
+    skipping.page.evaluate(CHOOSE, [CHOSEN, "sampler_name", "heun"])
+    skipping.until(lambda: "several times a step" in seen(skipping)["text"], "the method of the SAMPLER")
+    skipping.page.evaluate(ONE_METHOD, CHOSEN)
+    skipping.until(lambda: "stochastic multistep samplers" in seen(skipping)["text"], "the method of a node's class")
+
+
+def test_reasons_are_said_in_chinese(skipping: ComfyPage, server: Any) -> None:
+    workflow = skipping.page.evaluate("() => app.graph.serialize()")
+    change_settings(server.url, Comfy_Locale="zh")
+    try:
+        skipping.open()
+        skipping.page.evaluate("workflow => app.loadGraphData(workflow)", workflow)
+        skipping.until(lambda: seen(skipping)["text"] == "计算 20 步中的 14 步 · 约省时 30 %", "what it saves")
+        skipping.page.evaluate(CHOOSE, [SAMPLER, "sampler_name", "heun"])
+        skipping.until(lambda: seen(skipping)["text"].startswith("计算每一步：此采样器每步多次调用模型"), "the reason")
+    finally:
+        change_settings(server.url, Comfy_Locale="en")
 
 
 def test_what_is_saved_while_the_page_is_open_is_offered(skipping: ComfyPage, server: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, new_size, why_no_browser
+from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, example, new_size, why_no_browser
 from slipstream.tests.comfyui.support.client import ComfyClient
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
@@ -94,6 +95,66 @@ def test_what_stays_on_the_model_is_said_before(page: ComfyPage) -> None:
     panel.get_by_text("between FreeU V2 and KSampler").or_(
         panel.get_by_text("between FreeU_V2 and KSampler")
     ).wait_for()
+
+
+def test_what_stays_on_the_model_is_less_where_blocks_have_engines(page: ComfyPage) -> None:
+    page.page.evaluate(_LOAD, without("first_engine", (*ACCELERATE, *READERS), new_size()))
+    page.page.evaluate(_ON_A_GPU)
+    add = """() => {
+      const node = LiteGraph.createNode("HyperTile");
+      app.graph.add(node);
+      app.graph.getNodeById(1).connect(0, node, 0);
+      node.connect(0, app.graph.getNodeById(7), 0);
+    }"""
+    page.page.evaluate(add)
+    panel = page.open_tab("Workflow")
+    panel.get_by_text("the blocks that it reaches run on your model, the others on engines").wait_for()
+
+
+def test_the_likely_time_is_said_before_and_what_it_gained_after(page: ComfyPage) -> None:
+    page.page.evaluate(_LOAD, without("first_engine", (*ACCELERATE, *READERS), new_size()))
+    page.page.evaluate(_BUILDS_TAKE, {"unet": 90.0, "vae": 30.0})
+    panel = page.open_tab("Workflow")
+    panel.get_by_text("Builds take about 2 min here, once.").wait_for()
+
+    page.load(example())
+    told = {"engine_ms": 104.0, "eager_ms": 312.0, "timed_by": "step", "engine_calls": 40, "eager_calls": 0}
+    page.page.evaluate(_TELL, [str(page.node), {"kind": "ready", "text": "ready", **told}, 125_000])
+    panel.get_by_text("312 → 104 ms a step · 3.0x").wait_for()
+    panel.get_by_text("2 min 5 s saved since ComfyUI started, measured on your pictures").wait_for()
+    page.until(lambda: badges(page) == ["3.0x"], "the badge")
+    page.page.evaluate(_TELL, [str(page.node), {"kind": "eager", "text": "eager: of the moon"}, 125_000])
+    page.until(lambda: badges(page) == [], "an engine that is not in use has none")
+
+
+def badges(page: ComfyPage) -> list[str]:
+    """What our badge on the node says; in Nodes 2.0, where they are elements, what is seen."""
+    if page.nodes2:
+        text = page.page.locator(f'[data-node-id="{page.node}"]').inner_text()
+        return re.findall(r"^[\d.]+x$", text, re.MULTILINE)
+    shown = page.page.evaluate(_BADGES, page.node)
+    return [text for text in shown if re.fullmatch(r"[\d.]+x", text)]
+
+
+_STORE = 'const { store, tell } = await import("/extensions/slipstream/lib/store.js");'
+_ON_A_GPU = f"""async () => {{
+  {_STORE}
+  store.system = {{ ...store.system, gpu: "a GPU" }};
+}}"""
+_BUILDS_TAKE = f"""async seconds => {{
+  {_STORE}
+  store.system = {{ ...store.system, build_s: seconds }};
+}}"""
+_TELL = """async ([node, state, saved]) => {
+  const { api } = await import("/scripts/api.js");
+  const workflow = (app.rootGraph ?? app.graph).id;
+  const detail = { nodes: [{ tip: "", ...state, node, workflow }], saved_ms: saved };
+  api.dispatchEvent(new CustomEvent("slipstream.nodes", { detail }));
+}"""
+_BADGES = """id => app.graph.getNodeById(id).badges
+  .map(badge => (typeof badge === "function" ? badge() : badge))
+  .filter(badge => badge.visible)
+  .map(badge => badge.text)"""
 
 
 def test_a_workflow_without_a_model_is_told(page: ComfyPage) -> None:

@@ -475,6 +475,34 @@ def test_the_all_in_one_node_shows_its_report_and_previews(client: ComfyClient) 
     assert len(client.previews) - before == 20
 
 
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        ("euler", ["step skipping: balanced: 14 of 20 steps computed (euler, measured with bend)"]),
+        ("heun", ["step skipping: every step computed: this sampler calls the model several times a step"]),
+        (None, []),
+    ],
+)
+def test_engine_info_behind_step_skip_says_how_many_steps_were_computed(
+    client: ComfyClient, sampler: str | None, said: list[str]
+) -> None:
+    graph = Graph()
+    add = graph.add
+    model = loader = add("SlipstreamDemoLoader")
+    if sampler is not None:
+        model = add("SlipstreamStepSkip", model=loader, preset="balanced")
+    positive, negative = (add("SlipstreamDemoPrompt", text=text) for text in (PROMPT, ""))
+    latent = add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    inputs = {**SAMPLER, "sampler_name": sampler or "euler"}
+    made = add("KSampler", model=model, positive=positive, negative=negative, latent_image=latent, **inputs)
+    info = add("SlipstreamEngineInfo", model=model, after=made)
+    run = client.run(graph)
+    assert run.ok, run.error
+    lines = "\n".join(run.outputs[info.id]["text"]).splitlines()
+    found = [line for line in lines if line.startswith("step skipping")]
+    assert len(found) == len(said) and all(line.startswith(words) for line, words in zip(found, said, strict=True))
+
+
 def test_a_preset_that_is_calibrated_anew_is_sampled_anew(client: ComfyClient, home: Path) -> None:
     def reports(graph: Graph) -> list[str]:
         run = client.run(graph)

@@ -97,6 +97,15 @@ class UiPage:
         """Click the cell in which a text stands."""
         self.page.locator("table tbody td:visible, .virtual-row .body-cell:visible").filter(has_text=text).first.click()
 
+    def cell(self, row: str, column: str) -> Any:
+        """Of the grid of models and sizes."""
+        grid = self.page.locator("#slipstream_grid")
+        head = "cells => cells.map(cell => cell.innerText.trim())"
+        names = [name for name in grid.locator("thead th, .header-cell").evaluate_all(head)]
+        seen = list(dict.fromkeys(name for name in names if name))
+        rows = grid.locator("tbody tr, .virtual-row").filter(has_text=re.compile(rf"^\s*{re.escape(row)}\s"))
+        return rows.last.locator("td, .body-cell").nth(seen.index(column))
+
     def chosen(self) -> str:
         """What stands in the list of chosen engines."""
         return self.text("slipstream_chosen")

@@ -54,6 +54,9 @@ class TinyWorkshop:
     def models(self) -> list[str]:
         return ["tiny", "broken"]
 
+    def file_of(self, model: str) -> str:
+        return ""
+
     def parameter_count(self, model: str, role: Role) -> int | None:
         return NUMBERS
 

@@ -140,3 +140,24 @@ def test_what_is_waited_for_is_shown_on_a_terminal_and_taken_away(monkeypatch: p
         with until_ready("Looking…"):
             assert stream.getvalue() == shown
         assert stream.getvalue().rstrip().endswith(shown)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals there")
+def test_a_terminal_shows_something_before_anything_heavy_is_imported(root: Path, store) -> None:
+    """In processor time, since the machine may be busy: torch alone takes ten times as long."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(root), "list", "--home", str(store.root)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        shown = os.read(ours, 1000).decode()
+        used = Path(f"/proc/{process.pid}/stat")
+        ticks = sum(map(int, used.read_text().rsplit(")", 1)[1].split()[11:13])) if used.exists() else 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert "looking at the engines" in shown
+    assert ticks / os.sysconf("SC_CLK_TCK") <= 0.3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.core import log_once
+from slipstream.core import errors
 from slipstream.core.protocols import Artifact
 from slipstream.engine_cache import BuildRecord, EngineStore, Entry
 from slipstream.tests.unit.engine_cache.support import make_key
@@ -33,7 +33,7 @@ from slipstream.tests.unit.engine_cache.support import *
 
 @pytest.fixture(autouse=True)
 def warned_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_once, "_said", set())
+    monkeypatch.setattr(errors, "_said", set())
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from slipstream.core.spec import Role
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.building import build
 from slipstream.runtime.provider import EngineProvider, HostHooks
-from slipstream.runtime.reporting.engine_coverage import Asked
 from slipstream.runtime.requests.build_requests import Wanted
 from slipstream.runtime.settings.model_settings import Settings
 from slipstream.sampling.saved import SavedPreset, save
@@ -30,6 +29,9 @@ class ModelBuilder:
 
     def models(self) -> list[str]:
         return ["tiny"]
+
+    def file_of(self, model: str) -> str:
+        return ""
 
     def parameter_count(self, model: str, role: Role) -> int | None:
         return None
@@ -57,6 +59,17 @@ def test_an_order_is_carried_out_and_seen(manager: Manager) -> None:
     assert manager.requests.wait(30)
     (row,) = manager.progress()
     assert row["state"] == "done" and row["report"] == ["made"] and manager.version() != before
+
+
+def test_a_cell_of_the_grid_is_ordered(manager: Manager) -> None:
+    manager.show_sizes("72x64")
+    assert "72x64" in manager.grid()["sizes"]
+    manager.request_cell("tiny", "72×64")
+    assert manager.requests.wait(30)
+    (row,), at = manager.grid()["models"], manager.grid()["sizes"].index("72x64")
+    assert row["model"] == "tiny" and row["cells"][at]["state"] == "ready"
+    with pytest.raises(ValueError, match="multiples of 8"):
+        manager.show_sizes("70x64")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +101,6 @@ def test_an_engine_comes_and_goes(manager: Manager) -> None:
     short = engine["digest"][:12]
     assert manager.details(short)["label"] == engine["label"]
     assert manager.verify([short]) == manager.verify() == {engine["digest"]: None}
-    assert manager.coverage(Asked(64, 64, 2, 3))["near"]
     there = manager.version()
     assert manager.delete([short]) == ([engine["digest"]], []), "the pool's own hold on it does not count"
     assert manager.version() != there

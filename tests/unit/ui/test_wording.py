@@ -71,10 +71,14 @@ def test_bars_show_what_goes_on_first_and_escape() -> None:
     assert "waits until the host is idle" in wording.bars([{**BUILD, "held": True}])
 
 
-def test_hits() -> None:
-    found = {"hits": [], "near": [{"digest": "ab" * 32, "label": "SD15", "why": ["it is for batch 1, not 2"]}]}
-    assert "No engine would serve" in wording.coverage(found) and "batch 1, not 2" in wording.coverage(found)
-    assert "- **yes**: `abababababab` SD15" in wording.coverage({"hits": found["near"], "near": []})
+def test_the_grid() -> None:
+    cell = {"state": "stale", "why": "torch: 1 → 2"}
+    found = {"sizes": ["512x512", "768x512"], "models": [{"model": "a/b.safetensors", "cells": [cell, cell]}]}
+    found["models"][0]["cells"] = [cell, {"state": "ready", "why": ""}]
+    assert wording.grid(found) == {
+        "headers": ["model", "512×512", "768×512"],
+        "data": [["a/b.safetensors", "to be built again: torch: 1 → 2", "✔ ready"]],
+    }
 
 
 def test_what_markdown_would_read_is_shown_as_it_is() -> None:

@@ -29,6 +29,11 @@ export function said(text, depth = 0) {
   return null;
 }
 
+/** The sentence in the page's language where that is known, else as it is. */
+export function translated(text) {
+  return said(text) ?? text;
+}
+
 function inHole(part, depth) {
   return (depth < DEEPEST && said(part, depth + 1)) || part;
 }

@@ -1,5 +1,6 @@
 // The pack's routes; docs/web-api.md describes them.
 import { api } from "./comfy.js";
+import { translated } from "./said.js";
 import { t } from "./words.js";
 
 const ROOT = "/slipstream/v1";
@@ -21,7 +22,8 @@ async function ask(path, body) {
   }
   const data = await answer.json().catch(() => null);
   if (answer.ok && data) return data;
-  throw new Refused(data?.error?.code ?? "failed", data?.error?.message ?? `${answer.status} ${answer.statusText}`);
+  const message = data?.error?.message ?? `${answer.status} ${answer.statusText}`;
+  throw new Refused(data?.error?.code ?? "failed", translated(message));
 }
 
 function posted(body) {

@@ -5,12 +5,13 @@ import { idsOf, workflowId } from "./graph.js";
 
 const COLOURS = { fgColor: "#fff", bgColor: "#15803d" };
 
-/** Adds the badge; it is there while the times are known and the engine is in use. */
-export function addBadge(node) {
+/** Adds the badge; it is there while the times are known and the engine is in use. `button`: the node's own. */
+export function addBadge(node, button) {
   if (typeof LGraphBadge === "undefined") return;
   const badge = new LGraphBadge({ text: "", ...COLOURS });
+  // Nodes 2.0 asks again when what is read here changes: labels are told of, and this one has the times in it.
   node.badges?.push(() => {
-    badge.text = gainOf(node);
+    badge.text = button.label && gainOf(node);
     return badge;
   });
 }

@@ -1,6 +1,7 @@
 // Builds that were asked for by a click: from the dry run's prompt to its end in ComfyUI's queue.
 import { api, app } from "../lib/comfy.js";
 import { paced } from "../lib/paced.js";
+import { translated } from "../lib/said.js";
 import { server } from "../lib/server.js";
 import { askState, buildOf, buildsOf, isOne, on, sameWorkflow, store, tell } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
@@ -204,7 +205,7 @@ async function settled(run) {
 
 /** Remembers how a run ended and says it. */
 function end(run, result, message, state = null) {
-  Object.assign(run, { phase: "over", result, message, over: Date.now() });
+  Object.assign(run, { phase: "over", result, message: translated(message), over: Date.now() });
   tell("builds");
   sayEnd(run, state);
 }

@@ -19,8 +19,9 @@ export function dressNode(node) {
   if (!isOurs(node)) return;
   foldAdvanced(node);
   if (canBuild(node)) {
-    widgets.set(node, { button: addBuildButton(node), line: addStateLine(node) });
-    addBadge(node);
+    const button = addBuildButton(node);
+    widgets.set(node, { button, line: addStateLine(node) });
+    addBadge(node, button);
     onSizes(node, () => setTimeout(() => update(node, idsOf(node))));
     setTimeout(() => update(node, idsOf(node))); // its id comes after its creation
   }

@@ -1,5 +1,6 @@
 // How builds ended, as notices.
 import { duration, speed } from "../lib/format.js";
+import { translated } from "../lib/said.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
 
@@ -17,7 +18,7 @@ export function sayEnd(run, state) {
 /** Says how a build ended that no click waits for. */
 export function sayResult(result) {
   const { label, seconds, message } = result;
-  if (result.result === "failed") return toast("error", t("build_failed"), `${label}: ${message}`);
+  if (result.result === "failed") return toast("error", t("build_failed"), `${label}: ${translated(message)}`);
   if (result.result === "cancelled") return toast("info", t("build_cancelled"), label);
   return toast("success", t("engine_built"), joined(label, t("took", { time: duration(seconds) })));
 }

@@ -2,13 +2,13 @@
 import { api, app } from "../lib/comfy.js";
 import { h, say } from "../lib/dom.js";
 import { percent } from "../lib/format.js";
+import { translated } from "../lib/said.js";
 import { server } from "../lib/server.js";
 import { t } from "../lib/words.js";
 import { idsOf, workflowId } from "./graph.js";
+import { runOf } from "./skip_run.js";
 
 const NODES = ["SlipstreamStepSkip", "SlipstreamStepSkipSampler", "SlipstreamKSamplerStepSkip", "SlipstreamSkipSigmas"];
-const OWN = ["preset", "share", "computed_steps", "power", "step_list"];
-const FILE = /\.(safetensors|sft|ckpt|pt|pth|bin|gguf)$/i;
 const HEIGHT = 58;
 const EVERY_MS = 1000; // what the sampler behind it is set to is told by nobody
 const MOST_DOTS = 60;
@@ -31,7 +31,7 @@ export function addSkipStrip(node) {
 
   async function look() {
     if (!node.graph || !strip.element.isConnected) return;
-    const query = queryOf(node);
+    const query = runOf(node);
     const now = JSON.stringify(query);
     if (now === asked) return;
     asked = now;
@@ -65,63 +65,6 @@ export function addSkipStrip(node) {
   setTimeout(look);
 }
 
-/** What the node chooses, and what the sampler behind it does. */
-function queryOf(node) {
-  const own = Object.fromEntries(
-    OWN.map((name) => [name, valueOf(node, name)]).filter(([, value]) => value !== undefined),
-  );
-  if (own.preset !== "custom") for (const name of OWN.slice(1)) delete own[name];
-  const behind = valueOf(node, "steps") === undefined ? nodesBehind(node) : [node];
-  const found = (name) => behind.map((each) => valueOf(each, name)).find((value) => value !== undefined);
-  const run = {
-    steps: found("steps"),
-    sampler: found("sampler_name"),
-    scheduler: found("scheduler"),
-    cfg: found("cfg"),
-    files: filesOf([node, ...behind]).join("|") || undefined,
-  };
-  return { ...own, ...Object.fromEntries(Object.entries(run).filter(([, value]) => value !== undefined)) };
-}
-
-function valueOf(node, name) {
-  return node.widgets?.find((widget) => widget.name === name)?.value;
-}
-
-/** Names of the model files in nodes and in those that their models come from: some tell of models for few steps. */
-function filesOf(nodes) {
-  const seen = [...nodes];
-  for (const each of seen) {
-    for (const input of each.inputs ?? []) {
-      if (input.type !== "MODEL" || input.link === null || input.link === undefined) continue;
-      const link = each.graph?.getLink?.(input.link) ?? each.graph?.links?.[input.link];
-      const before = link && each.graph.getNodeById(link.origin_id);
-      if (before && !seen.includes(before)) seen.push(before);
-    }
-  }
-  const values = seen.flatMap((each) => each.widgets ?? []).map((widget) => widget.value);
-  return [...new Set(values.filter((value) => typeof value === "string" && FILE.test(value)))];
-}
-
-/** The nodes that a node leads to, the nearest first. */
-function nodesBehind(node) {
-  const found = [];
-  const open = [node];
-  while (open.length && found.length < 30) {
-    const each = open.shift();
-    for (const output of each.outputs ?? []) {
-      for (const id of output.links ?? []) {
-        const link = each.graph?.getLink?.(id) ?? each.graph?.links?.[id];
-        const next = link && each.graph.getNodeById(link.target_id);
-        if (next && !found.includes(next)) {
-          found.push(next);
-          open.push(next);
-        }
-      }
-    }
-  }
-  return found;
-}
-
 /** The list says what each preset saves with this sampler, the closest first. Its values stay those of saved workflows. */
 function relabel(list, { steps, presets, offered }) {
   if (!list?.options) return;
@@ -145,11 +88,12 @@ function makeStrip() {
     const shown = steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
     dots.replaceChildren(...shown.map((step) => h("span", { class: are.has(step) ? "computed" : "skipped" })));
     const saves = t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
-    const said = reason ? t("computes_all", { why: reason }) : [saves, remark].filter(Boolean).join(" · ");
+    const more = translated(remark);
+    const said = reason ? t("computes_all", { why: translated(reason) }) : [saves, more].filter(Boolean).join(" · ");
     const close = decibels === null ? "" : t("as_close", { n: Math.round(decibels) });
     const last = ended
       ? ended.reason
-        ? t("computed_all", { why: ended.reason })
+        ? t("computed_all", { why: translated(ended.reason) })
         : t("computed", { n: ended.computed, steps: ended.steps })
       : "";
     element.dataset.kind = reason || ended?.reason ? "eager" : "ready";

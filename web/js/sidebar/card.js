@@ -1,6 +1,7 @@
 // One engine in the list.
 import { h, icon } from "../lib/dom.js";
 import { ago, bytes, error, speed, when } from "../lib/format.js";
+import { translated } from "../lib/said.js";
 import { t } from "../lib/words.js";
 
 export function makeCard(engine, open) {
@@ -8,7 +9,7 @@ export function makeCard(engine, open) {
   const head = h("div", { class: "slipstream-card-head" }, name, badge(engine));
   const stale = engine.state === "stale";
   const reason = engine.caution || (stale && (ofNobody(engine) ?? engine.reasons?.[0]));
-  const why = reason ? h("div", { class: "slipstream-card-why" }, reason) : null;
+  const why = reason ? h("div", { class: "slipstream-card-why" }, translated(reason)) : null;
   const card = h(
     "button",
     { type: "button", class: `slipstream-card ${stale ? "stale" : ""}`, "data-key": engine.digest, onclick: open },

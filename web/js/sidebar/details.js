@@ -3,6 +3,7 @@ import { adopt } from "../lib/adopt.js";
 import { app } from "../lib/comfy.js";
 import { button, h, replace } from "../lib/dom.js";
 import { ago, bytes, duration, error, speed, times, when } from "../lib/format.js";
+import { translated } from "../lib/said.js";
 import { server } from "../lib/server.js";
 import { toast } from "../lib/toast.js";
 import { t } from "../lib/words.js";
@@ -50,7 +51,7 @@ function parts(engine, again, back) {
 
 function reasons(engine) {
   if (!engine.reasons?.length) return null;
-  const list = h("ul", {}, engine.reasons.map((reason) => h("li", {}, reason)));
+  const list = h("ul", {}, engine.reasons.map((reason) => h("li", {}, translated(reason))));
   return h("div", { class: "slipstream-card-why" }, h("strong", {}, t("why_missed")), list);
 }
 
@@ -81,7 +82,7 @@ function caution(engine, again) {
         again();
       }),
   });
-  return h("div", { class: "slipstream-card-why" }, h("p", {}, engine.caution), retry);
+  return h("div", { class: "slipstream-card-why" }, h("p", {}, translated(engine.caution)), retry);
 }
 
 function actions(engine, again, back) {

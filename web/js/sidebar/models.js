@@ -1,6 +1,7 @@
 // Engines for the user's own models: a grid of model files and picture sizes. A click on a cell builds.
 import { button, h, icon, replace, say } from "../lib/dom.js";
 import { percent } from "../lib/format.js";
+import { translated } from "../lib/said.js";
 import { server } from "../lib/server.js";
 import { on } from "../lib/store.js";
 import { toast } from "../lib/toast.js";
@@ -123,7 +124,7 @@ function gridOf(sizes, rows, build) {
 function cellOf(cell, model, size, build) {
   const words = t(`cell_${cell.state}`);
   const can = ["missing", "stale", "failed"].includes(cell.state);
-  const title = [`${shortOf(model)}, ${size}: ${words}`, cell.why, can ? t("cell_click") : ""]
+  const title = [`${shortOf(model)}, ${size}: ${words}`, translated(cell.why), can ? t("cell_click") : ""]
     .filter(Boolean)
     .join("\n");
   const far = cell.state === "building" && cell.fraction ? percent(cell.fraction) : null;

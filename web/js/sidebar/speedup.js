@@ -76,8 +76,10 @@ function planRow({ kind, origin, targets }) {
   return { node, symbol: "plus-circle", title: t(`accelerate_${kind.role}`), text: where, kind: "idle" };
 }
 
+/** On a GPU a model's blocks have engines of their own, and those that a node does not reach stay on them. */
 function eagerRow({ node, reason }) {
-  return { node, symbol: "info-circle", title: titleOf(node), text: t(reason), kind: "eager" };
+  const text = store.system?.gpu ? t(`${reason}_gpu`, {}, t(reason)) : t(reason);
+  return { node, symbol: "info-circle", title: titleOf(node), text, kind: "eager" };
 }
 
 function rowOf({ node, symbol, title, text, kind }) {

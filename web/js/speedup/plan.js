@@ -9,12 +9,17 @@ const KINDS = [
   { type: "VAE", node: "SlipstreamAccelerateVAE", role: "vae", computes: ["IMAGE", "LATENT"] },
 ];
 
-/** Nodes that change a model so that engines cannot stand for it, with what of it stays on the model itself. */
+/** Nodes that change a model so that engines cannot stand for all of it, with what of it stays on the model itself; as
+ * measured in docs/other-packs.md. */
 const EAGER = [
   [/^TorchCompileModel/, "eager_compiled"],
-  [/^(IPAdapter|ApplyIPAdapter|ApplyPulid|PulidModel)/, "eager_attention"],
-  [/^(FreeU|FreeU_V2|HyperTile|SelfAttentionGuidance|ApplyFBCacheOnModel|TeaCache)/, "eager_blocks"],
-  [/^(PatchModelAddDownscale|PerturbedAttentionGuidance)$/, "eager_part"],
+  [/^DeepCache$/, "eager_itself"],
+  [/^(IPAdapter|ApplyIPAdapter|ApplyInstantID|ApplyPulid|PulidModel|LLLiteLoader|Attention ?couple)/i, "eager_attention"],
+  [/^(\w*HyperTile|TomePatchModel|NAGuidance|NormalizedAttention|WanVideoNAG|KSamplerWithNAG|PLADIS)/, "eager_attention"],
+  [/^(FreeU|WAS_FreeU|BlehDeepShrink|BlehBlockCFG|SeamlessTile|TGate|ADE_AnimateDiffLoader)/, "eager_blocks"],
+  [/^(ApplyFBCache|TeaCache|ApplyTeaCache|MagCache|WanChunkFeedForward|DitForwardOverrider)/, "eager_blocks"],
+  [/^(PatchModelAddDownscale|PerturbedAttention|SmoothedEnergyGuidance|SelfAttentionGuidance)/, "eager_part"],
+  [/^(TokenPerturbationGuidance|SkipLayerGuidance)/, "eager_part"],
 ];
 
 /** What to put where: `{kind, graph, origin, slot, targets: [{node, slot}]}` for each output that is not accelerated. */

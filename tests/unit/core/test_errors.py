@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from slipstream.core.log_once import warn_once
+from slipstream.core.errors import warn_once
 
 
 def test_a_warning_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
