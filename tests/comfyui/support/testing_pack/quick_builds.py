@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from .tight_memory import use_tight_memory
-
 _PHASES = {"export": 0.3, "compile": 0.7}
 _PACE = "/slipstream_test/build_seconds"
 _ENGINE_SECONDS = float(os.environ.get("SLIPSTREAM_TEST_ENGINE_SECONDS", "0"))
@@ -64,6 +62,8 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     _use_quick_blocks(provider.blocks.backend, part)
     part("runtime.building.build").run_build = QuickWorker(part, pace)
     if patience := os.environ.get("SLIPSTREAM_TEST_TIGHT_MEMORY"):
+        from .tight_memory import use_tight_memory  # this file is also read by itself
+
         use_tight_memory(part("hosts.comfy.process.free_memory"), float(patience))
     return pack
 
