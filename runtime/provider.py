@@ -261,7 +261,7 @@ class EngineProvider:
         return self.supply.may_have(plan.key.digest) or self._room.is_there(plan.device, device_bytes(plan))
 
     def _gives_way(self, plan: Plan) -> bool:
-        return self._room.is_wanted_back(plan.device)
+        return not self._is_left_alone() and self._room.is_wanted_back(plan.device)
 
     def with_preferences(self, settings: Settings) -> Settings:
         """The settings of one model, with `auto` replaced by what the user prefers."""

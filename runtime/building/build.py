@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.dtypes import dtype_of
-from ...core.errors import BackendUnavailable, BuildCancelled, BuildFailed, StoreError
+from ...core.errors import BackendUnavailable, BuildCancelled, BuildFailed, BuildPostponed, StoreError
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...core.protocols import BuildJob
 from ...core.spec import EngineSpec
@@ -78,7 +78,7 @@ def _build(
         try:
             make = run_build if workers is None else functools.partial(run_build, workers=workers)
             built = make(job, progress, cancel, expected=estimator(history, plan), may_run=may_run)
-        except BuildCancelled:
+        except (BuildCancelled, BuildPostponed):
             raise
         except BuildFailed:
             _check_space(directory, plan)  # compilers fail in many ways on a full disk

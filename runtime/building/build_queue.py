@@ -31,6 +31,8 @@ _PASSING = (BuildDied, BuildOutOfMemory, StoreError)
 """Failures that the next try may be spared: a build was killed, or found memory or disk full. Others are final."""
 _ATTEMPTS = 2
 """Such failures of one engine before this process stops trying by itself."""
+_POSTPONED = 2
+"""Times that a build is ended for its memory; then it is held like others, else it would never end."""
 _TURN = Progress("queued", 0.0, "waits for its turn")
 _ROOM = Progress("queued", 0.0, "waits for free GPU memory")
 
@@ -52,12 +54,14 @@ class Ticket:
     Attributes:
         urgent: somebody waits for it: it goes ahead of others and does not wait for the host to be idle.
         estimate: seconds that it is thought to run, by earlier builds; None where nothing is known.
+        postponed: how often it was ended to begin anew.
     """
 
     def __init__(self, plan: Plan, urgent: bool, on_cancel: Callable[[Ticket], None] = lambda _: None) -> None:
         self.plan = plan
         self._on_cancel = on_cancel
         self.urgent = urgent
+        self.postponed = 0
         self.state = TicketState.QUEUED
         self.progress = _TURN
         self.entry: Entry | None = None
@@ -310,7 +314,8 @@ class BuildQueue:
 
         def may_run() -> bool:
             ticket.tick(running := self._may_run())
-            if not running and self._gives_way(ticket.plan):
+            if not running and ticket.postponed < _POSTPONED and self._gives_way(ticket.plan):
+                ticket.postponed += 1
                 raise BuildPostponed(f"The build of {ticket.plan} gives its memory back and begins anew later")
             return running
 

@@ -522,8 +522,8 @@ class BlockCalls:
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
 
-        None where ComfyUI would have to cast them to another form for the engine, and blocks were not asked for: that
-        takes longer than it gains.
+        None where ComfyUI would have to cast them to another form for the engine, or memory lacks for all of them at
+        once, and blocks were not asked for: that takes longer than it gains.
         """
         assert offer.engine is not None
         known, place, dtype = weights_of(block, offer), (block, offer.engine), dtype_of(offer.precision)
@@ -533,7 +533,7 @@ class BlockCalls:
             return given
         if not (self._are_asked_for or self._are_at_hand(block, dtype)):
             return None
-        return known.of(block.module, self._device, until)
+        return known.of(block.module, self._device, until, may_copy=self._are_asked_for)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""

@@ -174,12 +174,15 @@ class BlockWeights:
                 return None
         return given
 
-    def of(self, block: torch.nn.Module, device: torch.device, until: ExitStack) -> list[torch.Tensor]:
+    def of(
+        self, block: torch.nn.Module, device: torch.device, until: ExitStack, may_copy: bool = True
+    ) -> list[torch.Tensor] | None:
         """A block's weights in the engine's order: its own tensors where they are as they should be; else what
         ComfyUI's own cast gives, so that LoRAs, offloading and staging go on as they do.
 
         Args:
             until: closed once the call has been made.
+            may_copy: otherwise None where memory lacks for what ComfyUI stages, so that it casts layer by layer.
 
         Raises:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
@@ -203,7 +206,10 @@ class BlockWeights:
                         if is_changed and any(each in _EIGHT_BITS for *_, each in parts):
                             raise UnsupportedModel(_STORED_OTHERWISE)
                         types = {own: each for _, own, _, each in parts}
-                        cast = _still_staged(layer, types, device, until) or _cast(layer, types, device, until)
+                        cast = _still_staged(layer, types, device, until)
+                        if cast is None and not may_copy and _STAGED in own and _held(layer, until) is None:
+                            return None
+                        cast = cast or _cast(layer, types, device, until)
                     tensor = cast.get(name)
                     if tensor is None or tensor.dtype != dtype:
                         raise UnsupportedModel(_STORED_OTHERWISE)
@@ -221,15 +227,20 @@ def _still_staged(
     """
     if (found := _staged_before(layer, wanted, device)) is None:
         return None
+    signature = _held(layer, until)
+    return found if signature is not None and bytes(signature) == bytes(layer._v_signature) else None
+
+
+def _held(layer: Any, until: ExitStack) -> Any:
+    """The signature of a staged layer's pages, held until the call has been made; None where there is no memory."""
     vbar, address, size = layer._v
     try:
         signature = vbar.fault(address, size)
     except RuntimeError:  # which the cast meets as well
         return None
-    if signature is None:
-        return None
-    until.callback(vbar.unpin, address, size)
-    return found if bytes(signature) == bytes(layer._v_signature) else None
+    if signature is not None:
+        until.callback(vbar.unpin, address, size)
+    return signature
 
 
 def _cast(
@@ -247,14 +258,13 @@ def _cast(
     if is_stored and not is_quantized(held) and getattr(held, "_model_dtype", held.dtype) != dtype:
         raise UnsupportedModel(_STORED_OTHERWISE)
     cast = LayerCast(layer, held.dtype if is_stored and is_quantized(held) else dtype, device, wanted.get("bias"))
-    weight, bias = cast.__enter__()
-    parts = _scaled(layer, weight, is_stored) | ({} if bias is None else {"bias": bias})
-    if _stay(layer, weight, device):
-        until.callback(cast.__exit__, None, None, None)
-    else:  # ComfyUI may use the same memory for the next layer
-        parts = {name: tensor.clone() for name, tensor in parts.items()}
-        cast.__exit__(None, None, None)
-    return parts
+    with ExitStack() as ending:
+        weight, bias = ending.enter_context(cast)
+        parts = _scaled(layer, weight, is_stored) | ({} if bias is None else {"bias": bias})
+        if not _stay(layer, weight, device):  # ComfyUI may use the same memory for the next layer
+            return {name: tensor.clone() for name, tensor in parts.items()}
+        until.push(ending.pop_all())
+        return parts
 
 
 def _scaled(layer: Any, weight: Any, is_stored: bool) -> dict[str, torch.Tensor]:

@@ -304,7 +304,13 @@ class LayerCast:
         if not hasattr(comfy.ops, "uncast_bias_weight"):
             weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
             return weight, bias
-        self._done = comfy.ops.cast_bias_weight(self._layer, **options, offloadable=True)
+        is_prefetched = _PREFETCH in self._layer.__dict__
+        try:
+            self._done = comfy.ops.cast_bias_weight(self._layer, **options, offloadable=True)
+        except BaseException:
+            if not is_prefetched:
+                _forget_staging(self._layer)
+            raise
         weight, bias, _ = self._done
         return weight, bias
 
@@ -314,6 +320,23 @@ class LayerCast:
         if self._done is not None:
             comfy.ops.uncast_bias_weight(self._layer, *self._done)
             self._done = None
+
+
+_PREFETCH = "_prefetch"
+"""Of a layer, from the transfer of its weights to the end of their cast."""
+
+
+def _forget_staging(layer: Any) -> None:
+    """Have the next call of a layer stage its weights anew. ComfyUI takes what a cast that failed midway left behind
+    for a prefetch, whose memory other layers have used since."""
+    prefetch = layer.__dict__.pop(_PREFETCH, None)
+    if prefetch is not None and prefetch["signature"] is not None:
+        layer._v_signature = None
+        vbar, address, size = layer._v
+        vbar.unpin(address, size)
+    for name in _PATCHES:
+        if (patch := getattr(layer, name, None)) is not None and hasattr(patch, "clear_prepared"):
+            patch.clear_prepared()
 
 
 def _are_as_needed(tensors: Collection[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:

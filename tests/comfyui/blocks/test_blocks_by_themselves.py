@@ -15,6 +15,7 @@ from slipstream.core.errors import BuildFailed
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.blocks import block_weights
 from slipstream.hosts.comfy.node_state.node_states import state_of
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.module import AcceleratedModule
@@ -204,10 +205,30 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
             pages.take_away()
         sampled(fast, patcher)
         assert module.status.block_calls == 4 * STEPS - 1, "what is not there is staged for the engine"
+        with monkeypatch.context() as shorter:
+            copied: list[bool] = []
+            stay = block_weights._stay
+            shorter.setattr(block_weights, "_stay", lambda *args: copied.append(not stay(*args)) or not copied[-1])
+            shorter.setattr(staging.Pages, "fault", without_the_last_pages(staging.Pages.fault))
+            for pages in model.model.dynamic_vbars.values():
+                pages.take_away()
+            sampled(fast, patcher)
+            assert module.status.block_calls == 5 * STEPS - 1 and copied and not any(copied)
+            assert not any(pages.held for pages in model.model.dynamic_vbars.values())
         patcher.detach()
         for layer in model.model.diffusion_model.modules():
             for part, tensor in (*layer._parameters.items(),) if hasattr(layer, "_v") else ():
                 tensor.data = tensor.data.to(torch.bfloat16)
                 setattr(layer, f"{part}_comfy_model_dtype", torch.bfloat16)
         sampled(fast, patcher)
-    assert module.status.block_calls == 4 * STEPS - 1, "none waits for a cast to another dtype"
+    assert module.status.block_calls == 5 * STEPS - 1, "none waits for a cast to another dtype"
+
+
+def without_the_last_pages(fault: Any) -> Any:
+    """For a tenth of a model's weights there is no memory."""
+
+    def shorter(pages: Any, address: int, size: int) -> Any:
+        is_there = address + size - pages.base_addr < 0.9 * pages.offset
+        return fault(pages, address, size) if is_there else None
+
+    return shorter

@@ -689,6 +689,24 @@ def test_a_weight_whose_lora_fails_is_staged_again(staged: Any, monkeypatch: pyt
     assert_bound_right(other)
 
 
+def test_a_cast_that_failed_midway_is_no_prefetch(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI would take it for one at every later call, and read what other layers put there since."""
+    patcher = staged()
+    other = with_lora(patcher, 0.5)
+    load(other)
+    with monkeypatch.context() as short_of_memory:
+
+        def resolve(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError("no memory for what is cast")
+
+        short_of_memory.setattr(comfy.ops, "resolve_cast_module_with_vbar", resolve)
+        with pytest.raises(torch.OutOfMemoryError):
+            bound(other)
+    assert not any("_prefetch" in vars(layer) for layer in patcher.model.diffusion_model.modules())
+    assert pages_of(other).held == 0
+    assert_bound_right(other)
+
+
 def test_small_buffers_stay_where_graphs_read_them(staged: Any) -> None:
     """ComfyUI moves them anew at each load, as for another LoRA."""
     patcher = staged()

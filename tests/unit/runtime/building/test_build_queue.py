@@ -303,6 +303,29 @@ def test_a_build_whose_memory_is_wanted_back_begins_anew(
     assert ticket.wait(SECONDS) and ticket.state is TicketState.DONE and builder.built == [FIRST, FIRST]
 
 
+def test_a_build_is_held_after_it_gave_way_twice(
+    tight: BuildQueue, builder: Builder, host: Host, memory: DeviceMemory
+) -> None:
+    """Else one that takes longer than the user's pauses would never end, nor let others begin."""
+    ticket = start(tight, builder)
+    for _ in range(2):
+        assert builder.began.wait(SECONDS)
+        memory.wanted_back, host.idle = True, False
+        with pytest.raises(BuildPostponed) as postponed:
+            builder.may_run()
+        builder.raises = [postponed.value]
+        builder.gate.set()
+        wait_until(lambda: ticket.state is TicketState.QUEUED)
+        builder.gate.clear()
+        builder.began.clear()
+        host.idle = True
+    assert builder.began.wait(SECONDS)
+    host.idle = False
+    assert builder.may_run() is False
+    builder.gate.set()
+    assert ticket.wait(SECONDS) and ticket.state is TicketState.DONE
+
+
 def test_a_build_that_was_cancelled_does_not_begin_anew() -> None:
     def build(plan: Plan, progress: ProgressCallback, cancel: CancelToken, may_run: Callable[[], bool]) -> Entry:
         cancel.cancel()
