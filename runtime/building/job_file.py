@@ -7,7 +7,6 @@ Nothing else can be named, so that a file can make nothing but what a job is mad
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -29,6 +28,7 @@ JOB = "job.json"
 _ROOT = str(Path(__file__).resolve().parents[2])
 _PACKAGE = __name__.rpartition(".runtime.")[0]
 """The name of this package here: a host may have loaded the pack under the path of its folder."""
+_STARTS_PROGRAMS = "core.programs"
 _NAME = re.compile(r"[A-Za-z0-9_.]+:[A-Za-z0-9_.]+")
 
 
@@ -152,13 +152,14 @@ def _named(name: str) -> Any:
     """The class or function of a name.
 
     Raises:
-        UnsupportedModel: it is none of this package.
+        UnsupportedModel: it is none of this package, or starts programs.
     """
     module, _, inner = name.partition(":")
     found: Any = None
-    if _NAME.fullmatch(name):
+    if _NAME.fullmatch(name) and module != _STARTS_PROGRAMS:
         found = importlib.import_module(f"{_PACKAGE}.{module}")
-        found = functools.reduce(getattr, inner.split("."), found)
+        for part in inner.split("."):
+            found = getattr(found, part, None)
     if not callable(found) or getattr(found, "__module__", None) != f"{_PACKAGE}.{module}":
         raise UnsupportedModel(f"{name!r} is no class or function that a build may use")
     return found
