@@ -6,6 +6,7 @@ Builds go through the whole of Slipstream but compile nothing and take a few sec
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -401,6 +402,41 @@ def test_widgets_keep_their_values(page: ComfyPage) -> None:
     assert page.page.evaluate(f"id => {node}.serialize().widgets_values", page.node) == first
     prompt = page.page.evaluate("async id => (await app.graphToPrompt()).output[id].inputs", page.node)
     assert prompt["build"] == "manual" and not [name for name in prompt if name.startswith("slipstream")]
+
+
+EXAMPLES = sorted((ROOT / "example_workflows").glob("*.json"))
+# Left, top, right and bottom of each node as the page draws it, in the graph's places; Nodes 2.0 has them higher.
+DRAWN = """nodes2 => app.graph._nodes.map(node => {
+  const [left, top] = node.pos, [width, height] = node.size;
+  if (!nodes2) return [node.type, left, top - 30, left + width, top + height];
+  const { scale, offset } = app.canvas.ds, place = app.canvas.canvas.getBoundingClientRect();
+  const box = document.querySelector(`[data-node-id="${node.id}"]`).getBoundingClientRect();
+  const x = (box.left - place.left) / scale - offset[0], y = (box.top - place.top) / scale - offset[1];
+  return [node.type, x, y, x + box.width / scale, y + box.height / scale];
+})"""
+GROUPS = """() => app.graph._groups.map(({ pos, size }) => [pos[0], pos[1], pos[0] + size[0], pos[1] + size[1]])"""
+
+
+def test_nodes_of_examples_lie_apart_and_in_their_groups(page: ComfyPage) -> None:
+    page.page.set_viewport_size({"width": 1400, "height": 900})
+    try:
+        for file in EXAMPLES:
+            page.page.evaluate("workflow => app.loadGraphData(workflow)", json.loads(file.read_text(encoding="utf-8")))
+            page.page.wait_for_timeout(1200)  # until all of them have their size
+            boxes, groups = page.page.evaluate(DRAWN, page.nodes2), page.page.evaluate(GROUPS)
+            for (one, *first), (other, *second) in itertools.combinations(boxes, 2):
+                assert not overlap(first, second), f"{file.stem}: {one} and {other}"
+            for kind, left, top, right, bottom in boxes:
+                around = [group for group in groups if group[0] <= left + 1 and group[1] <= top + 1]
+                assert any(right <= group[2] + 1 and bottom <= group[3] + 1 for group in around), f"{file.stem}: {kind}"
+    finally:
+        page.page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    """By more than a pixel, for which rounding is to blame."""
+    wide, high = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
+    return wide > 1 and high > 1
 
 
 def test_states_of_other_workflows_are_not_shown(page: ComfyPage, client: ComfyClient) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.sampling import saved
 from slipstream.sampling.saved_preset import SavedPreset
+from slipstream.tests.comfyui.page.conftest import NEW
 from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, change_settings, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
@@ -105,6 +106,22 @@ def test_the_strip_and_the_list_say_what_is_saved(skipping: ComfyPage) -> None:
     assert "save 30 % · balanced" in found["named"] and "extreme · skips nothing here" in found["named"]
     assert found["named"][:4] == ["save 25 % · quality", "save 30 % · balanced", "save 50 % · fast", "custom"]
     assert "dB to the picture of all steps" in found["title"]
+
+
+@pytest.mark.skipif(not NEW, reason="this ComfyUI's lists show values as they are")
+def test_the_list_is_seen_to_say_what_is_saved(skipping: ComfyPage) -> None:
+    if not skipping.nodes2:
+        shown = "id => app.graph.getNodeById(id).widgets.find(each => each.name === 'preset')._displayValue"
+        assert skipping.page.evaluate(shown, SKIP) == "save 30 % · balanced"
+        return
+    node = skipping.page.locator(f'[data-node-id="{SKIP}"]')
+    skipping.until(lambda: "save 30 % · balanced" in node.inner_text(), "the label of what is chosen")
+    node.get_by_text("save 30 % · balanced").click()
+    options = skipping.page.get_by_role("option")
+    options.filter(has_text="save 50 % · fast").wait_for()
+    assert "hackathon" not in "".join(options.all_inner_texts())
+    options.filter(has_text="save 25 % · quality").click()
+    skipping.until(lambda: seen(skipping)["dots"].count("computed") == 15, "the steps of what was chosen")
 
 
 def test_the_strip_follows_the_sampler(skipping: ComfyPage) -> None:

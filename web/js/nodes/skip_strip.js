@@ -68,13 +68,15 @@ export function addSkipStrip(node) {
 /** The list says what each preset saves with this sampler, the closest first. Its values stay those of saved workflows. */
 function relabel(list, { steps, presets, offered }) {
   if (!list?.options) return;
-  list.options.values = offered.includes(list.value) || !list.value ? offered : [...offered, list.value];
-  list.options.getOptionLabel = (name) => {
+  const values = offered.includes(list.value) || !list.value ? offered : [...offered, list.value];
+  const getOptionLabel = (name) => {
     const preset = presets[name];
     if (!preset || !offered.includes(name)) return name ?? "";
     if (preset.reason) return t("saves_nothing", { name });
     return t("saves", { part: percent(1 - preset.computed / steps), name });
   };
+  list.options = { ...list.options, values, getOptionLabel };
+  if (list._state?.options) list._state.options = list.options; // Nodes 2.0 reads them there, and hears of others alone
   app.canvas?.setDirty(true, false);
 }
 
