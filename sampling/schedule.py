@@ -134,6 +134,11 @@ def shortened(sigmas: Tensor, computed: Sequence[int]) -> Tensor:
     return torch.cat([sigmas[list(computed)], sigmas[-1:]])
 
 
+def gaps(computed: Steps, steps: int) -> tuple[int, ...]:
+    """From each computed step to the next one, from the last to the end: 1 where nothing is skipped."""
+    return tuple(after - before for before, after in itertools.pairwise((*computed, steps)))
+
+
 def _check_count(steps: int, count: int) -> None:
     if not min(2, steps) <= count <= steps:
         raise ValueError(f"{count} of {steps} steps cannot be computed; choose from {min(2, steps)} to {steps}.")
