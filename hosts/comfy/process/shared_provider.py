@@ -16,8 +16,9 @@ from ....runtime.checking.step_times import StepTimes
 from ....runtime.provider import EngineProvider
 from ....runtime.settings.preferences_file import PreferencesFile
 from ....runtime.settings.store_folder import default_home, open_store, preferences_file, store_home
+from .build_room import BuildRoom
 from .checkout import OPEN_FOLDERS
-from .free_memory import BuildRoom, available
+from .free_memory import available
 from .server_events import ENGINES, send, server_of_process
 
 SWITCH = "SLIPSTREAM_STEP_TIMES"

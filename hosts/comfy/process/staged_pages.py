@@ -119,13 +119,18 @@ def kept_free() -> int:
     return int(wanted * (1 << 30)) if getattr(comfy.memory_management, "aimdo_enabled", False) else 0
 
 
-def yielding(device: torch.device) -> int:
-    """Return the bytes on a device that staged weights give back by themselves: all but those of held pages."""
+def loaded_on(device: torch.device) -> Iterator[Any]:
+    """The patchers of ComfyUI's models on a device, engines among them."""
     import comfy.model_management as management
 
     patchers = (patcher for patcher in management.loaded_models() if patcher is not None)  # None: it is gone already
-    models = (patcher for patcher in patchers if patcher.load_device == device)
-    staged = (getattr(patcher.model, "dynamic_vbars", {}).get(device) for patcher in models if is_dynamic(patcher))
+    return (patcher for patcher in patchers if patcher.load_device == device)
+
+
+def yielding(device: torch.device) -> int:
+    """Return the bytes on a device that staged weights give back by themselves: all but those of held pages."""
+    models = filter(is_dynamic, loaded_on(device))
+    staged = (getattr(patcher.model, "dynamic_vbars", {}).get(device) for patcher in models)
     vbars = {id(vbar): vbar for vbar in staged if vbar is not None}
     for pages in [*_held.values()]:
         vbars.pop(id(pages.vbar), None)

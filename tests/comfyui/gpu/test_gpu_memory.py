@@ -270,7 +270,7 @@ def test_a_copy_that_does_not_fit_is_a_reason(accelerate: Any, monkeypatch: pyte
     plain = picture(model)
     fast, module = accelerate(model)
     monkeypatch.setattr(
-        "slipstream.hosts.comfy.process.free_memory._available", lambda _: management.minimum_inference_memory() + MB
+        "slipstream.hosts.comfy.process.free_memory.available", lambda _: management.minimum_inference_memory() + MB
     )
     assert distance(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]

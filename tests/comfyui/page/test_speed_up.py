@@ -26,6 +26,13 @@ _WIRES = """() => app.graph.serialize().links.map(([, from, out, to, slot]) => {
   return [type(from), out, type(to), slot].join(" ");
 }).sort()"""
 _LOAD = "workflow => app.loadGraphData(workflow)"
+_PUT_BETWEEN = """kind => {
+  const node = LiteGraph.createNode(kind);
+  app.graph.add(node);
+  app.graph.getNodeById(1).connect(0, node, 0);
+  node.connect(0, app.graph.getNodeById(7), 0);
+}"""
+"""A node between the model's loader and the sampler."""
 
 
 def without(name: str, kinds: Collection[str], size: int) -> dict[str, Any]:
@@ -83,13 +90,7 @@ def test_what_is_accelerated_already_is_left_alone(page: ComfyPage) -> None:
 
 def test_what_stays_on_the_model_is_said_before(page: ComfyPage) -> None:
     page.page.evaluate(_LOAD, without("first_engine", (*ACCELERATE, *READERS), new_size()))
-    add = """() => {
-      const node = LiteGraph.createNode("FreeU_V2");
-      app.graph.add(node);
-      app.graph.getNodeById(1).connect(0, node, 0);
-      node.connect(0, app.graph.getNodeById(7), 0);
-    }"""
-    page.page.evaluate(add)
+    page.page.evaluate(_PUT_BETWEEN, "FreeU_V2")
     panel = page.open_tab("Workflow")
     panel.get_by_text("Patches the model's blocks: such calls run on your model.").wait_for()
     panel.get_by_text("between FreeU V2 and KSampler").or_(
@@ -100,13 +101,7 @@ def test_what_stays_on_the_model_is_said_before(page: ComfyPage) -> None:
 def test_what_stays_on_the_model_is_less_where_blocks_have_engines(page: ComfyPage) -> None:
     page.page.evaluate(_LOAD, without("first_engine", (*ACCELERATE, *READERS), new_size()))
     page.page.evaluate(_ON_A_GPU)
-    add = """() => {
-      const node = LiteGraph.createNode("HyperTile");
-      app.graph.add(node);
-      app.graph.getNodeById(1).connect(0, node, 0);
-      node.connect(0, app.graph.getNodeById(7), 0);
-    }"""
-    page.page.evaluate(add)
+    page.page.evaluate(_PUT_BETWEEN, "HyperTile")
     panel = page.open_tab("Workflow")
     panel.get_by_text("the blocks that it reaches run on your model, the others on engines").wait_for()
 

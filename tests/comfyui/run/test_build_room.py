@@ -11,8 +11,8 @@ import execution
 import pytest
 import torch
 
-from slipstream.hosts.comfy.process import free_memory
-from slipstream.hosts.comfy.process.free_memory import BuildRoom
+from slipstream.hosts.comfy.process import build_room
+from slipstream.hosts.comfy.process.build_room import BuildRoom
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.fakes import CPU
 
@@ -72,11 +72,8 @@ class ComfyUI:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded() -> Iterator[None]:
-    management.unload_all_models()
-    management.current_loaded_models.clear()
+def _nothing_is_left(nothing_loaded: None) -> Iterator[None]:
     yield
-    management.current_loaded_models.clear()
     _models.clear()
 
 
@@ -84,7 +81,7 @@ def _nothing_loaded() -> Iterator[None]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(management, "get_free_memory", made.free)
-    monkeypatch.setattr(free_memory, "bytes_for_others", made.free_for_others)
+    monkeypatch.setattr(build_room, "bytes_for_others", made.free_for_others)
     monkeypatch.setattr(management, "extra_reserved_memory", lambda: 0)
     return made
 
@@ -92,14 +89,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 @pytest.fixture
 def comfyui(monkeypatch: pytest.MonkeyPatch) -> ComfyUI:
     made = ComfyUI()
-    monkeypatch.setattr(free_memory, "server_of_process", lambda: SimpleNamespace(prompt_queue=made.queue))
+    monkeypatch.setattr(build_room, "server_of_process", lambda: SimpleNamespace(prompt_queue=made.queue))
     return made
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(free_memory, "time", made)
+    monkeypatch.setattr(build_room, "time", made)
     return made
 
 

@@ -41,11 +41,8 @@ MB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded() -> Iterator[None]:
-    management.unload_all_models()
-    management.current_loaded_models.clear()
+def _nothing_is_left(nothing_loaded: None) -> Iterator[None]:
     yield
-    management.current_loaded_models.clear()
     copies.free(CPU)
 
 

@@ -64,7 +64,7 @@ def _put_in_place(pack: str, pace: _Pace) -> object:
     if patience := os.environ.get("SLIPSTREAM_TEST_TIGHT_MEMORY"):
         from .tight_memory import use_tight_memory  # this file is also read by itself
 
-        use_tight_memory(part("hosts.comfy.process.free_memory"), float(patience))
+        use_tight_memory(part("hosts.comfy.process.build_room"), float(patience))
     return pack
 
 

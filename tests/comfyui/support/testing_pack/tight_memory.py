@@ -7,11 +7,11 @@ from typing import Any
 import comfy.model_management as management
 
 
-def use_tight_memory(free_memory: Any, patience_seconds: float) -> None:
+def use_tight_memory(build_room: Any, patience_seconds: float) -> None:
     """Have builds find no memory until ComfyUI unloads its models.
 
     Args:
-        free_memory: the pack's module of that name.
+        build_room: the pack's module of that name.
         patience_seconds: that ComfyUI has to be idle before it is asked.
     """
     everything = (2 << 30) + management.extra_reserved_memory()
@@ -21,5 +21,5 @@ def use_tight_memory(free_memory: Any, patience_seconds: float) -> None:
         return (left, 0) if torch_free_too else left
 
     management.get_free_memory = free
-    free_memory.bytes_for_others = free
-    free_memory._PATIENCE_SECONDS = patience_seconds
+    build_room.bytes_for_others = free
+    build_room._PATIENCE_SECONDS = patience_seconds
