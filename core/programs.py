@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 Program = subprocess.Popen[bytes]
-Input = int | IO[bytes] | None
+Stream = int | IO[bytes] | None
 
 NOTHING, PIPE = subprocess.DEVNULL, subprocess.PIPE
 FAILURES = (OSError, subprocess.SubprocessError)
@@ -49,9 +49,9 @@ def start(
     command: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
-    given: Input = NOTHING,
-    output: Input = NOTHING,
-    errors: Input = NOTHING,
+    given: Stream = NOTHING,
+    output: Stream = NOTHING,
+    errors: Stream = NOTHING,
     own_group: bool = False,
 ) -> Program:
     """Start a program, which goes on by itself.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .held_weights import Hold
+from .held_weights import CHANGES, Hold
 from .layer_walk import layers_of, names_in
 from .source_code import HostCode, pack_of
 
@@ -34,7 +34,7 @@ _CONTAINERS = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
 _PLACES = torch.dtype, torch.device, torch.Tensor
 """Kinds of values that say where weights lie and how they are stored, which is no part of what is computed."""
 _BOOKKEEPING = frozenset(
-    {"weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"}  # ComfyUI's
+    {*CHANGES}  # ComfyUI's
     | {"parameters_manual_cast", "forge_online_loras"}  # Forge's
     | {"processor", "_internal_dict", "sample_size"}  # diffusers'; its own checks look at the first two
     | {"use_checkpoint", "checkpoint", "gradient_checkpointing"}  # what these save is for training

@@ -14,8 +14,11 @@ from .layer_walk import Names, names_in
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)))
 """Classes of tensors whose values lie where they say."""
-_FUNCTIONS = "weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"
+CHANGES_AT_CALLS = "weight_function", "bias_function"
 """Of ComfyUI's layers: what they do to their weights at each call."""
+PATCHES = "weight_lowvram_function", "bias_lowvram_function"
+"""Of ComfyUI's layers: what they do to weights, such as LoRAs, each time that these are brought to the device."""
+CHANGES = *CHANGES_AT_CALLS, *PATCHES
 
 
 class HeldWeights:
@@ -97,7 +100,7 @@ class _Reader:
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
         owns = [layer.__dict__ for layer in layers]
         self._holders = [each for own in owns for each in (own["_parameters"], own["_buffers"])]
-        named = [(at, own, [name for name in _FUNCTIONS if name in own]) for at, own in enumerate(owns)]
+        named = [(at, own, [name for name in CHANGES if name in own]) for at, own in enumerate(owns)]
         self._functions = [(itemgetter(*names, names[0]), own) for _, own, names in named if names]
         self._places = [(at, name) for at, _, names in named if names for name in (*names, names[0])]
 

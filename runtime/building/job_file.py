@@ -29,6 +29,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _PACKAGE = __name__.rpartition(".runtime.")[0]
 """The name of this package here: a host may have loaded the pack under the path of its folder."""
 _STARTS_PROGRAMS = "core.programs"
+"""No part of a job is made by this module, whose functions would run what a file says."""
 _NAME = re.compile(r"[A-Za-z0-9_.]+:[A-Za-z0-9_.]+")
 
 

@@ -10,16 +10,15 @@ import torch
 
 from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
-from ...live_model.held_weights import PLAIN
+from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PLAIN
 from ...live_model.layer_walk import layers_of
-from ..process.current_weights import CASTS, LayerCast, as_needed, is_quantized, places_of
+from ..process.current_weights import CASTS, PREFETCH, LayerCast, as_needed, is_quantized, is_staged_in, places_of
 from ..process.staged_pages import counts_holders
 from .block_architecture import PREFIX
 
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 """Name, shape and dtype of each weight."""
 
-_CHANGES = "weight_function", "bias_function", "weight_lowvram_function", "bias_lowvram_function"
 _STAGED = "_v"
 """Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
 
@@ -43,7 +42,7 @@ def stored_weights(block: torch.nn.Module, device: torch.device) -> dict[str, St
     are_cast = device.type == "cuda" and not _kernels_read_eight_bits(device)
     for path, layer in layers_of(block).items():
         own = layer.__dict__
-        are_cast = are_cast or any(map(own.get, _CHANGES))
+        are_cast = are_cast or any(map(own.get, CHANGES))
         for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
             if tensor is None:
                 continue
@@ -110,16 +109,12 @@ def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device)
         own = layer.__dict__
         tensors = [tensor for tensor in own["_parameters"].values() if tensor is not None]
         if _STAGED in own:
-            is_right = counts_holders() and all(_is_staged_in(tensor, dtype) for tensor in tensors)
+            is_right = counts_holders() and all(is_staged_in(tensor, dtype) for tensor in tensors)
         else:
             is_right = all(_lies(tensor, dtype, places) for tensor in tensors)
-        if not is_right or any(map(own.get, _CHANGES[:2] if _STAGED in own else _CHANGES)):
+        if not is_right or any(map(own.get, CHANGES_AT_CALLS if _STAGED in own else CHANGES)):
             return False
     return True
-
-
-def _is_staged_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return type(tensor) in PLAIN and getattr(tensor, "_model_dtype", tensor.dtype) == dtype
 
 
 def _lies(tensor: torch.Tensor, dtype: torch.dtype | None, places: Set[torch.device]) -> bool:
@@ -137,7 +132,7 @@ def _staged_before(
     own = layer.__dict__
     if _STAGED not in own or own.get("_v_signature") is None or not counts_holders():
         return None
-    if "_prefetch" in own or any(map(own.get, _CHANGES[:2])) or layer.weight.device == device:
+    if PREFETCH in own or any(map(own.get, CHANGES_AT_CALLS)) or layer.weight.device == device:
         return None
     parts, places = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}, places_of(device)
     found = {name: tensor for name, tensor in parts.items() if tensor is not None}
@@ -195,7 +190,7 @@ class BlockWeights:
                 layer = layer._modules[name]
             own = layer.__dict__
             tensors = own["_parameters"]
-            is_changed = any(map(own.get, _CHANGES))
+            is_changed = any(map(own.get, CHANGES))
             is_plain = _STAGED not in own and not is_changed
             cast: dict[str, torch.Tensor] | None = None
             for place, name, shape, dtype in parts:

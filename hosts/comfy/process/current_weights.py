@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ....core.errors import UnsupportedModel
-from ...live_model.held_weights import PLAIN, HeldWeights
+from ...live_model.held_weights import PATCHES, PLAIN, HeldWeights
 from ...live_model.layer_walk import Layers, layers_of, tensors_of
 from .free_memory import memory_beside_sampling
 
@@ -213,6 +213,11 @@ def is_untouched(layer: Any, part: str) -> bool:
     return not is_quantized(getattr(layer, part)) and not any(changes)
 
 
+def is_staged_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight is a plain tensor that ComfyUI stages in a dtype, whatever it is stored in."""
+    return type(tensor) in PLAIN and getattr(tensor, "_model_dtype", tensor.dtype) == dtype
+
+
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether ComfyUI holds a weight in a quantised form."""
     return type(tensor).__name__ == _QUANTIZED
@@ -226,25 +231,22 @@ def _cast_layer(name: str, layer: Any, dtype: torch.dtype, device: torch.device)
         return {key: _plain(tensor) if id(tensor) in own else _plain(tensor).clone() for key, tensor in cast.items()}
 
 
-_PATCHES = "weight_lowvram_function", "bias_lowvram_function"
-"""Of a layer: what ComfyUI computes once of a weight that it stages, such as LoRAs."""
-
 _ROUNDED_AS_BY_TORCH = torch.float32, torch.float16, torch.bfloat16
-"""What ComfyUI rounds at random to other dtypes."""
+"""Dtypes to which ComfyUI rounds as torch does. To others it rounds at random."""
 
 
 def cast_once(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Have ComfyUI cast a layer's weights, as a call of the layer would: what streams from RAM is staged then.
 
-    ComfyUI's own code for LoRAs computes where it staged their weight, with what it would compute with in the cast. But
-    there it first brings a LoRA's tensors to memory that is pinned and shared, which took half of the cast's time, and
-    they are read once: what they make of the weight stays.
+    LoRAs are computed by ComfyUI's own code, where it staged their weight, to the same bits as in its cast. What the
+    cast does before is left out: it brings a LoRA's tensors to pinned memory and to a buffer on the device, which is
+    half of its work. They are read once, since what they make of the weight stays.
     """
     patches, before = _patches_once(layer, dtype), getattr(layer, "_v_signature", None)
     with _left_out(layer, patches), LayerCast(layer, dtype, device) as cast, torch.no_grad():
         if patches and layer._v_signature not in (None, before):
             try:
-                for name, tensor in zip(_PATCHES, cast, strict=True):
+                for name, tensor in zip(PATCHES, cast, strict=True):
                     if tensor is not None and name in patches and (made := patches[name](tensor)) is not tensor:
                         tensor.copy_(made)
             except BaseException:
@@ -257,11 +259,9 @@ def _patches_once(layer: Any, dtype: torch.dtype) -> dict[str, Any]:
     it would do more than compute them."""
     import comfy.model_patcher
 
-    found = {name: patch for name in _PATCHES if (patch := getattr(layer, name, None)) is not None}
+    found = {name: patch for name in PATCHES if (patch := getattr(layer, name, None)) is not None}
     weights = [tensor for tensor in (layer.weight, getattr(layer, "bias", None)) if tensor is not None]
-    is_simple = dtype in _ROUNDED_AS_BY_TORCH and all(
-        type(tensor) in PLAIN and getattr(tensor, "_model_dtype", tensor.dtype) == dtype for tensor in weights
-    )
+    is_simple = dtype in _ROUNDED_AS_BY_TORCH and all(is_staged_in(tensor, dtype) for tensor in weights)
     kind = comfy.model_patcher.LowVramPatch
     return found if is_simple and all(type(patch) is kind for patch in found.values()) else {}
 
@@ -304,7 +304,7 @@ class LayerCast:
         if not hasattr(comfy.ops, "uncast_bias_weight"):
             weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
             return weight, bias
-        is_prefetched = _PREFETCH in self._layer.__dict__
+        is_prefetched = PREFETCH in self._layer.__dict__
         try:
             self._done = comfy.ops.cast_bias_weight(self._layer, **options, offloadable=True)
         except BaseException:
@@ -322,19 +322,19 @@ class LayerCast:
             self._done = None
 
 
-_PREFETCH = "_prefetch"
+PREFETCH = "_prefetch"
 """Of a layer, from the transfer of its weights to the end of their cast."""
 
 
 def _forget_staging(layer: Any) -> None:
     """Have the next call of a layer stage its weights anew. ComfyUI takes what a cast that failed midway left behind
     for a prefetch, whose memory other layers have used since."""
-    prefetch = layer.__dict__.pop(_PREFETCH, None)
+    prefetch = layer.__dict__.pop(PREFETCH, None)
     if prefetch is not None and prefetch["signature"] is not None:
         layer._v_signature = None
         vbar, address, size = layer._v
         vbar.unpin(address, size)
-    for name in _PATCHES:
+    for name in PATCHES:
         if (patch := getattr(layer, name, None)) is not None and hasattr(patch, "clear_prepared"):
             patch.clear_prepared()
 

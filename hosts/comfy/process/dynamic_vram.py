@@ -25,7 +25,7 @@ import torch
 
 from ....core.protocols import BoundWeights
 from ...architecture import Remembered
-from ...live_model.held_weights import PLAIN, version_of
+from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .free_memory import available
@@ -239,7 +239,7 @@ def _staged_weights(
 
 def _is_changed_at_calls(layer: Any) -> bool:
     """Whether functions change what is staged at every call of the layer."""
-    return bool(getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
+    return any(getattr(layer, name, None) for name in CHANGES_AT_CALLS)
 
 
 def _is_plain(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> bool:
