@@ -328,7 +328,10 @@ class EngineProvider:
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
             entry = self._forgiven(entry)
-        if reason := self.why_retired(entry) or self._why_short(plan):
+        if reason := self.why_retired(entry):
+            return Offer(reason=reason)
+        if reason := self._why_short(plan):
+            self.pool.close_all_idle(plan.device)
             return Offer(reason=reason)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
@@ -554,7 +557,7 @@ class EngineProvider:
         plan, entry = found
         self._trust.check_not_refused(source, entry)
         needed = known_device_bytes(entry)
-        if self.why_retired(entry) or self._shortages.why_not(plan.key.digest, plan.device):
+        if self.why_retired(entry) or self._why_short(plan):
             return None
         if not needed and plan.device.type != "cpu":
             return None
@@ -712,16 +715,15 @@ class EngineProvider:
         return self._short(offer.plan, needed, hooks)
 
     def _why_short(self, plan: Plan) -> str | None:
-        """Why the engine is left alone for want of memory, which idle engines give back to the plain model then."""
-        reason = self._shortages.why_not(plan.key.digest, plan.device)
-        if reason is not None:
-            self.pool.free(plan.device, math.inf)
-        elif plan.spec.role in _OF_VAES and self._shortages.is_any(plan.device, self._short_models):
+        """Why the engine is left alone for want of memory."""
+        if reason := self._shortages.why_not(plan.key.digest, plan.device):
+            return reason
+        if plan.spec.role in _OF_VAES and self._shortages.is_any(plan.device, self._short_models):
             # Each picture's sampling would close it again.
             return (
                 "GPU memory did not suffice for an engine of the diffusion model, which needs what this one would hold"
             )
-        return reason
+        return None
 
     def _short(self, plan: Plan, needed: int, hooks: HostHooks) -> str:
         hooks.drop_copies(plan.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -221,10 +222,21 @@ class EnginePool:
             Bytes freed: less than wanted where the rest is in use.
         """
         freed = self.networks.free(device, wanted)
-        while freed < wanted and (loaded := self._pop_oldest_with_memory(device)) is not None:
-            freed += _close_and_measure(loaded)
+        freed += self._close_idle_until(device, wanted - freed)
         if freed:
             self.on_change(device)
+        return freed
+
+    def close_all_idle(self, device: torch.device) -> None:
+        """Give what idle engines hold to a model that runs without one. Graphs of networks stay: it may run by them."""
+        if self._close_idle_until(device, math.inf):
+            self.on_change(device)
+
+    def _close_idle_until(self, device: torch.device, wanted: float) -> int:
+        """Close those that were used longest ago first; returns the bytes freed."""
+        freed = 0
+        while freed < wanted and (loaded := self._pop_oldest_with_memory(device)) is not None:
+            freed += _close_and_measure(loaded)
         return freed
 
     def _find_idle(self, entry: Entry, device: torch.device) -> int | None:

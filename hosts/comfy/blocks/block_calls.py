@@ -53,6 +53,9 @@ _Result = TypeVar("_Result")
 
 Weights = Mapping[str, torch.Tensor]
 
+_MOST_COPIED_BYTES = 128 << 20
+"""Of a block's weights where memory lacks for what ComfyUI stages: more would drive out what is staged of others."""
+
 _TF32 = 5e-3
 """Relative error that TF32's rounding explains, where fp32 is multiplied so."""
 
@@ -523,7 +526,7 @@ class BlockCalls:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
 
         None where ComfyUI would have to cast them to another form for the engine, or memory lacks for all of them at
-        once, and blocks were not asked for: that takes longer than it gains.
+        once and they are large, and blocks were not asked for: that takes longer than it gains.
         """
         assert offer.engine is not None
         known, place, dtype = weights_of(block, offer), (block, offer.engine), dtype_of(offer.precision)
@@ -533,7 +536,8 @@ class BlockCalls:
             return given
         if not (self._are_asked_for or self._are_at_hand(block, dtype)):
             return None
-        return known.of(block.module, self._device, until, may_copy=self._are_asked_for)
+        may_copy = self._are_asked_for or known.nbytes <= _MOST_COPIED_BYTES
+        return known.of(block.module, self._device, until, may_copy)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""

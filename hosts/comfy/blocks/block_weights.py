@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
@@ -144,6 +145,9 @@ class BlockWeights:
 
     Args:
         wanted: as an engine takes them.
+
+    Attributes:
+        nbytes: of all of them.
     """
 
     def __init__(self, wanted: Wanted) -> None:
@@ -153,6 +157,7 @@ class BlockWeights:
             layers.setdefault(tuple(path), []).append((place, own, shape, dtype))
         self._layers = [*layers.items()]
         self._wanted = wanted
+        self.nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted)
 
     def among(self, weights: Mapping[str, torch.Tensor], path: str) -> list[torch.Tensor] | None:
         """A block's weights in the engine's order, of those of the whole network; None where not all are there.

@@ -15,7 +15,7 @@ from slipstream.core.errors import BuildFailed
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_weights
+from slipstream.hosts.comfy.blocks import block_calls, block_weights
 from slipstream.hosts.comfy.node_state.node_states import state_of
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.module import AcceleratedModule
@@ -210,18 +210,22 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
             stay = block_weights._stay
             shorter.setattr(block_weights, "_stay", lambda *args: copied.append(not stay(*args)) or not copied[-1])
             shorter.setattr(staging.Pages, "fault", without_the_last_pages(staging.Pages.fault))
-            for pages in model.model.dynamic_vbars.values():
-                pages.take_away()
-            sampled(fast, patcher)
-            assert module.status.block_calls == 5 * STEPS - 1 and copied and not any(copied)
-            assert not any(pages.held for pages in model.model.dynamic_vbars.values())
+            for most, count in ((0, 5), (block_calls._MOST_COPIED_BYTES, 6)):
+                shorter.setattr(block_calls, "_MOST_COPIED_BYTES", most)
+                copied.clear()
+                for pages in model.model.dynamic_vbars.values():
+                    pages.take_away()
+                sampled(fast, patcher)
+                assert module.status.block_calls == count * STEPS - 1
+                assert copied and any(copied) == bool(most), "small blocks alone have their weights copied at once"
+                assert not any(pages.held for pages in model.model.dynamic_vbars.values())
         patcher.detach()
         for layer in model.model.diffusion_model.modules():
             for part, tensor in (*layer._parameters.items(),) if hasattr(layer, "_v") else ():
                 tensor.data = tensor.data.to(torch.bfloat16)
                 setattr(layer, f"{part}_comfy_model_dtype", torch.bfloat16)
         sampled(fast, patcher)
-    assert module.status.block_calls == 5 * STEPS - 1, "none waits for a cast to another dtype"
+    assert module.status.block_calls == 6 * STEPS - 1, "none waits for a cast to another dtype"
 
 
 def without_the_last_pages(fault: Any) -> Any:

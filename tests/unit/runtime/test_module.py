@@ -480,14 +480,17 @@ def test_after_two_attempts_the_engine_is_left_alone(
 def test_engines_that_wait_give_their_memory_to_a_model_that_has_too_little(
     module: AcceleratedModule, source: FakeSource, backend: NullBackend
 ) -> None:
-    fail_twice(module, source, backend)
-    vae = FakeSource()
+    vae, provider, shape = FakeSource(), module.provider, CallShape.of(INPUTS)
     vae.architecture = FakeArchitecture(role=Role.VAE_DECODE)
-    provider = module.provider
     other = AcceleratedModule(provider, FIRST_USE)
     with other.run(vae) as run:
         call(run, vae)
-    assert counts(other) == (0, 1) and "GPU memory did not suffice" in reasons(other)[0]
+    assert provider.forecast(vae, shape, FIRST_USE) is not None
+    fail_twice(module, source, backend)
+    with other.run(vae) as run:
+        call(run, vae)
+    assert counts(other) == (1, 1) and "GPU memory did not suffice" in reasons(other)[0]
+    assert provider.forecast(vae, shape, FIRST_USE) is None, "the plain VAE needs more"
 
     waiting = FakeSource()
     waiting.architecture = FakeArchitecture("b" * 64)

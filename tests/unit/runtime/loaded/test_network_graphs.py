@@ -59,6 +59,8 @@ def test_those_in_use_stay_and_the_others_give_way_oldest_first() -> None:
     pool.on_change = told.append
     graphs = [used(networks, network) for network in networks_of]
     assert pool.device_bytes(CUDA) == 300
+    pool.close_all_idle(CUDA)
+    assert pool.device_bytes(CUDA) == 300, "a model may run by them where no engine is used"
     with networks.running(networks_of[0]):
         assert pool.free(CUDA, 50) == 100 and told == [CUDA]
         assert [each.bytes for each in graphs] == [100, 0, 100]
