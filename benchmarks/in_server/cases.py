@@ -55,6 +55,7 @@ FAMILIES = {
     "sd15": Family(768),
     "sdxl": Family(2048, pooled=1280),
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
+    "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
     "tiny": Family(768),
 }
 
@@ -69,6 +70,7 @@ class PictureCase:
         size: width and height of the picture in pixels.
         has_control: with a ControlNet.
         has_lora: with a LoRA, whose strength is another in each picture.
+        tokens: lengths of the positive prompt, another one in each picture; empty: its family's.
         second_size: width and height to which the latent is enlarged for a second sampler; None: there is one sampler.
         is_decode_only: a VAE decodes random latents, and no model runs.
         needs_gpu: a CPU would take minutes for a picture.
@@ -83,6 +85,7 @@ class PictureCase:
     batch: int = 1
     has_control: bool = False
     has_lora: bool = False
+    tokens: tuple[int, ...] = ()
     second_size: int | None = None
     is_decode_only: bool = False
     needs_gpu: bool = True
@@ -146,6 +149,15 @@ CASES = {
             1024,
             4,
             cfg=1.0,
+        ),
+        PictureCase(
+            "qwen-image-1024-8",
+            "10 of Qwen-Image's 60 blocks, prompts of three lengths in turn, 1024×1024, 8 steps of euler, CFG 4",
+            "qwen-image",
+            1024,
+            8,
+            cfg=4.0,
+            tokens=(37, 112, 256),
         ),
         PictureCase(
             "vae-decode-1024",

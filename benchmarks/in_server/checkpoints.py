@@ -19,7 +19,7 @@ import torch
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
 from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_unet
-from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, LORA, ModelFile
+from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, ModelFile
 from .cases import VAE as VAE_FOLDER
 
 SEED = 7
@@ -37,6 +37,8 @@ TINY = {
 """As small as the stock loader takes for SD1.5: the widths are what it looks at."""
 
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
+QWEN_IMAGE = {"image_model": "qwen_image", "num_layers": 10}
+"""A sixth of its blocks, each of full size: 3.4 billion weights."""
 _LORA_TARGETS = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
 _SPARE_BYTES = 2 * 2**30
 
@@ -84,14 +86,18 @@ def _checkpoint(family: str) -> Tensors:
 
 
 def _diffusion_model(family: str) -> Tensors:
-    assert family == "flux", family
     import comfy.model_base
     import comfy.supported_models
 
-    config = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL))
-    network = _network(config, comfy.model_base.Flux, torch.bfloat16)
+    if family == "flux":
+        config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL)), comfy.model_base.Flux
+    else:
+        config, kind = comfy.supported_models.QwenImage(dict(QWEN_IMAGE)), comfy.model_base.QwenImage
+    network = _network(config, kind, torch.bfloat16)
     randomise(network, SEED)
     tensors = _on_cpu(network.state_dict())
+    if family != "flux":
+        return tensors
     # By this name all ComfyUIs know the model; newer ones have another one for it in memory.
     return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in tensors.items()}
 
@@ -137,12 +143,12 @@ def _vae(family: str) -> Tensors:
     import comfy.model_management as management
     from comfy.ldm.models.autoencoder import AutoencoderKL
 
-    channels = 16 if family == "flux" else 4
+    channels = FAMILIES[family].channels
     with torch.device(management.get_torch_device()):
         network = AutoencoderKL(ddconfig={**VAE, "z_channels": channels}, embed_dim=channels)
     randomise(network, SEED)
     tensors = network.state_dict()
-    if family == "flux":  # whose VAE has no such layers, by which ComfyUI knows it
+    if channels == 16:  # such a VAE has no such layers, by which ComfyUI knows it
         tensors = {name: tensor for name, tensor in tensors.items() if "quant_conv." not in name}
     return _on_cpu(tensors, torch.float16)
 

@@ -126,7 +126,9 @@ class _Builder:
         return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
 
     def _prompts(self) -> tuple[Link, Link]:
-        positive, negative = self._random_prompt(POSITIVE), self._random_prompt(NEGATIVE)
+        lengths = self._case.tokens or (self._family.tokens,)
+        positive = self._random_prompt(POSITIVE, lengths[self._wish.seed % len(lengths)])
+        negative = self._random_prompt(NEGATIVE, self._family.tokens)
         if not self._case.has_control:
             return positive, negative
         control = self._first("ControlNetLoader", control_net_name=self._file(CONTROLNET))
@@ -140,9 +142,9 @@ class _Builder:
         )  # fmt: skip
         return [applied, 0], [applied, 1]
 
-    def _random_prompt(self, seed: int) -> Link:
+    def _random_prompt(self, seed: int, tokens: int) -> Link:
         family = self._family
-        shape = {"tokens": family.tokens, "width": family.width, "pooled": family.pooled}
+        shape = {"tokens": tokens, "width": family.width, "pooled": family.pooled}
         return self._first("SlipstreamBenchmarkPrompt", seed=seed, nonce=self._wish.nonce, **shape)
 
     def _random_latent(self) -> Link:
