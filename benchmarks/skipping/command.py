@@ -16,7 +16,7 @@ from ...demo import scenes
 from ...hosts.comfy.building import without_server
 from ...runtime.checking.measure import commit
 from ...sampling.reuse import Reuse
-from . import beside, closer, fit, hackathon, plan
+from . import beside, closer, fit, hackathon, image_to_image, plan
 from .overhead import overhead
 from .page import write_page
 from .samples import protocol
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--time-only", action="store_true", help="only time steps, on a quiet machine; all other stages read that")
     add("--fit", action="store_true", help="try powers and rules on other captions, and write nothing but their rows")
     add("--closer", action="store_true", help="only selections of more steps, where a preset misses its floor")
+    add("--image-to-image", action="store_true", help="only runs that begin with a picture, with several powers")
     add("--sample-only", action="store_true", help="--beside and --score come later")
     add("--beside", action="store_true", help="only inpainting, other samplers and the hackathon's list")
     add("--score", action="store_true", help="only score what was sampled")
@@ -98,6 +99,8 @@ class _Command:
             return self._fit()
         if options.closer:
             return self._closer()
+        if options.image_to_image:
+            return self._image_to_image()
         subject = _subject(options.samples, engines=options.engines)
         if options.time_only or not any(named):
             self._time(subject)
@@ -162,6 +165,20 @@ class _Command:
         for row in closer.all_rows(subject, self._chosen, make, facts):
             keep(options.results, [row], {})
             _say(f"{row['case']}: {said(row)}; pictures {row['decoded']['preset']['psnr_db']:.1f} dB")
+        return 0
+
+    def _image_to_image(self) -> int:
+        """Of few small pictures, since it can be run without a GPU."""
+        options, samples = self._options, min(self._options.samples, image_to_image.SAMPLES)
+        subject = _subject(samples, engines=options.engines)
+        device = torch.device(subject.model.load_device)
+        facts = {"gpu": Environment.current(device).gpu or "CPU", "commit": self._commit}
+        shelf = Shelf(options.shelf, _shelf_name(options, protocol.seeds(), samples))
+        for row in image_to_image.rows(subject, image_to_image.cases(), shelf, facts, _say):
+            keep(options.results, [row], {})
+            told = ", ".join(f"{name}: {each['psnr_db']:.1f} dB" for name, each in row["decoded"].items())
+            begun = f"denoise {row['denoise']:g}, begun with {row['begins_with']}"
+            _say(f"{row['sampler']}, CFG {row['cfg']:g}, {begun}: {told}")
         return 0
 
     def _beside(self) -> None:

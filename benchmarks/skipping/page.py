@@ -11,6 +11,7 @@ from . import fit, tables
 from .beside import INPAINTING, UNTESTED_SAMPLERS
 from .closer import CLOSER
 from .curve import Series, curves
+from .image_to_image import IMAGE_TO_IMAGE
 from .samples import protocol
 from .samples.results import EXEMPT, Row, condition_of, disagreements, is_first_look, is_judged, read
 from .shown import measured as shown_figures
@@ -63,6 +64,7 @@ def page(rows: Sequence[Row]) -> tuple[str, str]:
         *tables.of_samplers(judged),
         tables.beside("Samplers that the grid leaves out", _UNTESTED, of(UNTESTED_SAMPLERS)),
         tables.beside("Inpainting", _INPAINTING, of(INPAINTING)),
+        tables.image_to_image(of(IMAGE_TO_IMAGE)),
         tables.control(judged),
         tables.fitted(of(fit.CASE)),
         tables.hackathon(of("hackathon")),

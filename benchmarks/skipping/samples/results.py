@@ -26,7 +26,7 @@ NAME, OTHERS = "step-skipping", "step-skipping-others"
 EXEMPT = HISTORICAL
 Row = dict[str, Any]
 Raw = dict[str, NDArray[np.float32]]
-_OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset", "share")
+_OF_A_ROW = ("case", "way", "sampler", "scheduler", "cfg", "steps", "preset", "share", "denoise", "begins_with")
 _VALUES = ("preset", "best_plain")
 
 

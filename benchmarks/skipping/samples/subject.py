@@ -75,6 +75,15 @@ class Subject:
             positive, negative = (_guided(cond, control, hints) for cond in (positive, negative))
         self._conds = positive, negative
 
+    def begin(self, noise: Tensor, latent: Tensor | None = None) -> None:
+        """From now on runs begin with this noise, and with this picture: give them the last part of a schedule.
+
+        Args:
+            noise: [B, 4, h, w].
+            latent: of the noise's shape; None begins with noise alone.
+        """
+        self.noise, self._latent = noise, torch.zeros_like(noise) if latent is None else latent
+
     def inpaint(self, latent: Tensor, mask: Tensor) -> None:
         """From now on sample only where the mask is 1.
 

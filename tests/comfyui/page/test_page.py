@@ -658,10 +658,11 @@ def test_a_grid_of_models_and_sizes_builds_by_a_click(
     panel.get_by_role("button", name="my_model, 512x896: ready").wait_for()
     assert "torch" in panel.get_by_role("button", name="my_model, 512x960: to be built again").get_attribute("title")
     client.builds_take(SOON)
-    panel.get_by_label("More picture sizes").fill("72x72")
+    size = "{0}x{0}".format(new_size())
+    panel.get_by_label("More picture sizes").fill(size)
     panel.get_by_label("More picture sizes").press("Enter")
-    panel.get_by_role("button", name="demo, 72x72: no engine yet").click()
-    panel.get_by_role("button", name="demo, 72x72: ready").wait_for(timeout=60_000)
+    panel.get_by_role("button", name=f"demo, {size}: no engine yet").click()
+    panel.get_by_role("button", name=f"demo, {size}: ready").wait_for(timeout=60_000)
     assert len(store.list()) > 2
     page.open_tab("Engines").get_by_text("Used by my_model").first.wait_for()
     assert {ready.digest, stale.digest} <= {entry.digest for entry in store.list()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.benchmarks.skipping import closer, fit, plan
+from slipstream.benchmarks.skipping import closer, fit, image_to_image, plan
 from slipstream.benchmarks.skipping.samples import protocol, ways
 from slipstream.benchmarks.skipping.samples.averages import averages
 from slipstream.benchmarks.skipping.samples.costs import Costs
@@ -224,6 +224,53 @@ def test_more_steps_are_measured_where_a_preset_misses_its_floor() -> None:
     ]  # fmt: skip
     own, rivals = closer.ways_of(Levels(), found[1])
     assert own.computed == 17 and {way.computed for way in rivals} == {17}
+
+
+# ------------------------------------------------------------------------------------- runs that begin with a picture
+
+
+def case_of(sampler: str, denoise: float = 0.5) -> image_to_image.Case:
+    return next(case for case in image_to_image.cases() if (case.condition.sampler, case.denoise) == (sampler, denoise))
+
+
+class Karras(Levels):
+    """As ComfyUI makes them for SD1.x."""
+
+    def sigmas(self, sampler: str, scheduler: str, steps: int) -> Tensor:
+        first, last = 14.6 ** (1 / 7), 0.03 ** (1 / 7)
+        return torch.cat([torch.linspace(first, last, steps) ** 7, torch.zeros(1)])
+
+
+def test_a_run_that_begins_with_a_picture_has_the_last_of_a_longer_ones_noise_levels() -> None:
+    whole, part = Levels().sigmas("euler", "normal", 40), image_to_image.LastPart(Levels(), 0.5)
+    assert part.sigmas("euler", "normal", 20).tolist() == whole[-21:].tolist()
+    fewer = part.sigmas("euler", "normal", 14)
+    assert len(fewer) == 15 and fewer[0] == Levels().sigmas("euler", "normal", 28)[-15] < whole[0]
+
+
+def test_each_power_computes_as_many_steps_as_the_preset_does_there() -> None:
+    spread, rivals = image_to_image.ways_of(Levels(), case_of("euler"))
+    assert {way.computed for way in (*spread.values(), *rivals)} == {14}
+    assert PRESETS["balanced"].selection.power in spread
+    assert len({way.key for way in (*spread.values(), *rivals)}) == len(spread) + 2
+    closer_ways, _ = image_to_image.ways_of(Karras(), case_of("dpmpp_2m"))
+    assert {way.computed for way in closer_ways.values()} == {17}, "as balanced does where it would miss its floor"
+
+
+def test_a_row_tells_how_close_each_power_comes_and_the_plain_ways_beside_it() -> None:
+    row = image_to_image.row_of(_Decoding(), case_of("euler"), Made20(), {"gpu": "CPU", "commit": None})
+    assert row["computed"] == 14 and row["steps"] == 20 and row["samples"] == 10
+    assert set(row["by_power"]) == {"1", "1.25", "1.5"} and set(row["decoded"]) == {*row["by_power"], "best_plain"}
+    assert row["best_plain"] in row["rivals_db"] and row["ci_low"] <= row["gain_db"] <= row["ci_high"]
+    told = row["by_power"]["1.5"]["psnr_db"] - row["rivals_db"][row["best_plain"]]["psnr_db"]
+    assert row["gain_db"] == pytest.approx(told, abs=2e-3)
+
+
+class _Decoding(Levels):
+    """Latents are its pictures."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
 
 
 def test_averages_do_not_hide_what_is_far_off() -> None:

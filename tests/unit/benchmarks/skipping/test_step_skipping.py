@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from slipstream.benchmarks.pages.page import DOCS
+from slipstream.benchmarks.skipping.image_to_image import IMAGE_TO_IMAGE, OTHER, cases
 from slipstream.benchmarks.skipping.page import HELP, NAME, page, write_page
 from slipstream.benchmarks.skipping.samples import protocol
+from slipstream.benchmarks.skipping.samples.fingerprint import fingerprint
 from slipstream.benchmarks.skipping.samples.results import (
     EXEMPT,
     condition_of,
@@ -116,6 +118,23 @@ def test_medians_and_pooled_errors_follow_from_the_values_of_each_sample(rows: l
             assert row[f"{prefix}pooled_db"] == pytest.approx(pooled, abs=0.1)
     text = page(rows)[0]
     assert "| 20 | 4 | `quality` | 15 | 61.6, 62.7, 52.8 | 54.1 | shortened-15 |" in text
+
+
+def test_balanced_is_as_rows_of_image_to_image_say(rows: list[dict[str, Any]]) -> None:
+    """With the power that it has it reaches its floor and leads everywhere; another power does not."""
+    balanced, found = PRESETS["balanced"], [row for row in rows if row.get("case") == IMAGE_TO_IMAGE]
+    assert [(row["condition"], row["denoise"], row["begins_with"]) for row in found] == [
+        (str(case.condition), case.denoise, case.begins_with) for case in cases()
+    ]
+    own = f"{balanced.selection.power:g}"
+    for row in found:
+        assert row["fingerprint"] == fingerprint(balanced)
+        assert row["decoded"][own]["psnr_db"] >= balanced.floor and row["ci_low"] > 0
+        assert f"| {row['denoise']:g} | {row['begins_with']} |" in page(rows)[0]
+    for other in found[0]["by_power"].keys() - {own}:
+        assert min(row["decoded"][other]["psnr_db"] for row in found) < balanced.floor
+    changed = [row["by_power"] for row in found if row["begins_with"] == OTHER and row["cfg"] == CFG]
+    assert all(max(each, key=lambda power: each[power]["psnr_db"]) == own for each in changed)
 
 
 def test_page_says_which_preset_misses_its_floor(rows: list[dict[str, Any]]) -> None:
