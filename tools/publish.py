@@ -9,6 +9,7 @@ Afterwards `comfy node publish` sends it. Standard library alone.
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,8 +53,6 @@ def filled(text: str, fields: dict[str, str]) -> str:
 
 def installed_files(root: Path = ROOT) -> list[Path]:
     """The files that the registry hands out: those in git, without what .comfyignore names."""
-    import subprocess
-
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     rules = (root / ".comfyignore").read_text(encoding="utf-8").splitlines()
     left_out = tuple(rule.strip() for rule in rules if rule.strip() and not rule.startswith("#"))
@@ -63,12 +62,16 @@ def installed_files(root: Path = ROOT) -> list[Path]:
 
 def main(arguments: list[str]) -> int:
     fields = publisher()
-    problems = list(missing(fields))
-    size = sum(file.stat().st_size for file in installed_files())
+    problems = [f"publisher.toml lacks {each}" for each in missing(fields)]
+    try:
+        size = sum(file.stat().st_size for file in installed_files())
+    except (OSError, subprocess.CalledProcessError):
+        print("Run this in a git clone of the pack: git knows which files belong to it", file=sys.stderr)
+        return 1
     if size > MOST_BYTES:
         problems.append(f"The installed folder has {size / 2**20:.1f} MB, more than {MOST_BYTES / 2**20:.0f}")
     if problems:
-        print("Not ready to be published. In publisher.toml:", *problems, sep="\n- ", file=sys.stderr)
+        print("Not ready to be published:", *problems, sep="\n- ", file=sys.stderr)
         return 1
     if "--check" not in arguments:
         project = ROOT / "pyproject.toml"

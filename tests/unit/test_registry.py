@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,24 @@ def test_the_installed_folder_is_small_and_holds_no_developers_files(tool: Modul
     tops = {file.relative_to(ROOT).parts[0] for file in files}
     assert not tops & {"tests", "tools", "benchmarks", ".ci", "publisher.toml"}
     assert {"__init__.py", "nodes", "web", "locales", "subgraphs", "example_workflows", "README.md"} <= tops
+
+
+def test_what_installed_files_import_and_link_to_is_installed(tool: ModuleType) -> None:
+    installed = set(tool.installed_files())
+    for name, tree in sources(tool):
+        package = (ROOT / name).parent
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.ImportFrom) and node.level):
+                continue
+            base = package.joinpath(*[".."] * (node.level - 1)).resolve().joinpath(*(node.module or "").split("."))
+            for target in (base, *(base / alias.name for alias in node.names)):
+                files = {target.with_suffix(".py"), target / "__init__.py"}
+                assert not any(map(Path.exists, files)) or files & installed, f"{name} imports {target}"
+    for page in (file for file in installed if file.suffix == ".md"):
+        for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            target = (page.parent / link).resolve()
+            is_in_repository = target.relative_to(ROOT).parts[0] in ("tests", "benchmarks", "deploy")
+            assert is_in_repository or not target.is_file() or target in installed, f"{page} links to {link}"
 
 
 def test_a_pack_without_its_publisher_is_refused(
