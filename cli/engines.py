@@ -13,6 +13,7 @@ from ..core.formatting import (
     say_bytes,
     say_error,
     say_seconds,
+    say_share,
     say_speed,
     say_speedup,
     say_state,
@@ -110,9 +111,9 @@ def _say_build(data: dict[str, Any]) -> str:
 
 
 def _say_check(check: dict[str, Any]) -> str:
-    eager = f", the model's own is {check['eager_error']:.1e}" if check["eager_error"] is not None else ""
+    eager = f", your model itself {say_share(check['eager_error'])}" if check["eager_error"] is not None else ""
     note = f" ({check['note']})" if check["note"] else ""
-    return f"error {check['relative_error']:.1e}{eager}, {check['cases']} cases, {check['when']}{note}"
+    return f"{say_share(check['relative_error'])} off fp32{eager}, {check['cases']} cases, {check['when']}{note}"
 
 
 def _say_use(data: dict[str, Any]) -> str:

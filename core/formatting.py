@@ -41,7 +41,16 @@ def say_when(iso: str) -> str:
 
 def say_error(error: float | None) -> str:
     """A relative error, or that there is none yet."""
-    return "not checked" if error is None else f"{error:.1e}"
+    return "not checked" if error is None else say_share(error)
+
+
+def say_share(fraction: float) -> str:
+    """A relative error in per cent, e.g. "1.3 %", "0.044 %", "under 0.001 %"; "inf" and "nan" as they are."""
+    if not math.isfinite(fraction):
+        return str(fraction)
+    if (percent := 100 * abs(fraction)) < 0.001:
+        return "under 0.001 %" if percent else "0 %"
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def say_ms(ms: float) -> str:

@@ -25,6 +25,7 @@ from ..core.errors import (
     StoreError,
     UnsupportedModel,
 )
+from ..core.formatting import say_share
 from ..core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from ..core.protocols import Backend, ModelSource, Tensors
 from ..core.spec import Optimize, Precision, Role
@@ -136,7 +137,7 @@ class Made:
         """One line for people."""
         built = f"built in {self.entry.manifest.build.seconds:.0f} s"
         expected = f" ({say_roughly(self.expected)} expected)" if self.expected else ""
-        error = "" if self.error is None else f", error {self.error:.1e}"
+        error = "" if self.error is None else f", {say_share(self.error)} off your model in fp32"
         spec = self.plan.spec
         return f"{self.plan}: {spec.backend.name} {spec.precision_name}, {built}{expected}{error}, ready"
 
@@ -328,10 +329,9 @@ class EngineProvider:
         self._say_if_not_baked(plan, settings)
         if hooks.by_hand:
             entry = self._forgiven(entry)
-        if reason := self.why_retired(entry):
-            return Offer(reason=reason)
-        if reason := self._why_short(plan):
-            self.pool.close_all_idle(plan.device)
+        if reason := self.why_retired(entry) or self._why_short(plan):
+            if self._shortages.why_not(plan.key.digest, plan.device):
+                self.pool.close_all_idle(plan.device)
             return Offer(reason=reason)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)

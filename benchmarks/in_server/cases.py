@@ -70,7 +70,7 @@ class PictureCase:
         size: width and height of the picture in pixels.
         has_control: with a ControlNet.
         has_lora: with a LoRA, whose strength is another in each picture.
-        tokens: lengths of the positive prompt, another one in each picture; empty: its family's.
+        tokens: lengths of the positive prompt, the next one in each picture; empty: always its family's.
         second_size: width and height to which the latent is enlarged for a second sampler; None: there is one sampler.
         is_decode_only: a VAE decodes random latents, and no model runs.
         needs_gpu: a CPU would take minutes for a picture.
@@ -152,7 +152,7 @@ CASES = {
         ),
         PictureCase(
             "qwen-image-1024-8",
-            "10 of Qwen-Image's 60 blocks, prompts of three lengths in turn, 1024×1024, 8 steps of euler, CFG 4",
+            "10 of Qwen-Image's 60 blocks and Flux's VAE, prompts of three lengths, 1024×1024, 8 steps of euler, CFG 4",
             "qwen-image",
             1024,
             8,

@@ -92,6 +92,7 @@ def _diffusion_model(family: str) -> Tensors:
     if family == "flux":
         config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL)), comfy.model_base.Flux
     else:
+        assert family == "qwen-image", family
         config, kind = comfy.supported_models.QwenImage(dict(QWEN_IMAGE)), comfy.model_base.QwenImage
     network = _network(config, kind, torch.bfloat16)
     randomise(network, SEED)
@@ -148,7 +149,7 @@ def _vae(family: str) -> Tensors:
         network = AutoencoderKL(ddconfig={**VAE, "z_channels": channels}, embed_dim=channels)
     randomise(network, SEED)
     tensors = network.state_dict()
-    if channels == 16:  # such a VAE has no such layers, by which ComfyUI knows it
+    if channels == 16:  # Flux's VAE, which ComfyUI knows by lacking these layers
         tensors = {name: tensor for name, tensor in tensors.items() if "quant_conv." not in name}
     return _on_cpu(tensors, torch.float16)
 

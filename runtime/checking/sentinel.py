@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from ...core.errors import SlipstreamError
+from ...core.formatting import say_share
 from ...core.protocols import ModelSource, Tensors
 from ...core.spec import EngineSpec, Precision
 from ...engine_cache import Verification
@@ -87,6 +88,6 @@ def why_wrong(
     cause = "it computes something else than it was built from" if is_model_itself else "another extension changed it"
     subject = "the engine" if is_model_itself else "the model"
     return (
-        f"an engine gave another result than the model in the midst of use: {difference:.1e} apart, where "
-        f"{limit:.0e} is allowed ({subject}: {cause})"
+        f"an engine gave another result than the model in the midst of use: {say_share(difference)} apart, where "
+        f"{say_share(limit)} is allowed ({subject}: {cause})"
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from ...core.errors import IncompatibleEngine, NotFinite, SlipstreamError
+from ...core.formatting import say_share
 from ...core.protocols import ModelSource
 from ...engine_cache import EngineStore, Entry, Verification
 from ..loaded.device_clock import disturb
@@ -108,7 +109,7 @@ class Trust:
         result = verify(loaded.engine, source, plan.spec, driver)
         remarks = (result.note, self._overflows.remark(source, plan.spec))
         result = replace(result, device_bytes=loaded.engine.device_bytes, note="; ".join(filter(None, remarks)))
-        log.info("Slipstream: checked %s, relative error %.1e", plan, result.relative_error)
+        log.info("Slipstream: checked %s, relative error %s", plan, say_share(result.relative_error))
         return result
 
     def _record(self, loaded: LoadedEngine, case: _Case, result: Verification) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ...core.dtypes import input_dtypes
 from ...core.errors import IncompatibleEngine, NotFinite
+from ...core.formatting import say_share
 from ...core.protocols import Engine, ModelSource, Tensors
 from ...core.shapes import Shape
 from ...core.spec import EngineSpec, Precision, Quantised
@@ -66,16 +67,17 @@ def verify(engine: Engine, source: ModelSource, spec: EngineSpec, driver: str | 
     limit = _limit(spec, worst_eager)
     if worst > limit:
         raise IncompatibleEngine(
-            f"The engine for {spec.describe()} differs from the model by {worst:.1e} (allowed: {limit:.0e}) "
-            f"and is not used; {_what_to_do(spec)}"
+            f"The engine for {spec.describe()} differs from the model by {say_share(worst)} "
+            f"(allowed: {say_share(limit)}) and is not used; {_what_to_do(spec)}"
         )
     if math.isfinite(worst_live) and worst_live > (allowed := max(ROUNDING[source.precision], 3 * worst)):
         raise IncompatibleEngine(
             f"The engine for {spec.describe()} is not used: the loaded model computes something else than the code "
-            f"that the engine is made of ({worst_live:.1e} apart, allowed: {allowed:.0e}); another extension changed it"
+            f"that the engine is made of ({say_share(worst_live)} apart, allowed: {say_share(allowed)}); another "
+            "extension changed it"
         )
     close = worst <= max(2 * worst_eager, 1e-5)
-    note = "" if close else f"error {worst:.1e}, the plain model's is {worst_eager:.1e}"
+    note = "" if close else f"{say_share(worst)} off fp32, your model itself {say_share(worst_eager)}"
     eager_error = worst_eager if math.isfinite(worst_eager) else None
     return Verification(worst, eager_error, cases, spec.precision.value, driver, note=note)
 
@@ -139,8 +141,8 @@ def check(
             causes += ", or the model's weights did not reach the engine. It is loaded anew once; where that does not "
             causes += "help, delete it and build again"
         raise IncompatibleEngine(
-            f"The engine for {spec.describe()} was right when it was built, but differs from the model by {error:.1e} "
-            f"now (allowed: {limit:.0e}) and is not used: {causes}"
+            f"The engine for {spec.describe()} was right when it was built, but differs from the model by "
+            f"{say_share(error)} now (allowed: {say_share(limit)}) and is not used: {causes}"
         )
     return error <= max(ROUNDING[source.precision], 2 * _both_errors(known))
 

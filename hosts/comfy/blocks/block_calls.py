@@ -23,6 +23,7 @@ from ....compile_backend.blocks.call_form import taken_apart, tensor_names
 from ....compile_backend.blocks.engine import BlockEngine
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
+from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision
 from ....core.streams import wait_for
@@ -573,7 +574,7 @@ class BlockCalls:
                 log.debug("Slipstream: checked an engine of blocks, relative error %.1e: %s", error, offer.digest[:12])
             elif is_finite:
                 name = offer.architecture.fingerprint.architecture_name
-                what = f"differs from the block by {error:.1e} (allowed: {limit:.0e})"
+                what = f"differs from the block by {say_share(error)} (allowed: {say_share(limit)})"
                 self._engines.refuse(offer, f"the engine for {name} {what}")
             elif self._tried[id(offer)] >= _TRIALS:
                 offer.refuse("the block computes NaN or Inf, so that its engine cannot be compared with it")

@@ -19,6 +19,7 @@ import torch
 from ....compile_backend.blocks.call_form import taken_apart
 from ....core.dtypes import dtype_of
 from ....core.errors import SlipstreamError
+from ....core.formatting import say_share
 from ....core.protocols import Tensors
 from ....runtime.blocks.block_engines import BlockEngines, BlockOffer
 from ....runtime.checking.rounding_switches import rounding_switches
@@ -246,9 +247,9 @@ class GraphedNetwork:
             graphs.forget(kind)
         else:
             log.warning(
-                "Slipstream: the model's call as one CUDA graph differs from its blocks by %.1e (allowed: %.0e) and is "
+                "Slipstream: the model's call as one CUDA graph differs from its blocks by %s (allowed: %s) and is "
                 "not used",
-                error, limit,
+                say_share(error), say_share(limit),
             )  # fmt: skip
             self._refuse(whole, graphs, kind)
         return wanted

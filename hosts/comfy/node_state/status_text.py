@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ....core.formatting import say_speedup, say_times
+from ....core.formatting import say_share, say_speedup, say_times
 from ....runtime.module import AcceleratedModule
 from ....runtime.settings.model_settings import BackendChoice
 from ....trt_backend import TensorRTBackend
@@ -24,21 +24,21 @@ def describe(module: AcceleratedModule | None, what: str = "model", node: str = 
     status = module.status.to_json()
     lines = [
         f"now: {status['now']}",
-        f"engine calls: {status['engine_calls']}, eager calls: {status['eager_calls']}",
+        f"calls on engines: {status['engine_calls']}, on your model: {status['eager_calls']}",
     ]
     if status["block_calls"]:
         lines.append(f"calls by engines of blocks: {status['block_calls']}")
     for use in status["engines"]:
         since = time.strftime("%H:%M:%S", time.localtime(use["since"]))
         error = use["relative_error"]
-        checked = f", checked: error {error:.1e}" if error is not None else ""
+        checked = f", checked: {say_share(error)} off your model in fp32" if error is not None else ""
         lines.append(
             f"engine {use['digest'][:12]}: {use['label']}, {use['backend']} {use['precision']}, "
             f"since {since}, {use['calls']} calls{checked}{_speed(module, use['digest'])}"
         )
         if caution := module.provider.canary.caution(use["digest"]):
             lines.append(f"  {caution}. Choose Try again on it in the sidebar to have it as before")
-    lines += [f"eager × {count}: {reason}" for reason, count in status["reasons"].items()]
+    lines += [f"on your model × {count}: {reason}" for reason, count in status["reasons"].items()]
     tickets = (ticket for queue in module.provider.queues for ticket in queue.pending())
     lines += [f"building: {ticket.plan} {ticket.describe()}" for ticket in tickets]
     if module.settings.backend is BackendChoice.TENSORRT:

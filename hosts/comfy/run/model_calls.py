@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ....core.errors import SlipstreamError
+from ....core.formatting import say_share
 from ....core.protocols import Tensors
 from ....core.spec import Optimize
 from ....runtime.checking.step_timers import is_on_purpose
@@ -348,7 +349,9 @@ class Halves:
         limit = max(LIMITS[source.precision], limit_of(precision, quantised))
         self.is_refused = not error <= limit
         if self.is_refused:
-            self._module.status.note(f"the model in two halves differs from the whole by {error:.1e}; it runs whole")
+            self._module.status.note(
+                f"the model in two halves differs from the whole by {say_share(error)}; it runs whole"
+            )
         else:
             self._proved.add(self._case)
         return not self.is_refused

@@ -539,5 +539,5 @@ def test_the_node(provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> 
     vae = tiny.vae()
     (fast,) = AccelerateVAE.execute(vae, build="first use", **chosen).result
     assert_same(fast.decode(latents()), vae.decode(latents()))
-    assert "engine calls: 1, eager calls: 0" in EngineInfo.execute(vae=fast).result[0]
+    assert "calls on engines: 1, on your model: 0" in EngineInfo.execute(vae=fast).result[0]
     assert "place Accelerate VAE" in EngineInfo.execute(vae=vae).result[0]

@@ -210,7 +210,7 @@ def test_build_before_builds_and_then_samples_on_the_engine(built: Run) -> None:
     (report,) = texts_of(built, saved, "SlipstreamBuildEngine")
     assert "256×256 batch 2" in report and "ready" in report
     (info,) = texts_of(built, saved, "SlipstreamEngineInfo")
-    assert "engine calls: 20, eager calls: 0" in info
+    assert "calls on engines: 20, on your model: 0" in info
     (picture,) = built.images()
     assert picture.shape == (256, 256, 3) and is_picture(picture)
     assert np.abs(picture - thumbnail("build_before")).mean() < 0.03
@@ -224,7 +224,7 @@ def test_first_engine_samples_on_an_engine_that_is_there(built: Run, client, obj
     run = client.wait(queue(client, graph), timeout=120)
     assert run.ok, run.error
     (info,) = texts_of(run, saved, "SlipstreamEngineInfo")
-    assert "engine calls: 20, eager calls: 0" in info, info
+    assert "calls on engines: 20, on your model: 0" in info, info
     (picture,) = run.images()
     assert picture.shape == (256, 256, 3) and is_picture(picture)
     assert np.abs(picture - thumbnail("first_engine")).mean() < 0.03
@@ -264,7 +264,7 @@ def result(run: Run, name: str) -> np.ndarray:
 def calls(run: Run, name: str) -> list[tuple[int, int]]:
     """Calls of engine and plain model that Engine Info counts: of model, VAE, ControlNet, as far as connected."""
     (info,) = texts_of(run, workflow(name), "SlipstreamEngineInfo")
-    return [(int(one), int(other)) for one, other in re.findall(r"engine calls: (\d+), eager calls: (\d+)", info)]
+    return [(int(one), int(other)) for one, other in re.findall(r"calls on engines: (\d+), on your model: (\d+)", info)]
 
 
 def psnr(run: Run, name: str) -> float:
@@ -379,7 +379,7 @@ def test_the_stock_example_makes_a_picture(client, model_files) -> None:
     (picture,) = run.images()
     assert picture.shape == (512, 512, 3) and is_picture(picture)
     (info,) = texts_of(run, workflow("stock_checkpoint_with_lora"), "SlipstreamEngineInfo")
-    assert "engine calls: 0" in info
+    assert "calls on engines: 0" in info
 
 
 def test_choices_that_saved_workflows_do_not_have_reach_the_model(client, object_info) -> None:
@@ -391,7 +391,7 @@ def test_choices_that_saved_workflows_do_not_have_reach_the_model(client, object
     run = client.wait(queue(client, graph), timeout=120)
     assert run.ok, run.error
     (info,) = texts_of(run, saved, "SlipstreamEngineInfo")
-    assert "eager calls: 1" in info and "'one for a range' needs a list of resolutions" in info
+    assert "on your model: 1" in info and "'one for a range' needs a list of resolutions" in info
 
 
 @pytest.mark.parametrize("name", ["SlipstreamAccelerateModel", "SlipstreamBuildEngine"])

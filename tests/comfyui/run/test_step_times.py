@@ -187,7 +187,7 @@ def test_a_few_steps_are_computed_by_the_model_and_the_picture_stays(
         assert state_of(module).kind == "ready" and "plain" not in state_of(module).text
     assert module.status.engine_calls == 30
     assert module.status.to_json()["reasons"] == {ON_PURPOSE: 6}
-    assert "30 → 10 ms a step (3.0x)" in describe(module) and f"eager × 6: {ON_PURPOSE}" in describe(module)
+    assert "30 → 10 ms a step (3.0x)" in describe(module) and f"on your model × 6: {ON_PURPOSE}" in describe(module)
     for _ in range(4):
         tiny.sample(model, steps=12)
     assert clock.by_model() == [], "enough is known"
@@ -495,7 +495,7 @@ class Pictures:
         self.run = self.client.run(picture(self._model_files, self._seed)[0])
         assert self.run.ok, self.run.error
         self.info, before = info_of(self.run), self._calls
-        found = re.search(r"engine calls: (\d+), eager calls: (\d+)", self.info)
+        found = re.search(r"calls on engines: (\d+), on your model: (\d+)", self.info)
         assert found is not None, self.info
         self._calls = int(found[1]), int(found[2])
         if any(now < then for now, then in zip(self._calls, before, strict=True)):
@@ -521,12 +521,12 @@ def test_in_a_running_comfyui_a_slow_engine_gives_way(start_comfy: Any, model_fi
         wait_for_engines(server.home, 1)
         assert pictures.next() == (8, 0), "what the model took is known from the first picture"
         assert [pictures.next() for _ in range(3)] == [(6, 2)] * 3, "side by side, to be sure"
-        assert f"eager × 6: {ON_PURPOSE}" in pictures.info
+        assert f"on your model × 6: {ON_PURPOSE}" in pictures.info
         state = page.state(node)
         assert state["kind"] == "slower" and "so it is not used" in state["tip"], state
         assert pictures.next() == (0, 8) and "so it is not used" in pictures.info and pictures.is_plain()
         page.build(graph, node)
         assert page.state(node)["kind"] == "ready"
         pictures.next()
-        assert "engine calls: 8, eager calls: 0" in pictures.info, "the dry run's node was another"
+        assert "calls on engines: 8, on your model: 0" in pictures.info, "the dry run's node was another"
     assert "Traceback" not in server.log(), server.log()

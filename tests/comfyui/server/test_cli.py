@@ -80,7 +80,7 @@ def test_the_server_uses_the_engine_and_builds_none(engines: Engines, start_comf
         plain, fast = (client.run(accelerated(model_files, on)) for on in (False, True))
         assert plain.ok and fast.ok, (plain.error, fast.error)
         text = str(fast.outputs)
-        assert re.search(r"engine calls: [1-9]\d*, eager calls: 0", text), text
+        assert re.search(r"calls on engines: [1-9]\d*, on your model: 0", text), text
         assert engines.digest[:12] in text
         assert np.abs(plain.latents()[0] - fast.latents()[0]).max() < 1e-3 * np.abs(plain.latents()[0]).max()
         log = server.log()

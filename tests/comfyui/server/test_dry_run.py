@@ -137,7 +137,7 @@ def test_a_second_pass_gets_its_own_size_by_the_same_click(page: Page, model_fil
     page.build(graph, model)
     assert page.engines() == ["SD15 64×64 batch 2", "SD15 96×64 batch 2"]
     run = page.client.run(graph)
-    assert "engine calls: 4, eager calls: 0" in info_of(run), info_of(run)
+    assert "calls on engines: 4, on your model: 0" in info_of(run), info_of(run)
 
 
 def test_guiders_and_custom_sampling(page: Page, model_files) -> None:
@@ -227,7 +227,7 @@ def test_a_build_in_the_background_is_queued_then_building_then_ready(page: Page
     busy = Graph()
     busy.add("SlipstreamTestSleep", seconds=2.0)
     prompts.append(page.client.queue(busy))
-    assert "eager calls: 4" in info_of(page.client.wait(prompts[0]))
+    assert "on your model: 4" in info_of(page.client.wait(prompts[0]))
     state, (build,) = page.state(model), page.builds()
     assert (state["kind"], state["text"]) == ("queued", "queued: waits until ComfyUI is idle")
     assert build["state"] == "queued" and build["held"] and build["nodes"] == [{"node": model.id, "workflow": None}]
@@ -360,6 +360,6 @@ def test_a_click_compiles_and_the_next_picture_is_made_by_the_engine(real: Page,
     run = real.client.wait(real.click(graph, model), 600)
     assert run.ok, run.error
     made = real.client.run(graph)
-    assert "engine calls: 4, eager calls: 0" in info_of(made), info_of(made)
+    assert "calls on engines: 4, on your model: 0" in info_of(made), info_of(made)
     assert difference(made, real.client.run(plain)) < 1e-4
     assert real.state(model)["text"] == "compiled fp32 · 64×64 · ready"

@@ -73,7 +73,7 @@ def test_pictures_come_from_the_plain_model_while_the_engine_is_built(built, mod
     client, first = built
     assert first.ok, first.error
     assert first.seconds < 20, "the picture waited for the build"
-    assert "engine calls: 0, eager calls: 3" in info_of(first) and "in the background" in info_of(first)
+    assert "calls on engines: 0, on your model: 3" in info_of(first) and "in the background" in info_of(first)
     plain = client.run(main_job(model_files, seed=1, plain="yes"))
     assert difference(first, plain) == 0.0
 
@@ -85,7 +85,7 @@ def test_the_engine_takes_over_at_the_next_run(built, model_files) -> None:
     previews = len(client.previews) - before
     plain = client.run(main_job(model_files, seed=2, plain="yes"))
     assert run.ok, run.error
-    assert "engine calls: 3" in info_of(run), info_of(run)
+    assert "calls on engines: 3" in info_of(run), info_of(run)
     assert 0.0 < difference(run, plain) < 1e-4
     assert previews == 3, "a preview for every step"
     (picture,), (wanted,) = run.images(), plain.images()
@@ -110,11 +110,11 @@ def test_the_next_start_finds_the_engine_and_cannot_build(built, start_comfy, ho
         plain = client.run(main_job(model_files, seed=4, plain="yes"))
         other = client.run(main_job(model_files, seed=4, checkpoint_seed=2))
         other_plain = client.run(main_job(model_files, seed=4, checkpoint_seed=2, plain="yes"))
-    assert "engine calls: 3, eager calls: 0" in info_of(run), info_of(run)
+    assert "calls on engines: 3, on your model: 0" in info_of(run), info_of(run)
     assert difference(run, plain) < 1e-4
     assert "cache hit" in server.log() and "Slipstream: built" not in server.log()
     # Another checkpoint of the same architecture runs on the same engine.
-    assert "engine calls: 3, eager calls: 0" in info_of(other), info_of(other)
+    assert "calls on engines: 3, on your model: 0" in info_of(other), info_of(other)
     assert difference(other, other_plain) < 1e-4 < difference(other, run)
     assert {entry.digest: entry.manifest.created for entry in EngineStore(home).list()} == before
 
@@ -168,7 +168,7 @@ def test_two_servers_that_want_the_same_engine_build_it_once(server_of, tmp_path
             assert difference(*runs) == 0.0
         logs = one.log() + other.log()
     for run in runs:
-        assert "engine calls: 3, eager calls: 0" in info_of(run), info_of(run)
+        assert "calls on engines: 3, on your model: 0" in info_of(run), info_of(run)
     assert logs.count("Slipstream: built") == 1
     assert len(EngineStore(shared).list()) == 1
 

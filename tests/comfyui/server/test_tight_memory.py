@@ -64,5 +64,5 @@ def test_a_build_gets_memory_and_the_next_picture_gets_it_back(
         assert server.log().count(ASKED) == 2 and "failed" not in server.log()
 
         run, plain = (client.run(picture(model_files, seed=3, build=build)) for build in ("background", None))
-        assert "engine calls: 3" in str(run.outputs), run.outputs
+        assert "calls on engines: 3" in str(run.outputs), run.outputs
         assert np.allclose(run.latents()[0], plain.latents()[0], atol=1e-4)

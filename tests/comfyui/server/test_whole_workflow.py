@@ -144,7 +144,7 @@ def client(server_of, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comf
 def counted(run: Run) -> list[tuple[int, int]]:
     """Engine and eager calls of model, VAE and ControlNet, as Engine Info shows them."""
     text = "\n".join(text for output in run.outputs.values() for text in output.get("text", ()))
-    return [(int(one), int(other)) for one, other in re.findall(r"engine calls: (\d+), eager calls: (\d+)", text)]
+    return [(int(one), int(other)) for one, other in re.findall(r"calls on engines: (\d+), on your model: (\d+)", text)]
 
 
 @pytest.mark.parametrize("name", with_slow(CASES, "tiled decode", "img2img", "inpainting mask"))

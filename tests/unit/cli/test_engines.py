@@ -148,7 +148,13 @@ def test_show(cli, put) -> None:
     assert data["shapes"] == {"timesteps": ["2"], "x": ["2", "4", "64", "64"]}
     assert data["build_phases"] == {"export": 0.5, "compile": 3.0} and data["details"] == {"nodes": 7}
     text = cli("show", entry.digest).out
-    for part in (entry.digest, "2×4×64×64", "error 1.0e-06", "yes, for this architecture", "environment.torch"):
+    for part in (
+        entry.digest,
+        "2×4×64×64",
+        "under 0.001 % off fp32",
+        "yes, for this architecture",
+        "environment.torch",
+    ):
         assert part in text
 
 

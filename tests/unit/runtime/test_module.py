@@ -496,8 +496,10 @@ def test_engines_that_wait_give_their_memory_to_a_model_that_has_too_little(
     waiting.architecture = FakeArchitecture("b" * 64)
     with AcceleratedModule(provider, FIRST_USE).run(waiting) as run:
         call(run, waiting)
-    assert not backend.engines[-1].closed
     backend.engines[-1].device_bytes = 1000
+    with other.run(vae) as run:
+        call(run, vae)
+    assert not backend.engines[-1].closed, "each picture of a small model would load it anew"
     with module.run(source) as run:
         call(run, source)
     assert backend.engines[-1].closed

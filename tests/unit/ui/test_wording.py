@@ -40,7 +40,7 @@ def test_a_row() -> None:
     (row,) = wording.table([ENGINE])["data"]
     told = dict(zip(wording.COLUMNS, row, strict=True))
     assert (told["id"], told["model"], told["profile"]) == ("abababababab", "SD15", "512×512 batch 2 with control")
-    assert (told["GPU"], told["MiB"], told["error"], told["speed-up"]) == ("CPU", "3.0", "4.0e-04", "2.5x")
+    assert (told["GPU"], told["MiB"], told["error"], told["speed-up"]) == ("CPU", "3.0", "0.04 %", "2.5x")
     assert told["state"] == "stale: torch: 1 → 2"
 
 

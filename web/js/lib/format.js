@@ -79,9 +79,12 @@ export function percent(fraction) {
   return `${Math.round(100 * fraction)} %`;
 }
 
-/** A relative error: "4.1e-4". */
+/** A relative error: "0.041 %". */
 export function error(number) {
-  return number === null || number === undefined ? "–" : number.toExponential(1);
+  if (number === null || number === undefined) return "–";
+  const share = 100 * Math.abs(number);
+  if (share && share < 0.001) return "< 0.001 %";
+  return `${share < 10 ? Number(share.toPrecision(2)) : share.toFixed(0)} %`;
 }
 
 /** The server's words, as they begin a line. */

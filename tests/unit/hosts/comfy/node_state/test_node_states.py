@@ -230,7 +230,7 @@ def test_calls_on_purpose_do_not_turn_a_nodes_line(module_of: Callable[..., Acce
         with on_purpose():
             run(inputs, lambda: source.eager(inputs))
     assert state_of(module).text == "compiled fp32 · 64×64 · ready"
-    assert "eager × 1: timed on purpose, to compare" in describe(module).splitlines()
+    assert "on your model × 1: timed on purpose, to compare" in describe(module).splitlines()
 
 
 def test_engine_info_tells_what_an_engine_gains(module_of: Callable[..., AcceleratedModule]) -> None:
