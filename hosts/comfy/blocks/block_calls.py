@@ -55,7 +55,8 @@ _Result = TypeVar("_Result")
 Weights = Mapping[str, torch.Tensor]
 
 _MOST_COPIED_BYTES = 128 << 20
-"""Of a block's weights where memory lacks for what ComfyUI stages: more would drive out what is staged of others."""
+"""The most of one block's weights that is copied where there is no memory to stage them: a larger copy would drive out
+the staged weights of other blocks."""
 
 _TF32 = 5e-3
 """Relative error that TF32's rounding explains, where fp32 is multiplied so."""

@@ -147,7 +147,7 @@ class BlockWeights:
         wanted: as an engine takes them.
 
     Attributes:
-        nbytes: of all of them.
+        nbytes: bytes of all weights of a block.
     """
 
     def __init__(self, wanted: Wanted) -> None:
