@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -60,6 +61,11 @@ class Selection:
         """
         if self.listed.strip():
             return parse_steps(self.listed, steps)
+        if math.isnan(self.power):
+            raise ValueError(
+                "The power is not a number. Choose one above 0: 1 spreads the steps evenly, 2 computes more of them "
+                "early."
+            )
         count = self.count or count_of(self.share, steps)
         return countdown_law(steps, count, self.power) if self.counts_down else power_law(steps, count, self.power)
 
