@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ FEWEST_STEPS = 12
 """A run of fewer is not worth a calibration: each step changes the picture too much."""
 
 FEWEST_MEASURED = 20
-"""Steps of the shortest runs that the presets were measured in."""
+"""Steps of the shortest runs that the presets were measured in, begun with noise or with a picture."""
 
 MOST_MEASURED_CFG = 7.5
 
@@ -60,6 +61,11 @@ class Selection:
         """
         if self.listed.strip():
             return parse_steps(self.listed, steps)
+        if math.isnan(self.power):
+            raise ValueError(
+                "The power is not a number. Choose one above 0: 1 spreads the steps evenly, 2 computes more of them "
+                "early."
+            )
         count = self.count or count_of(self.share, steps)
         return countdown_law(steps, count, self.power) if self.counts_down else power_law(steps, count, self.power)
 
@@ -199,8 +205,9 @@ def _few_step(task: Task) -> str | None:
 
 
 def _short(task: Task) -> str | None:
-    """That a run has fewer steps than those that were measured; None where it has not, or is a part of one as long."""
-    if task.steps >= FEWEST_STEPS and max(task.steps, task.whole_steps) >= FEWEST_MEASURED:
+    """That a run has fewer steps of its own than those that were measured; None where it has not. A part of a longer
+    schedule is as short: with few steps nobody measured it."""
+    if task.steps >= FEWEST_MEASURED:
         return None
     return f"a run of {task.steps} steps is short: the presets were measured with {FEWEST_MEASURED} and more"
 

@@ -19,7 +19,7 @@ class Task:
 
     Attributes:
         sampler: ComfyUI's name of its method.
-        steps: N.
+        steps: N, its own: of denoise below 1 and of a part of a schedule, those that are left.
         guided: by a negative prompt, as with CFG above 1.
         has_mask: for inpainting.
         has_parts: its latent is several unlike ones in one tensor, such as video and sound.
@@ -29,8 +29,6 @@ class Task:
         named_schedule: ComfyUI's name of the scheduler that makes them, where they are not known yet.
         cfg: scale of guidance; None where it is not one number, or not known.
         model: the host's name for its architecture; empty where that is not known.
-        whole_steps: where this is a part of a run, about how many steps as small the whole one has; 0 where that is not
-            known.
     """
 
     sampler: str
@@ -44,7 +42,6 @@ class Task:
     named_schedule: str = ""
     cfg: float | None = None
     model: str = ""
-    whole_steps: int = 0
 
     @property
     def kind(self) -> SamplerKind:

@@ -61,7 +61,6 @@ class Plan:
             distilled_by=named,
             sigmas=levels,
             cfg=_guidance(pipeline) if guided else 1.0,
-            whole_steps=len(self._timeline.terms),
         )
         self.rule = preset.rule_for(task)
         reasons = (reason, self._timeline.reason, _why_not_this_call(given), preset.why_not(task))

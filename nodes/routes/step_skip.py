@@ -13,14 +13,14 @@ from ...sampling.task import Task
 from .guard import Answer, Route, asks
 from .rules import Refused
 
-_NUMBERS = {
-    "steps": int, "whole_steps": int, "cfg": float, "share": float, "computed_steps": int, "power": float,
-}  # fmt: skip
+_NUMBERS = {"steps": int, "cfg": float, "share": float, "computed_steps": int, "power": float}
+_UNREAD = "whole_steps"
+"""Pages tell of how long a run this is a part; its own steps alone count."""
 _MOST_STEPS = 10000
 _T = TypeVar("_T")
 
 
-@asks("preset", "sampler", "scheduler", "files", "step_list", "mask", *_NUMBERS)
+@asks("preset", "sampler", "scheduler", "files", "step_list", "mask", _UNREAD, *_NUMBERS)
 def foresee(request: web.Request) -> Answer:
     from ..shared.skip_inputs import known_presets, preset_of
 
@@ -40,7 +40,6 @@ def foresee(request: web.Request) -> Answer:
         distilled_by=few,
         named_schedule=scheduler,
         cfg=cfg,
-        whole_steps=given.pop("whole_steps", 0),
     )
     try:
         chosen = preset_of(query.get("preset", CUSTOM), step_list=query.get("step_list", ""), **given)

@@ -19,11 +19,11 @@ def built_in(task: Task, computed: Steps) -> Preset | None:
     return next(own, None)
 
 
-def conclusion(calibration: Calibration, builtin: Preset | None, reason: str | None, name: str, saved: float) -> str:
+def conclusion(calibration: Calibration, builtin: Preset | None, task: Task, name: str, saved: float) -> str:
     """
     Args:
         builtin: see `built_in`, of the proposal.
-        reason: why that preset computes every step in such a run; None where it does not.
+        task: the run that was calibrated for.
         name: under which the proposal is saved; empty where it is not.
         saved: share of a run's time that the proposal saves.
     """
@@ -35,20 +35,27 @@ def conclusion(calibration: Calibration, builtin: Preset | None, reason: str | N
             f"Do not skip steps here: Skip Sigmas comes {behind:.1f} dB closer to your pictures with as many steps "
             "computed."
         )
-    if builtin is not None and reason is None:
-        what = f"Choose {builtin.name}: no steps closer than its own were found, and"
-    elif builtin is not None:
-        law = builtin.selection
-        what = (
-            f"Choose {CUSTOM} with share {law.share:g} and power {law.power:g}, the steps of {builtin.name}, which by "
-            "itself computes every step here: no closer ones were found, and"
-        )
+    if builtin is not None:
+        what = _choose(builtin, task, proposal.computed)
     else:
         chosen = f"Choose {name}" if name else f"Choose {CUSTOM} with the steps below"
         what = f"{chosen}: of {steps} steps {len(proposal.computed)} are computed, and"
     return (
         f"{what} your picture takes about {round(100 * saved)} % less time and {_how_close(decibels)} "
         f"({decibels:.0f} dB)."
+    )
+
+
+def _choose(builtin: Preset, task: Task, computed: Steps) -> str:
+    """How to have steps of a preset: by its name, if it computes these and no more in such a run."""
+    refuses, own = builtin.why_not(task) is not None, builtin.selection_for(task)
+    law = own if own.computed(task.steps) == computed else builtin.selection
+    if law is own and not refuses:
+        return f"Choose {builtin.name}: no steps closer than its own were found, and"
+    instead = "every step" if refuses else f"{len(builtin.computed(task))} steps"
+    return (
+        f"Choose {CUSTOM} with share {law.share:g} and power {law.power:g}, the steps of {builtin.name}, which by "
+        f"itself computes {instead} here: no closer ones were found, and"
     )
 
 

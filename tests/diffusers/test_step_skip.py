@@ -398,12 +398,13 @@ def test_short_pictures_are_computed() -> None:
 
 
 def test_a_picture_that_begins_late_counts_its_own_steps() -> None:
-    """A part of as many steps as the presets were measured with is not too short for them."""
     for scheduler in (make("DDIMScheduler"), make("DPMSolverMultistepScheduler")):
         pipeline, told = TinyPipeline(scheduler), Told()
         with skip_steps(pipeline, replace(BALANCED, floor=0.0), told):
+            pipeline(steps=30, begin=10)
             pipeline(steps=30, begin=12)
-        assert told[0].steps == 18 and pipeline.unet.calls == len(BALANCED.selection.computed(18))
+        assert [each.steps for each in told] == [20, 18] and told[1].reason.startswith("a run of 18 steps is short")
+        assert pipeline.unet.calls == len(BALANCED.selection.computed(20)) + 18
 
 
 # --------------------------------------------------------------------------------------------- which pipelines

@@ -25,7 +25,7 @@ from ..process.server_events import PRESETS as PRESETS_CHANGED
 from ..process.server_events import send
 from . import saved_presets
 from .calibration_pictures import CalibrationPictures, Job, Picture
-from .sampling_task import model_class
+from .sampling_task import model_class, task_of
 from .step_skip import skip_steps
 
 _HELD_OUT = 4
@@ -84,10 +84,10 @@ def calibrate_model(
     pictures = Pictures(fitted.sample, held_out.sample, held_out.shortened, sizes)
     calibration = calibrate(pictures, steps, count, _others(steps), after_run=_progress(tell))
     preset = _saved_preset(job, calibration, wish.name)
-    task = _task(job, steps)
+    task = _task(job)
     builtin = built_in(task, preset.computed)
-    kept, reason = _kept(preset, wish.name, builtin), None if builtin is None else builtin.why_not(task)
-    lines = [conclusion(calibration, builtin, reason, wish.name, _time_saved(calibration, held_out))]
+    kept = _kept(preset, wish.name, builtin)
+    lines = [conclusion(calibration, builtin, task, wish.name, _time_saved(calibration, held_out))]
     lines += [_heading(job, preset, fitted, held_out, len(positives)), *calibration.lines()]
     lines += [*_seconds(calibration, held_out), _runs(calibration, fitted), kept]
     return Proposal(skip_steps(job.model, preset.preset(), after_run), calibration, "\n".join(lines))
@@ -156,9 +156,13 @@ def _progress(tell: Callable[[str], None]) -> Callable[[int, int], None]:
     return after_run
 
 
-def _task(job: Job, steps: int) -> Task:
-    has_mask = job.latent.get("noise_mask") is not None
-    return Task(job.sampler, steps, guided=job.cfg > 1, has_mask=has_mask, cfg=float(job.cfg))
+def _task(job: Job) -> Task:
+    """What Step Skip is told of a KSampler's run of the job."""
+    from comfy.samplers import CFGGuider, sampler_object
+
+    guider = CFGGuider(job.model)
+    guider.set_cfg(job.cfg)
+    return task_of(guider, sampler_object(job.sampler), job.sigmas(), job.latent.get("noise_mask"), parted=False)
 
 
 def _saved_preset(job: Job, calibration: Calibration, name: str) -> SavedPreset:

@@ -50,20 +50,7 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
         sigmas=tuple(sigmas.tolist()),
         cfg=float(scale) if isinstance(scale, (int, float)) else None,
         model=model_class(patcher),
-        whole_steps=_whole_steps(patcher.get_model_object("model_sampling"), sigmas),
     )
-
-
-def _whole_steps(model_sampling: Any, sigmas: torch.Tensor) -> int:
-    """How many steps a run over all of the model's times has whose steps are as long as these; 0 where times do not
-    tell, as those of models that count them by the logarithm of sigma."""
-    levels = sigmas[sigmas > 0]
-    if len(levels) < 2:
-        return 0
-    first, last = (float(model_sampling.timestep(level)) for level in (levels[0], levels[-1]))
-    all_of_it = float(model_sampling.timestep(torch.as_tensor(model_sampling.sigma_max)))
-    share = (first - last) / all_of_it if all_of_it else 0.0
-    return round((len(levels) - 1) / share) + 1 if 0 < share <= 1 else 0
 
 
 def sampler_name(sampler: Any) -> str:

@@ -148,14 +148,16 @@ def test_a_mask_is_seen_before_the_run(skipping: ComfyPage) -> None:
 
 
 def test_a_part_of_a_run_has_its_own_steps(skipping: ComfyPage) -> None:
-    """12 steps of 20 are no short run, where 12 of 12 would be; so it is with denoise below 1."""
-    skipping.page.evaluate(REPLACE, [SKIP, SAMPLER, "KSamplerAdvanced", {"steps": 20, "cfg": 5, "start_at_step": 8}])
-    skipping.until(lambda: len(seen(skipping)["dots"]) == 12, "the steps that are left")
-    assert "of 12 steps computed" in seen(skipping)["text"] and "skipped" in seen(skipping)["dots"]
+    """22 steps of 30 skip some, 12 are a short run at any denoise; KSampler has all of its own at any denoise."""
+    skipping.page.evaluate(REPLACE, [SKIP, SAMPLER, "KSamplerAdvanced", {"steps": 30, "cfg": 5, "start_at_step": 8}])
+    skipping.until(lambda: len(seen(skipping)["dots"]) == 22, "the steps that are left")
+    assert "of 22 steps computed" in seen(skipping)["text"] and "skipped" in seen(skipping)["dots"]
     skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 12, "cfg": 5, "denoise": 1}])
     skipping.until(lambda: "a run of 12 steps is short" in seen(skipping)["text"], "the warning")
-    skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 12, "cfg": 5, "denoise": 0.5}])
-    skipping.until(lambda: "of 12 steps computed" in seen(skipping)["text"], "a part of a run of 24")
+    skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 20, "cfg": 5, "denoise": 0.5}])
+    skipping.until(lambda: seen(skipping)["text"].startswith("14 of 20 steps computed"), "a part of a run of 40")
+    skipping.page.evaluate(REPLACE, [SKIP, 0, "KSampler", {"steps": 13, "cfg": 5, "denoise": 0.5}])
+    skipping.until(lambda: "a run of 13 steps is short" in seen(skipping)["text"], "a part of a run of 26")
 
 
 def test_custom_sampling_is_told_by_the_nodes_beside_the_sampler(skipping: ComfyPage) -> None:

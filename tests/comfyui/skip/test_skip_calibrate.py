@@ -69,13 +69,22 @@ def job(model: Any, prompts: list[Any], sampler: str = "euler", scheduler: str =
     return Job(model, prompts[-1], picture, steps, CFG, sampler, scheduler, **changes)
 
 
-def sampled(model: Any, prompts: list[Any], steps: int = STEPS, sampler: str = "euler", seed: int = 77) -> torch.Tensor:
+def sampled(
+    model: Any,
+    prompts: list[Any],
+    steps: int = STEPS,
+    sampler: str = "euler",
+    seed: int = 77,
+    scheduler: str = "normal",
+    cfg: float = CFG,
+    denoise: float = 1.0,
+) -> torch.Tensor:
     """As KSampler does it."""
     image = latent()["samples"]
     noise = comfy.sample.prepare_noise(image, seed)
-    arguments = (steps, CFG, sampler, "normal", prompts[1], prompts[-1], image)
+    arguments = (steps, cfg, sampler, scheduler, prompts[1], prompts[-1], image)
     with torch.inference_mode():
-        return comfy.sample.sample(model, noise, *arguments, seed=seed, disable_pbar=True)
+        return comfy.sample.sample(model, noise, *arguments, denoise=denoise, seed=seed, disable_pbar=True)
 
 
 @dataclass
@@ -411,13 +420,33 @@ def test_a_single_prompt_is_judged_on_other_seeds(without_search: Any, model: An
     assert report.endswith("Not saved, since it has no name.")
 
 
+OURS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "as it is": ({}, 14, 14),
+    "another sampler": ({"sampler": "deis"}, 14, 20),
+    "its greater share": ({"sampler": "dpmpp_2m", "scheduler": "karras", "cfg": 7.0}, 17, 17),
+    "its smaller share": ({"sampler": "dpmpp_2m", "scheduler": "karras", "cfg": 7.0}, 14, 17),
+    "a model for few steps": ({"file": "sdxl_turbo.safetensors"}, 14, 20),
+    "short image to image": ({"steps": 12, "denoise": 0.5}, 8, 12),
+}
+"""A run, how many steps are computed by the law of `balanced`, and how many `balanced` computes in it by itself."""
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("run", "count", "by_itself"), OURS.values(), ids=OURS)
 @torch.inference_mode()
 def test_what_is_a_preset_of_ours_is_not_saved_as_the_users(
-    model: Any, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, home: Path
+    run: dict[str, Any],
+    count: int,
+    by_itself: int,
+    model: Any,
+    prompts: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    home: Path,
 ) -> None:
+    """And is proposed by its name only where Step Skip then computes these very steps, not where it refuses."""
+
     def nothing_closer(pictures: Any, steps: int, count: int, others: Any, after_run: Any) -> Calibration:
-        computed = PRESETS["balanced"].selection.computed(steps)
+        computed = power_law(steps, count, 1.5)
         for way in (None, computed):
             pictures.held_out(way)
         found = Candidate("calibrated", computed, (47.0, 48.0), (49.0,))
@@ -425,20 +454,29 @@ def test_what_is_a_preset_of_ours_is_not_saved_as_the_users(
         return Calibration(steps, len(computed), (choice,), 1, 2)
 
     monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.calibrate", nothing_closer)
+    monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate._HELD_OUT", 1)
     before, sent = files(home), []
     monkeypatch.setattr("slipstream.hosts.comfy.skip.calibrate.send", lambda *event: sent.append(event))
-    calls = Calls()
-    for sampler, said in (
-        ("euler", "Choose balanced: no steps"),
-        ("deis", "Choose custom with share 0.7 and power 1.5"),
-    ):
-        work = job(calls.of(model), prompts, sampler, steps=20)
-        calls.count = 0
-        proposal = calibrate_model(work, prompts[:2], 0, 1, Wish(name="mine"))
-        assert proposal.report.startswith(said) and "hard to tell from the one of all steps (48 dB)" in proposal.report
-        assert proposal.report.endswith("Not saved: these are the steps of balanced.")
-        assert calls.count == 4 * (20 + 14), "four held-out pictures, whole and in part"
+    calls, seen, balanced = Calls(), list[Skipped](), PRESETS["balanced"]
+    counted = calls.of(model)
+    if "file" in run:
+        counted.cached_patcher_init = (None, (run["file"],))
+    how = {"sampler": "euler", "scheduler": "normal", "cfg": CFG, "steps": 20, "denoise": 1.0, **run}
+    how.pop("file", None)
+    work = Job(counted, prompts[-1], latent(), **how)
+    report = calibrate_model(work, prompts[:2], 0, 1, Wish(computed_steps=count, name="mine")).report
+    assert calls.count == work.steps + count, "a held-out picture, whole and in part"
+    if by_itself == count:
+        assert report.startswith("Choose balanced: no steps closer than its own were found")
+    else:
+        what = "every step" if by_itself == work.steps else f"{by_itself} steps"
+        assert report.startswith("Choose custom with share 0.7 and power 1.5, the steps of balanced")
+        assert f", which by itself computes {what} here: " in report
+    assert "hard to tell from the one of all steps (48 dB)" in report
+    assert report.endswith("Not saved: these are the steps of balanced.")
     assert files(home) == before and not sent
+    sampled(skip_steps(counted, balanced, seen.append), prompts, **how)
+    assert seen[0].computed == by_itself, "as Step Skip does it"
 
 
 def test_the_page_is_told_how_long_it_takes_and_what_was_saved(

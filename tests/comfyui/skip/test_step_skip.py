@@ -694,16 +694,28 @@ def test_img2img_skips_in_its_own_steps(model: Patcher) -> None:
     assert distance(found, sampled(model, sigmas=sigmas, latent=picture)) < 0.3
 
 
-@pytest.mark.parametrize("start, end, computed", [(4, 20, 11), (0, 14, 10), (2, 15, 9)])
-def test_a_part_of_a_run_of_as_many_steps_as_were_measured(model: Patcher, start: int, end: int, computed: int) -> None:
+def test_short_img2img_computes_every_step(model: Patcher) -> None:
+    """12 steps at denoise 0.6 are as small as those of a run of 20, and were not measured."""
+    seen, picture = watched(model, BALANCED), sampled(model)
+    sigmas = schedule_of(model, 12, denoise=0.6)
+    found = sampled(seen.patcher, sigmas=sigmas, latent=picture)
+    assert torch.equal(found, sampled(model, sigmas=sigmas, latent=picture))
+    assert seen.said[0].reason.startswith("a run of 12 steps is short") and seen.said[0].computed == 12
+
+
+@pytest.mark.parametrize("start, end, computed", [(8, 30, 15), (0, 20, 14), (2, 22, 14), (12, 30, 18), (0, 14, 14)])
+def test_a_part_of_a_run_counts_its_own_steps(model: Patcher, start: int, end: int, computed: int) -> None:
     seen, latent = watched(model, BALANCED), {"samples": sampled(model)}
     (made,) = nodes.KSamplerAdvanced().sample(
-        seen.patcher, "enable", 1, 20, 4.0, "euler", "normal", *prompts(), latent, start, end, "enable"
+        seen.patcher, "enable", 1, 30, 4.0, "euler", "normal", *prompts(), latent, start, end, "enable"
     )
-    assert made["samples"].isfinite().all()
-    assert (seen.said[0].steps, seen.said[0].computed, seen.said[0].reason) == (end - start, computed, "")
-    steps = [start + step for step in BALANCED.selection.computed(end - start)]
-    assert seen.steps(schedule_of(model)) == steps
+    own, said = end - start, seen.said[0]
+    assert made["samples"].isfinite().all() and (said.steps, said.computed) == (own, computed)
+    assert said.reason.startswith(f"a run of {own} steps is short" if own < 20 else "") and bool(said.reason) == (
+        own < 20
+    )
+    steps = range(own) if own < 20 else BALANCED.selection.computed(own)
+    assert seen.steps(schedule_of(model, 30)) == [start + step for step in steps]
 
 
 @pytest.mark.parametrize("sampler", KEPT)

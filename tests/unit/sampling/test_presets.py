@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -354,6 +355,7 @@ def test_a_selection_by_share_count_and_list() -> None:
         (Selection(share=1.5), "choose one above 0 and at most 1"),
         (Selection(power=0), "1 spreads the steps evenly"),
         (Selection(power=0, counts_down=True), "1 spreads the steps evenly"),
+        (Selection(power=math.nan), "The power is not a number. Choose one above 0: 1 spreads the steps evenly"),
         (Selection(listed="0 30"), "not in a run of 20 steps"),
         (Selection(listed="18 17"), "Begin it with 19"),
         (Selection(listed="some"), "write it as"),
