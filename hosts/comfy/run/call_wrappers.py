@@ -6,12 +6,14 @@ The model's own modules stay where they are: LoRA, offloading and saving keep wo
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...stand_in import Compute, stand_in
 from ..models.model_classes import ModelClass
+from .wrapper_keys import ACCELERATE
 
 
 def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, compute: Compute) -> None:
@@ -26,6 +28,14 @@ def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, comput
     where = WrappersMP.DIFFUSION_MODEL if kind.has_wrappers else WrappersMP.APPLY_MODEL
     wrapper = functools.partial(_around_the_module if kind.has_wrappers else _around_the_model, compute)
     put_innermost(wrappers_of(model_options, where), key, wrapper)
+
+
+def are_led(options: Mapping[str, Any]) -> bool:
+    """Whether an accelerated model leads the calls that are given these `transformer_options`."""
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = options.get("wrappers", {})
+    return any(ACCELERATE in wrappers.get(where, {}) for where in (WrappersMP.DIFFUSION_MODEL, WrappersMP.APPLY_MODEL))
 
 
 def wrappers_of(model_options: dict[str, Any], where: str) -> dict[str, list[Any]]:
