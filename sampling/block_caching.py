@@ -8,6 +8,7 @@ and let the next calls add it in their place. No preset uses either: they were n
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,13 +65,12 @@ def parse_caching(text: str) -> BlockCaching | None:
     Raises:
         ValueError: none of these, or a number out of range.
     """
-    words = text.lower().split()
-    if not words:
+    if not (words := text.lower().split()):
         return None
-    try:
-        kind, number = tuple(words[:2]), float(words[2]) if len(words) == 3 else math.nan
-    except ValueError:
-        number = math.nan
+    kind, number = tuple(words[:2]), math.nan
+    if len(words) == 3:
+        with suppress(ValueError):
+            number = float(words[2])
     if kind == ("block", "cache") and 0 <= number <= 1:
         return FirstBlockCache(number)
     if kind == ("deep", "cache") and number in range(1, _MOST_INTERVAL + 1):

@@ -13,7 +13,7 @@ import torch
 
 from ...stand_in import Compute, stand_in
 from ..models.model_classes import ModelClass
-from .wrapper_keys import ACCELERATE
+from .wrapper_keys import ACCELERATE, RECORDING
 
 
 def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, compute: Compute) -> None:
@@ -49,6 +49,13 @@ def put_innermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> Non
     """In place of one of the same key."""
     wrappers.pop(key, None)
     wrappers[key] = [wrapper]
+
+
+def put_around_ours(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:
+    """Inside of what other nodes put there, and outside of what stands in for the model."""
+    inner = {name: wrappers.pop(name) for name in (RECORDING, ACCELERATE) if name in wrappers}
+    put_innermost(wrappers, key, wrapper)
+    wrappers.update(inner)
 
 
 def put_outermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:

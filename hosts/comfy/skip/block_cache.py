@@ -6,8 +6,8 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..blocks.block_classes import OVERRIDE
 from ..blocks.block_patches import FACTS
 from ..blocks.cached_blocks import MakeCall, cached_calls
 from ..models.fallback_reasons import why_not_this_run
-from ..run.call_wrappers import are_led
+from ..run.call_wrappers import are_led, put_around_ours, wrappers_of
 from ..run.wrapper_keys import BLOCK_CACHE
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Kept:
 
 
 class CachedRun:
-    """The wrapper of APPLY_MODEL for one sampling run.
+    """The calls of a model in one sampling run.
 
     What a call leaves is for the call with the same prompts, shapes and place among such calls in the next computed
     step: those of a positive and a negative prompt, of areas and of nodes that ask a second time have each their own.
@@ -61,12 +61,25 @@ class CachedRun:
         self._asked: Counter[Hashable] = Counter()
         self._reused, self._computed, self._reasons = 0, 0, Counter[str]()
 
-    def begin_step(self, sigma: float, conditions: Hashable) -> None:
-        """A step is computed.
+    @contextmanager
+    def step(self, sigma: float, conditions: Hashable, model_options: dict[str, Any]) -> Iterator[None]:
+        """Meanwhile a step is computed.
 
         Args:
             conditions: see `StepConditions`; where they change, nothing before is reused.
+            model_options: that its calls are given.
         """
+        from comfy.patcher_extension import WrappersMP
+
+        self._begin(sigma, conditions)
+        wrappers = wrappers_of(model_options, WrappersMP.APPLY_MODEL)
+        put_around_ours(wrappers, BLOCK_CACHE, self._call)
+        try:
+            yield
+        finally:
+            wrappers.pop(BLOCK_CACHE, None)
+
+    def _begin(self, sigma: float, conditions: Hashable) -> None:
         if sigma >= self._sigma or conditions != self._conditions:
             self._kept.clear()
         self._kept = {key: kept for key, kept in self._kept.items() if key in self._asked_keys}
@@ -88,7 +101,7 @@ class CachedRun:
         reasons = "".join(f"; computed whole: {why} ({count})" for why, count in self._reasons.items())
         return f"{self._caching}: {self._reused} of {calls} calls of the model reused blocks{reasons}"
 
-    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _call(self, executor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
         options = given.get("transformer_options") or {}
         make = self._make_for(executor.class_obj.diffusion_model, options, given.get("control"))

@@ -20,14 +20,13 @@ from ....sampling.run import AfterRun, Skipped, SkippingRun
 from ....sampling.task import Task
 from ...step_conditions import StepConditions
 from ..process.build_waiting import throw_if_cancelled
-from ..run.call_wrappers import put_innermost, wrappers_of
-from ..run.wrapper_keys import ACCELERATE, BLOCK_CACHE, RECORDING, STEP_SKIP
+from ..run.call_wrappers import put_around_ours, wrappers_of
+from ..run.wrapper_keys import STEP_SKIP
 from .block_cache import CachedRun
 from .sampling_task import has_parts, task_of
 
 log = logging.getLogger(__name__)
 
-_INSIDE = (RECORDING, ACCELERATE)
 _OTHERS = ("easycache", "lazycache")
 
 
@@ -164,40 +163,31 @@ def skipping(
 @contextmanager
 def _led(guider: Any, run: SkippingRun, cache: CachedRun | None) -> Iterator[None]:
     """Put `run` inside of what other nodes put around a step's prediction, since they may change the guider for it, and
-    outside of what nodes of ours put there, which stands in for the prediction itself. `cache` has such a place around
-    the model's calls.
+    outside of what nodes of ours put there, which stands in for the prediction itself.
     """
     from comfy.patcher_extension import WrappersMP
 
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
     if STEP_SKIP in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
-    calls = wrappers_of(guider.model_options, WrappersMP.APPLY_MODEL)
-    _put_around_ours(wrappers, STEP_SKIP, prediction(guider, run, cache))
-    if cache is not None:
-        _put_around_ours(calls, BLOCK_CACHE, cache)
+    put_around_ours(wrappers, STEP_SKIP, prediction(guider, run, cache))
     try:
         yield
     finally:
         wrappers.pop(STEP_SKIP, None)
-        calls.pop(BLOCK_CACHE, None)
-
-
-def _put_around_ours(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:
-    inner = {name: wrappers.pop(name) for name in _INSIDE if name in wrappers}
-    put_innermost(wrappers, key, wrapper)
-    wrappers.update(inner)
 
 
 def prediction(guider: Any, run: SkippingRun, cache: CachedRun | None = None) -> Callable[..., torch.Tensor]:
     """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
     conditions = StepConditions(guider)
 
-    def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def predict(
+        executor: Any, x: torch.Tensor, timestep: torch.Tensor, model_options: Any = None, seed: Any = None
+    ) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            if cache is not None:
-                cache.begin_step(sigma, at)
-            result: torch.Tensor = executor(x, timestep, *rest, **more)
+            options = {} if model_options is None else model_options
+            with nullcontext() if cache is None else cache.step(sigma, at, options):
+                result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
         throw_if_cancelled()
