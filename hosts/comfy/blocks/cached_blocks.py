@@ -170,7 +170,7 @@ class FirstBlockCall:
             return stack.give(given)
         assert self._before is not None
         changes = zip(given, self._before.changes[stack.row.name], strict=True)
-        return stack.give([None if change is None else one + change for one, change in changes])
+        return stack.give([None if one is None or change is None else one + change for one, change in changes])
 
     def _note_before(self, stack: _Stack, block: torch.nn.Module, given: Streams | None) -> None:
         seen, number = self._seen, self._numbers[block]
@@ -268,13 +268,13 @@ def cached_calls(network: torch.nn.Module, caching: BlockCaching) -> MakeCall:
     row = class_of(network)
     if row is None:
         raise UnsupportedModel(f"the blocks of {type(network).__name__} are not known")
-    is_deep = isinstance(caching, DeepCache)
-    if is_deep == bool(row.stacks):
-        what, instead = ("a transformer", "block cache 0.08") if is_deep else ("a UNet", "deep cache 3")
-        raise UnsupportedModel(f"{caching} is not for {what}; write {instead}")
     if isinstance(caching, DeepCache):
+        if row.stacks:
+            raise UnsupportedModel(f"{caching} is not for a transformer; write block cache 0.08")
         layers = _deep_layers(network)
         return lambda before: DeepCall(layers, before)
+    if not row.stacks:
+        raise UnsupportedModel(f"{caching} is not for a UNet; write deep cache 3")
     stacks = [stack for each in row.stacks if (stack := _stack_of(network, each)) is not None]
     if sum(len(each.blocks) for each in stacks) < 2:
         raise UnsupportedModel("this model has one block alone")

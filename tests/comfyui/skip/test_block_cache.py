@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import comfy.samplers
-import node_helpers
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -179,9 +178,8 @@ def test_nothing_of_a_picture_is_left_for_the_next(family: str, text: str) -> No
     cached = Cached(model, text)
     cases: list[dict[str, Any]] = [{}, {"seed": 5}, {"size": 2 * tiny.size_of(family)}, {"batch": 2}, {}]
     alone = [sampled(Cached(model, text).patcher, family, **case) for case in cases]
-    assert all(
-        torch.equal(sampled(cached.patcher, family, **case), found) for case, found in zip(cases, alone, strict=True)
-    )
+    for case, found in zip(cases, alone, strict=True):
+        assert torch.equal(sampled(cached.patcher, family, **case), found), case
     name, weight = next((n, w) for n, w in model.model.named_parameters() if n.endswith("weight") and w.ndim == 2)
     changed = cached.patcher.clone()
     changed.add_patches({name: ("diff", (torch.full_like(weight, 0.05),))})
@@ -204,12 +202,8 @@ def test_prompts_that_are_called_apart_have_each_their_own(
 
 def test_a_prompt_that_begins_has_its_step_computed() -> None:
     model = model_of("sd15")
-    late = node_helpers.conditioning_set_values(
-        tiny.conditioning("sd15", 3), {"start_percent": 0.5, "end_percent": 1.0}
-    )
-    early = node_helpers.conditioning_set_values(
-        tiny.conditioning("sd15", 1), {"start_percent": 0.0, "end_percent": 0.5}
-    )
+    early = tiny.conditioning("sd15", 1, start_percent=0.0, end_percent=0.5)
+    late = tiny.conditioning("sd15", 3, start_percent=0.5, end_percent=1.0)
     cached = Cached(model, "deep cache 6")
     sampled(cached.patcher, "sd15")
     assert cached.reused == 5
@@ -318,7 +312,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvide
     [
         pytest.param("flux", "block cache 1", 5, 1, marks=pytest.mark.slow),
         ("pixart", "block cache 1", 2, 1),
-        pytest.param("sd15", "deep cache 3", 0, 0, marks=pytest.mark.slow),
+        pytest.param("sd15", "deep cache 3", 11, 5, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_that_are_computed_are_on_engines(
@@ -360,9 +354,8 @@ def test_an_engine_of_the_whole_model_gives_way_to_it(tmp_path: Any) -> None:
         cached = Cached(fast, "deep cache 3")
         assert torch.equal(sampled(cached.patcher, "sd15"), sampled(Cached(model, "deep cache 3").patcher, "sd15"))
         assert cached.reused == 4 and module.status.engine_calls == STEPS
-        assert module.status.to_json()["reasons"] == {
-            "Step Skip's block cache has the model computed block by block": STEPS
-        }
+        reason = "Step Skip's block cache has the model computed block by block"
+        assert module.status.to_json()["reasons"] == {reason: STEPS}
 
 
 def test_what_is_chosen_on_the_node() -> None:

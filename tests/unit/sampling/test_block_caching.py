@@ -28,7 +28,8 @@ def test_what_may_be_written(text: str, caching: object) -> None:
     "text",
     [
         "block cache", "block cache 1.5", "block cache -0.1", "block cache nan", "block cache 0,08", "deep cache 2.5",
-        "deep cache 0", "deep cache 11", "deep cache inf", "deep 3", "0.08", "deep cache 3 block cache 0.1", "tea cache 3",
+        "deep cache 0", "deep cache 11", "deep cache inf", "deep 3", "0.08",
+        "deep cache 3 block cache 0.1", "tea cache 3",
     ],
 )  # fmt: skip
 def test_what_may_not_is_answered_with_what_may(text: str) -> None:
