@@ -21,6 +21,9 @@ from .block_classes import BlockClass, block_class_of
 
 _FORWARD = "forward"
 
+_OWN_WAY = "another extension computes the model's blocks in a way of its own"
+_TOO_LITTLE_MEMORY = "memory does not suffice for what would be reused"
+
 Streams = list[torch.Tensor | None]
 """What goes from block to block, in the order of `BlockStack.results`; None where the last block gives none of it."""
 
@@ -30,9 +33,11 @@ class CachedCall(Protocol):
 
     Attributes:
         is_reused: whether blocks were left out.
+        why_none: why a whole call leaves nothing, where it does.
     """
 
     is_reused: bool
+    why_none: str
 
     def leading(self) -> AbstractContextManager[None]:
         """A context in which the network is called; may be entered again for the same call."""
@@ -40,7 +45,7 @@ class CachedCall(Protocol):
 
     @property
     def kept(self) -> Any:
-        """What a whole call leaves for the next ones; None where its blocks were not called as they should be."""
+        """What a whole call leaves for the next ones, or None."""
         ...
 
 
@@ -77,7 +82,7 @@ class _Stack:
 
     def read(self, result: Any) -> Streams:
         """What a block gave."""
-        return [result] if isinstance(result, torch.Tensor) else [*result]
+        return [*result] if isinstance(result, (tuple, list)) else [result]
 
     def give(self, streams: Streams) -> Any:
         """As a block gives it."""
@@ -131,7 +136,7 @@ class FirstBlockCall:
         self._stacks, self._before, self._threshold = stacks, before, threshold
         self._numbers = {block: number for number, block in enumerate(each for s in stacks for each in s.blocks)}
         self._seen = _Seen()
-        self.is_reused = False
+        self.is_reused, self.why_none = False, _OWN_WAY
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -153,17 +158,18 @@ class FirstBlockCall:
         given, number = stack.streams(args, kw), self._numbers[block]
         if self.is_reused and number and given is not None:
             return self._reused(stack, block, given)
-        try:
-            self._note_before(stack, block, given)
-        except torch.OutOfMemoryError:
-            self._give_up()
+        self._note(lambda: self._note_before(stack, block, given))
         result = forward(*args, **kw)
+        self._note(lambda: self._note_after(stack, block, stack.read(result)))
+        return result
+
+    def _note(self, what: Callable[[], None]) -> None:
+        """As long as all went as it should."""
         if self._seen.in_order:
             try:
-                self._note_after(stack, block, stack.read(result))
+                what()
             except torch.OutOfMemoryError:
-                self._give_up()
-        return result
+                self._give_up(_TOO_LITTLE_MEMORY)
 
     def _reused(self, stack: _Stack, block: torch.nn.Module, given: Streams) -> Any:
         if block is not stack.blocks[-1]:
@@ -177,18 +183,23 @@ class FirstBlockCall:
         is_next = given is not None and seen.blocks == number
         if is_next and block is not stack.blocks[0]:
             is_next = all(one is other for one, other in zip(given or (), seen.last, strict=True))
-        if not (seen.in_order and is_next):
+        if not is_next:
             self._give_up()
         elif block is stack.blocks[0]:
             seen.starts[stack.row.name] = _copies(given or [])
 
     def _note_after(self, stack: _Stack, block: torch.nn.Module, result: Streams) -> None:
         seen, name, picture = self._seen, stack.row.name, stack.picture
+        if not _are_alike(result, seen.starts[name]):
+            self._give_up()
+            return
         seen.blocks += 1
         seen.last = result
         if seen.blocks == 1:
             start, found = seen.starts[name][picture], result[picture]
-            assert start is not None and found is not None
+            if start is None or found is None:
+                self._give_up()
+                return
             seen.residual = torch.sub(found, start, out=start)
             seen.starts[name] = _copies(result)
             self.is_reused = self._is_near(seen.residual)
@@ -206,9 +217,17 @@ class FirstBlockCall:
             return False
         return relative_change(residual, before.residual) < self._threshold
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str = _OWN_WAY) -> None:
         """Leave nothing for the next calls."""
-        self._seen = _Seen(in_order=False)
+        self._seen, self.why_none = _Seen(in_order=False), reason
+
+
+def _are_alike(result: Streams, start: Streams) -> bool:
+    """Whether a block gave what has the forms of what its stack began with, or none of some of it."""
+    if len(result) != len(start) or all(each is None for each in result):
+        return False
+    pairs = [(one, other) for one, other in zip(result, start, strict=True) if one is not None and other is not None]
+    return all(torch.is_tensor(one) and (one.shape, one.dtype) == (other.shape, other.dtype) for one, other in pairs)
 
 
 def _copies(streams: Streams) -> Streams:
@@ -226,7 +245,7 @@ class DeepCall:
 
     def __init__(self, layers: Sequence[torch.nn.Module], before: torch.Tensor | None) -> None:
         self._layers, self._before = layers, before
-        self.is_reused = before is not None
+        self.is_reused, self.why_none = before is not None, _OWN_WAY
         self._found: list[torch.Tensor] = []
 
     @contextmanager

@@ -128,7 +128,7 @@ class CachedRun:
             self._computed += 1
             self._kept[key] = _Kept(kept)
         else:
-            self._count("another extension computes the model's blocks in a way of its own")
+            self._count(one.why_none)
         return result
 
     @property
@@ -143,6 +143,8 @@ class CachedRun:
             return self._make
         if network is not self._network:
             return "this part of the batch runs on another GPU's copy of the model"
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return "gradients are asked for"
         if control is not None:
             return "a ControlNet takes part"
         if reason := why_not_these_options({name: each for name, each in options.items() if name != OVERRIDE}):

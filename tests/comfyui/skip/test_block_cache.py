@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_classes
+from slipstream.hosts.comfy.blocks import block_classes, cached_blocks
 from slipstream.hosts.comfy.models.model_classes import class_of
 from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
 from slipstream.hosts.comfy.skip.step_skip import skip_steps
@@ -211,6 +211,23 @@ def test_a_prompt_that_begins_has_its_step_computed() -> None:
     assert cached.reused == 4  # in whose first step nothing is reused
 
 
+def test_a_noise_level_that_rises_is_computed() -> None:
+    @torch.no_grad()
+    def restart(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, **_: Any) -> torch.Tensor:
+        for step in (0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7):
+            x = x + 0.1 * (model(x, sigmas[step] * x.new_ones(len(x)), **extra_args) - x)
+        return x
+
+    cached = Cached(model_of("sd15"), "deep cache 10")
+    model, latent = cached.patcher, tiny.latent()["samples"]
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "normal", STEPS)
+    prompts = tiny.conditioning("sd15", 1), tiny.conditioning("sd15", 2)
+    comfy.sample.sample_custom(
+        model, latent + 1, 2.0, comfy.samplers.KSAMPLER(restart), sigmas, *prompts, latent, seed=7
+    )
+    assert cached.said == ["deep cache 10: 7 of 11 calls of the model reused blocks"]
+
+
 # ---- when nothing is reused
 
 
@@ -285,6 +302,27 @@ def test_what_others_compute_between_blocks_is_not_left_out() -> None:
         cached = Cached(model, "block cache 1")
         assert torch.equal(sampled(cached.patcher, "pixart"), plain)
     assert "computed whole: another extension computes the model's blocks in a way of its own (8)" in cached.said[0]
+
+
+def test_blocks_of_an_unknown_form_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("flux")
+    block = model.model.diffusion_model.double_blocks[1]
+    plain = block.forward
+    monkeypatch.setitem(vars(block), "forward", lambda **given: iter(plain(**given)))
+    cached = Cached(model, "block cache 1")
+    assert torch.equal(sampled(cached.patcher, "flux"), sampled(model, "flux"))
+    assert "computed whole: another extension computes the model's blocks in a way of its own (8)" in cached.said[0]
+
+
+def test_memory_that_does_not_suffice_ends_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copies(streams: Any) -> Any:
+        raise torch.OutOfMemoryError("as a test wants it")
+
+    model = model_of("pixart")
+    monkeypatch.setattr(cached_blocks, "_copies", copies)
+    cached = Cached(model, "block cache 1")
+    assert torch.equal(sampled(cached.patcher, "pixart"), sampled(model, "pixart"))
+    assert "computed whole: memory does not suffice for what would be reused (8)" in cached.said[0]
 
 
 def test_another_attention_function_is_no_reason() -> None:
