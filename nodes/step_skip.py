@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .shared.search import SKIPPING, found_by
-from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_input, preset_of, rule_input, selection_inputs
+from .shared.skip_inputs import (
+    CATEGORY,
+    block_cache_input,
+    fingerprint_of,
+    preset_input,
+    preset_of,
+    rule_input,
+    selection_inputs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +59,7 @@ class StepSkip(io.ComfyNode):
                 preset_input(),
                 *selection_inputs(),
                 rule_input(),
+                block_cache_input(),
             ],
             outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
             hidden=[io.Hidden.unique_id],
@@ -82,6 +91,7 @@ class StepSkipSampler(io.ComfyNode):
                 preset_input(),
                 *selection_inputs(),
                 rule_input(),
+                block_cache_input(),
             ],
             outputs=[io.Sampler.Output(tooltip="For SamplerCustom and SamplerCustomAdvanced.")],
             hidden=[io.Hidden.unique_id],

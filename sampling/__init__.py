@@ -7,6 +7,7 @@ task       a run before it begins
 presets    what a user picks
 run        one run, step by step
 calibrate  a selection for the user's own model: `trial`, `paths`, `calibrated`; `saved` keeps it
+block_caching  blocks inside of the network that computed steps reuse
 measured   how close the presets came
 metrics    how far a picture is from another
 """

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .block_caching import BlockCaching
 from .measured import Figure, figures, nearest
 from .reuse import Reuse
 from .samplers import SamplerKind, method_of, rule_for
@@ -90,6 +91,7 @@ class Preset:
         note: for people, in a few words.
         floor: PSNR in dB that its decoded pictures have to reach, see `DEFAULT_FLOOR`.
         closer: by method of sampling, a selection of more steps for runs in which `selection` misses the floor.
+        caching: what computed steps reuse inside of the network; None computes all of it.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Preset:
     uses: frozenset[Use] = frozenset()
     floor: float = CHOSEN_FLOOR
     closer: Mapping[str, Selection] = field(default_factory=dict, hash=False)
+    caching: BlockCaching | None = None
 
     def computed(self, task: Task) -> Steps:
         """The computed steps of a run.
@@ -253,9 +256,9 @@ PRESETS = {
 DEFAULT = "balanced"
 
 
-def custom(selection: Selection, rule: Reuse | None = None) -> Preset:
+def custom(selection: Selection, rule: Reuse | None = None, caching: BlockCaching | None = None) -> Preset:
     """The user's own selection, for any sampler that calls the model once a step."""
-    return _Custom(CUSTOM, selection, "your own choice", rule)
+    return _Custom(CUSTOM, selection, "your own choice", rule, caching=caching)
 
 
 class _Custom(Preset):

@@ -23,6 +23,7 @@ class Skipped:
         sampler: ComfyUI's name of its method.
         reason: why every step was computed; empty where steps were skipped as chosen.
         remark: what else people should know of it.
+        caching: what computed steps reused inside of the network; empty where nothing was to be.
     """
 
     preset: str
@@ -33,6 +34,7 @@ class Skipped:
     rule: str
     reason: str
     remark: str = ""
+    caching: str = ""
 
     def __str__(self) -> str:
         if self.reason:
@@ -40,8 +42,8 @@ class Skipped:
         what = f"{self.computed} of {self.steps} steps computed"
         if self.computed + self.skipped != self.steps:  # another extension's sampler or guider
             what = f"{self.computed} calls of the model computed and {self.skipped} skipped in {self.steps} steps"
-        remark = f"; {self.remark}" if self.remark else ""
-        return f"{self.preset}: {what} ({self.sampler}, {self.rule}){remark}"
+        more = "".join(f"; {each}" for each in (self.caching, self.remark) if each)
+        return f"{self.preset}: {what} ({self.sampler}, {self.rule}){more}"
 
 
 AfterRun = Callable[[Skipped], None]
@@ -85,7 +87,7 @@ class SkippingRun:
             conditions: all else that the result depends on, such as which ControlNets are active: where it differs from
                 the last call's, the history is cleared and the step computed.
         """
-        step, conditions = self._step(sigma), (conditions, x.shape, x.dtype, x.device)
+        step, conditions = step_of(self._sigmas, sigma), (conditions, x.shape, x.dtype, x.device)
         if step is None:
             self.computed_calls += 1
             return compute()
@@ -125,11 +127,17 @@ class SkippingRun:
         self._changes = self._changes.to(x.device)
         return self._changes
 
-    def _step(self, sigma: float) -> int | None:
-        nearest = min(range(len(self._sigmas)), key=lambda step: abs(self._sigmas[step] - sigma), default=None)
-        if nearest is None or abs(self._sigmas[nearest] - sigma) > SAME_SIGMA * abs(sigma):
-            return None
-        return nearest
+
+def step_of(sigmas: Sequence[float], sigma: float) -> int | None:
+    """Which step of a schedule has this noise level; None where it is none of them.
+
+    Args:
+        sigmas: of the steps, without the one that the run ends with.
+    """
+    nearest = min(range(len(sigmas)), key=lambda step: abs(sigmas[step] - sigma), default=None)
+    if nearest is None or abs(sigmas[nearest] - sigma) > SAME_SIGMA * abs(sigma):
+        return None
+    return nearest
 
 
 def _fits(mask: Tensor, x: Tensor) -> bool:

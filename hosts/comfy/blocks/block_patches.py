@@ -15,7 +15,7 @@ from .block_classes import OPTIONS, OVERRIDE, BlockClass
 _PATCHES, _REPLACE = "patches", "patches_replace"
 _BLOCK, _INDEX = "block", "block_index"
 
-_FACTS = frozenset(
+FACTS = frozenset(
     {"activations_shape", "attn_precision", "block", "block_index", "block_type", "callbacks", "cond_or_uncond"}
     | {"dim_head", "img_slice", "n_heads", "original_shape", "sample_sigmas", "sigmas", "total_blocks"}
     | {"transformer_index", "transformer_options", "uuids", "wrappers"}
@@ -31,7 +31,7 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
         reads: all names that the block's code knows.
     """
     for name in options:
-        if name in _FACTS or name == OVERRIDE or name not in reads:
+        if name in FACTS or name == OVERRIDE or name not in reads:
             continue
         value = options[name]
         if name == _PATCHES:

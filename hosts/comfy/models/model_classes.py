@@ -38,6 +38,21 @@ class CallSize:
 
 
 @dataclass(frozen=True)
+class BlockStack:
+    """Transformer blocks of a network that are called one after another, each on what the one before gave.
+
+    Attributes:
+        name: of the list that they are in.
+        results: what a block gives, by the names of the arguments that it changes to it.
+        picture: of these, the one with the picture's tokens, [B, tokens, channels].
+    """
+
+    name: str
+    results: tuple[str, ...]
+    picture: str
+
+
+@dataclass(frozen=True)
 class ModelClass:
     """
     Attributes:
@@ -51,6 +66,7 @@ class ModelClass:
         draws: how its other inputs are made up, where noise would not do.
         attention: the module whose name `optimized_attention` stands for the attention of a class that does not hand
             `transformer_options` on, and so knows no override; None for the others.
+        stacks: the transformer blocks between which a first-block cache adds what it kept, in the order of their calls.
     """
 
     module: str
@@ -61,6 +77,7 @@ class ModelClass:
     shapes: Callable[[Config, CallSize], Shapes] | None
     draws: Mapping[str, Draw] = field(default_factory=dict)
     attention: str | None = None
+    stacks: tuple[BlockStack, ...] = ()
 
     def load(self) -> type:
         """The class itself."""
@@ -148,6 +165,7 @@ MODEL_CLASSES = (
         has_wrappers=False,
         timesteps=fractions_below(1000),
         shapes=_sd3,
+        stacks=(BlockStack("joint_blocks", ("context", "x"), "x"),),
     ),
     # Flux.1, Flux.2
     ModelClass(
@@ -157,6 +175,7 @@ MODEL_CLASSES = (
         has_wrappers=True,
         timesteps=fractions_below(1),
         shapes=_flux,
+        stacks=(BlockStack("double_blocks", ("img", "txt"), "img"), BlockStack("single_blocks", ("x",), "x")),
     ),
     # Wan 2.1, Wan 2.2: a prompt may ask for any number of frames
     ModelClass(
@@ -166,6 +185,7 @@ MODEL_CLASSES = (
         has_wrappers=True,
         timesteps=fractions_below(1000),
         shapes=None,
+        stacks=(BlockStack("blocks", ("x",), "x"),),
     ),
     # Qwen-Image
     ModelClass(
@@ -175,6 +195,7 @@ MODEL_CLASSES = (
         has_wrappers=True,
         timesteps=fractions_below(1),
         shapes=_qwen_image,
+        stacks=(BlockStack("transformer_blocks", ("encoder_hidden_states", "hidden_states"), "hidden_states"),),
     ),
     # Lumina 2, Z-Image. Calls tell the number of tokens beside them: blocks alone run on engines
     ModelClass(
@@ -184,6 +205,7 @@ MODEL_CLASSES = (
         has_wrappers=True,
         timesteps=fractions_below(1),
         shapes=None,
+        stacks=(BlockStack("layers", ("x",), "x"),),
     ),
     # PixArt-alpha, PixArt-sigma. The original's mask over padded text is never used: ComfyUI cuts the padding off
     # beforehand, and gives each text at its own length.
@@ -196,5 +218,6 @@ MODEL_CLASSES = (
         shapes=_pixart,
         draws={"c_size": whole_numbers_below(2048), "c_ar": fractions_below(4)},
         attention="comfy.ldm.pixart.blocks",
+        stacks=(BlockStack("blocks", ("x",), "x"),),
     ),
 )

@@ -6,12 +6,14 @@ The model's own modules stay where they are: LoRA, offloading and saving keep wo
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...stand_in import Compute, stand_in
 from ..models.model_classes import ModelClass
+from .wrapper_keys import ACCELERATE, RECORDING
 
 
 def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, compute: Compute) -> None:
@@ -28,6 +30,14 @@ def lead_calls(model_options: dict[str, Any], kind: ModelClass, key: str, comput
     put_innermost(wrappers_of(model_options, where), key, wrapper)
 
 
+def are_led(options: Mapping[str, Any]) -> bool:
+    """Whether an accelerated model leads the calls that are given these `transformer_options`."""
+    from comfy.patcher_extension import WrappersMP
+
+    wrappers = options.get("wrappers", {})
+    return any(ACCELERATE in wrappers.get(where, {}) for where in (WrappersMP.DIFFUSION_MODEL, WrappersMP.APPLY_MODEL))
+
+
 def wrappers_of(model_options: dict[str, Any], where: str) -> dict[str, list[Any]]:
     """Of a run's own options, by their keys: they run in the order of the dict, the first outside of the others."""
     options = model_options.setdefault("transformer_options", {})
@@ -39,6 +49,13 @@ def put_innermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> Non
     """In place of one of the same key."""
     wrappers.pop(key, None)
     wrappers[key] = [wrapper]
+
+
+def put_around_ours(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:
+    """Inside of what other nodes put there, and outside of what stands in for the model."""
+    inner = {name: wrappers.pop(name) for name in (RECORDING, ACCELERATE) if name in wrappers}
+    put_innermost(wrappers, key, wrapper)
+    wrappers.update(inner)
 
 
 def put_outermost(wrappers: dict[str, list[Any]], key: str, wrapper: Any) -> None:

@@ -26,14 +26,17 @@ from ...live_model.held_weights import Hold
 from ...model_patches import why_not_in_this_mode, why_not_these_tensors
 from ...stand_in import Plain, undisturbed
 from ..blocks.block_calls import BlockCalls
+from ..blocks.cached_blocks import CachedCall
 from ..models.fallback_reasons import why_not_this_call
 from ..models.model_classes import ModelClass
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
 from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
+from .wrapper_keys import BLOCK_CACHE
 
 log = logging.getLogger(__name__)
 
+_REUSED = "Step Skip's block cache has the model computed block by block"
 _OTHER_GPU = "this part of the batch runs on another GPU's copy of the model"
 
 
@@ -89,6 +92,8 @@ class ModelCalls:
             reason = self.veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
             return self.whole({}, lambda: self._by_blocks(plain, args, kwargs), reason)["out"]
         self.options = given.get("transformer_options") or {}
+        if (cached := self.options.get(BLOCK_CACHE)) is not None:
+            plain = functools.partial(_with_blocks_reused, cached, plain)
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
@@ -152,6 +157,8 @@ class ModelCalls:
             return veto
         if module is not self.source.unet:
             return _OTHER_GPU
+        if BLOCK_CACHE in self.options:
+            return _REUSED
         if "x" not in inputs:
             return f"{self._kind.name} is called in an unknown way"
         if veto := why_not_these_tensors(inputs.values()):
@@ -217,6 +224,12 @@ class ModelCalls:
     def _undisturbed(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         """The plain model's answer; it empties the lists of residuals that it is given."""
         return self._plain(functools.partial(undisturbed, plain), (args, kwargs), {})
+
+
+def _with_blocks_reused(cached: CachedCall, plain: Plain, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """The plain model, of which blocks may be left out. The others are led to engines around this."""
+    with cached.leading():
+        return plain(*args, **kwargs)
 
 
 def _kind_of(inputs: Tensors, control: Any) -> Hashable:

@@ -20,13 +20,13 @@ from ....sampling.run import AfterRun, Skipped, SkippingRun
 from ....sampling.task import Task
 from ...step_conditions import StepConditions
 from ..process.build_waiting import throw_if_cancelled
-from ..run.call_wrappers import put_innermost, wrappers_of
-from ..run.wrapper_keys import ACCELERATE, RECORDING, STEP_SKIP
+from ..run.call_wrappers import put_around_ours, wrappers_of
+from ..run.wrapper_keys import STEP_SKIP
+from .block_cache import CachedRun
 from .sampling_task import has_parts, task_of
 
 log = logging.getLogger(__name__)
 
-_INSIDE = (RECORDING, ACCELERATE)
 _OTHERS = ("easycache", "lazycache")
 
 
@@ -142,22 +142,26 @@ def skipping(
     steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
     remark = "" if reason else preset.remark(task)
     run = SkippingRun(task.sigmas, tuple(range(steps)) if reason else preset.computed(task), rule, mask)
+    cache = None if reason or preset.caching is None else CachedRun(guider, preset.caching, task.sigmas)
     if reason:
         log.warning("Slipstream skips no steps: %s", reason)
     if remark:
         warn_once(log, f"Slipstream skips steps as in {preset.name}: {remark}")
     try:
-        with nullcontext() if reason else _led(guider, run):
+        with nullcontext() if reason else _led(guider, run, cache):
             yield
     finally:
         run.forget()
+        if cache is not None:
+            cache.forget()
         if after_run is not None:
             counts = (steps, 0) if reason else (run.computed_calls, run.skipped_calls)
-            after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark))
+            reused = "" if cache is None else str(cache)
+            after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark, reused))
 
 
 @contextmanager
-def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
+def _led(guider: Any, run: SkippingRun, cache: CachedRun | None) -> Iterator[None]:
     """Put `run` inside of what other nodes put around a step's prediction, since they may change the guider for it, and
     outside of what nodes of ours put there, which stands in for the prediction itself.
     """
@@ -166,26 +170,29 @@ def _led(guider: Any, run: SkippingRun) -> Iterator[None]:
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
     if STEP_SKIP in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
-    inner = {key: wrappers.pop(key) for key in _INSIDE if key in wrappers}
-    put_innermost(wrappers, STEP_SKIP, prediction(guider, run))
-    wrappers.update(inner)
+    put_around_ours(wrappers, STEP_SKIP, prediction(guider, run, cache))
     try:
         yield
     finally:
         wrappers.pop(STEP_SKIP, None)
 
 
-def prediction(guider: Any, run: SkippingRun) -> Callable[..., torch.Tensor]:
+def prediction(guider: Any, run: SkippingRun, cache: CachedRun | None = None) -> Callable[..., torch.Tensor]:
     """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
     conditions = StepConditions(guider)
 
-    def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    def predict(
+        executor: Any, x: torch.Tensor, timestep: torch.Tensor, model_options: Any = None, seed: Any = None
+    ) -> torch.Tensor:
         def compute() -> torch.Tensor:
-            result: torch.Tensor = executor(x, timestep, *rest, **more)
+            options = {} if model_options is None else model_options
+            with nullcontext() if cache is None else cache.step(sigma, at, options):
+                result: torch.Tensor = executor(x, timestep, options, seed)
             return result
 
         throw_if_cancelled()
         sigma = float(timestep.flatten()[0])
-        return run(x, sigma, compute, conditions.next(sigma))
+        at = conditions.next(sigma)
+        return run(x, sigma, compute, at)
 
     return predict

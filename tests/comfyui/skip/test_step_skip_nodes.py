@@ -74,7 +74,7 @@ def test_presets_and_what_custom_takes(node: Any) -> None:
     assert options == preset_names() and options[: len(PRESETS) + 1] == [*PRESETS, CUSTOM]
     assert settings["default"] == DEFAULT == "balanced" and settings["tooltip"] == preset_table()
     defaults = {name: spec[1]["default"] for name, spec in inputs["optional"].items()}
-    assert defaults == CUSTOM_INPUTS | ({} if node is SkipSigmas else {"rule": AUTO_RULE})
+    assert defaults == CUSTOM_INPUTS | ({} if node is SkipSigmas else {"rule": AUTO_RULE, "block_cache": ""})
     assert all(spec[1]["advanced"] for spec in inputs["optional"].values())
 
 
