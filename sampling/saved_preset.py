@@ -103,7 +103,8 @@ def _what_it_is_not_for(known: SavedPreset, task: Task) -> str | None:
     if task.guided != (known.cfg > 1):
         return "at CFG 1, and this is above" if task.guided else "at CFG above 1, and this is CFG 1"
     if task.has_mask != known.has_mask:
-        return f"with{'' if known.has_mask else 'out'} a mask for inpainting, and this is {_with(task.has_mask)}"
+        mask = "with a mask for inpainting" if known.has_mask else "without a mask for inpainting"
+        return f"{mask}, and this is {_with(task.has_mask)}"
     return "on latents of one part, and this has several" if task.has_parts else None
 
 

@@ -17,7 +17,8 @@ _HOLE = re.compile(r"\{(\w+)\}")
 _LONGEST = 4000
 _DEEPEST = 4
 
-_Template = tuple[re.Pattern[str], str]
+_Template = tuple[re.Pattern[str], str, str]
+"""What a sentence must match, the words that it ends with, and the sentence in the other language."""
 
 
 def said(text: str, language: str) -> str | None:
@@ -30,8 +31,8 @@ def said(text: str, language: str) -> str | None:
 
 
 def _said(text: str, table: tuple[_Template, ...], depth: int) -> str | None:
-    for pattern, other in table:
-        if found := pattern.fullmatch(text):
+    for pattern, end, other in table:
+        if text.endswith(end) and (found := pattern.fullmatch(text)):
             filled = {name: _in_hole(what, table, depth) for name, what in found.groupdict().items()}
             return _HOLE.sub(lambda hole: filled[hole[1]], other)  # noqa: B023  called at once
     return None
@@ -47,7 +48,7 @@ def _table(language: str) -> tuple[_Template, ...]:
         content: Mapping[str, str] = json.loads((FOLDER / f"{language}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ()
-    return tuple((_pattern(template), other) for template, other in content.items())
+    return tuple((_pattern(template), _HOLE.split(template)[-1], other) for template, other in content.items())
 
 
 def _pattern(template: str) -> re.Pattern[str]:

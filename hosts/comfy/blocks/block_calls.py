@@ -575,8 +575,9 @@ class BlockCalls:
                 log.debug("Slipstream: checked an engine of blocks, relative error %.1e: %s", error, offer.digest[:12])
             elif is_finite:
                 name = offer.architecture.fingerprint.architecture_name
-                what = f"differs from the block by {say_share(error)} (allowed: {say_share(limit)})"
-                self._engines.refuse(offer, f"the engine for {name} {what}")
+                apart, allowed = say_share(error), say_share(limit)
+                reason = f"the engine for {name} differs from the block by {apart} (allowed: {allowed})"
+                self._engines.refuse(offer, reason)
             elif self._tried[id(offer)] >= _TRIALS:
                 offer.refuse("the block computes NaN or Inf, so that its engine cannot be compared with it")
 
