@@ -228,5 +228,5 @@ def _plain(value: Any, name: str) -> Any:
         return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
     raise UnsupportedModel(
         f"The model's setting {name!r} is a {type(value).__name__}, which engines cannot be told apart by; "
-        "the plain model is used"
+        "your model runs without an engine"
     )

@@ -14,5 +14,5 @@ def of_engines(happened: Mapping[str, Any]) -> str:
         happened: see `Status.since`.
     """
     parts = [f"{use['calls']} calls by engine {use['digest'][:SHOWN]} ({use['label']})" for use in happened["engines"]]
-    parts += [f"{count} by the plain model: {reason}" for reason, count in happened["reasons"].items()]
+    parts += [f"{count} by your model: {reason}" for reason, count in happened["reasons"].items()]
     return "; ".join(parts) or "no call of the model"

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def say_plain(reason: str) -> None:
     """Log why the host's own model computes."""
-    log.warning("Slipstream uses the plain model: %s", reason)
+    log.warning("Slipstream runs your model without an engine: %s", reason)
 
 
 class AcceleratedModule:

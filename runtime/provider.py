@@ -582,7 +582,7 @@ class EngineProvider:
         """Note that an engine was not finite where its inputs were; what to tell people."""
         self._overflows.note(source, plan.spec)
         precision = plan.spec.precision_name
-        what = f"the engine for {plan} computed NaN or Inf in {precision}, and the plain model took over"
+        what = f"the engine for {plan} computed NaN or Inf in {precision}, and your model took over"
         return f"{what}. {ADVICE}" if precision == Precision.FP16.value else what
 
     def why_wrong(

@@ -115,7 +115,7 @@ def _lead(p: Any, chosen: tuple[Any, ...]) -> None:
         choices = Choices.of_text(*chosen)
     except ValueError as error:
         p.extra_generation_params[ENGINES] = f"plain model: {error}"
-        log.warning("Slipstream uses the plain model: %s", error)
+        log.warning("Slipstream runs your model without an engine: %s", error)
         return
     lead_next_sampling(p, choices)
 

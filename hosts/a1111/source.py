@@ -39,7 +39,7 @@ class LdmUNetSource:
         _apply_loras(unet)
         self._weights = {name: tensor.detach() for name, tensor in unet.state_dict(keep_vars=True).items()}
         if any(tensor.device != device for tensor in self._weights.values()):
-            raise UnsupportedModel("--lowvram keeps the model's weights in RAM; the plain model is used")
+            raise UnsupportedModel("--lowvram keeps the model's weights in RAM; your model runs without an engine")
         if missing := sorted(self.architecture.weight_names - set(self._weights)):
             raise UnsupportedModel(f"The model holds no weight {missing[0]!r} ({len(missing)} are missing)")
 
@@ -111,7 +111,9 @@ def _apply_loras(unet: torch.nn.Module) -> None:
     from modules import shared
 
     if getattr(shared.opts, "lora_functional", False):
-        raise UnsupportedModel("LoRAs are computed beside the model ('use old method'); the plain model is used")
+        raise UnsupportedModel(
+            "LoRAs are computed beside the model ('use old method'); your model runs without an engine"
+        )
     for layer in unet.modules():
         if getattr(layer, "network_layer_name", None) is not None:
             networks.network_apply_weights(layer)

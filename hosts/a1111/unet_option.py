@@ -119,5 +119,7 @@ def config_of(sd_model: Any) -> Mapping[str, Any]:
         found = parameters["model"]["params"]
         config: Mapping[str, Any] = (found.get("network_config") or found["unet_config"])["params"]
     except (ImportError, AttributeError, KeyError, TypeError, OSError) as error:
-        raise UnsupportedModel(f"The model's config cannot be read ({error}); the plain model is used") from error
+        raise UnsupportedModel(
+            f"The model's config cannot be read ({error}); your model runs without an engine"
+        ) from error
     return config

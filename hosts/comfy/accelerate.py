@@ -68,7 +68,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
         found = begin_run(module, read, ending, conditions=others, can_start_again=True)
         if isinstance(found, str):
             if module.status.count_eager(found) and found != SWITCHED_OFF:
-                log.warning("Slipstream uses the plain model: %s", found)
+                log.warning("Slipstream runs your model without an engine: %s", found)
             return executor(*args, **kwargs)
         run, source = found
         halves = halves_of(module, run.settings, source, guider.model_patcher, ending)
@@ -87,7 +87,7 @@ def _sample(module: AcceleratedModule, executor: Any, args: tuple[Any, ...], kwa
                 if not calls.are_answered and len(arguments_of(executor, args, kwargs).get("sigmas", ())) > 1:
                     module.status.count_eager(_BY_ITSELF)
                 return result
-            log.warning("Slipstream: sampling restarts with the plain model, because %s", run.wrong)
+            log.warning("Slipstream: sampling restarts with your model alone, because %s", run.wrong)
             again, more = beginning.restore()
             return executor(*again, **more)
 

@@ -270,7 +270,7 @@ class Session:
 
     def _tell(self, reason: str) -> None:
         if self._module.status.count_eager(reason):
-            log.warning("Slipstream uses the plain VAE: %s", reason)
+            log.warning("Slipstream runs your VAE without an engine: %s", reason)
 
 
 class _HalfCalls:

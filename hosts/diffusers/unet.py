@@ -85,11 +85,15 @@ class DiffusersUNet(NetworkArchitecture):
             UnsupportedModel: it is no plain UNet2DConditionModel, or takes inputs that engines do not.
         """
         if type(unet) is not UNet2DConditionModel:
-            raise UnsupportedModel(f"{type(unet).__name__} models have no engines yet; the plain model is used")
+            raise UnsupportedModel(
+                f"{type(unet).__name__} models have no engines yet; your model runs without an engine"
+            )
         config = {key: value for key, value in unet.config.items() if not key.startswith("_")}
         for key, values in _SUPPORTED.items():
             if config.get(key) not in values:
-                raise UnsupportedModel(f"UNets with {key} {config[key]!r} have no engines yet; the plain model is used")
+                raise UnsupportedModel(
+                    f"UNets with {key} {config[key]!r} have no engines yet; your model runs without an engine"
+                )
         return cls({key: value for key, value in config.items() if key not in _NOT_COMPUTED})
 
     @functools.cached_property

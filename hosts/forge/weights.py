@@ -77,6 +77,7 @@ def _check_memory(family: Family, layers: dict[str, torch.nn.Module], dtype: tor
     if needed > free:
         raise UnsupportedModel(
             f"The model's weights are not in the engine's form (low VRAM mode, or stored in another dtype), and a copy "
-            f"needs {needed >> 20} MB of the {free >> 20} MB that are free on {device}; the plain model is used. "
+            f"needs {needed >> 20} MB of the {free >> 20} MB that are free on {device}; your model runs without an "
+            "engine. "
             "A smaller picture or batch, or fewer loaded models, may leave room"
         )

@@ -425,7 +425,7 @@ def _read(module: str) -> str:
     except (OSError, UnicodeError) as error:
         raise UnsupportedModel(
             f"The source of {module} cannot be read ({error}), so a change of it would go unnoticed; "
-            "the plain model is used"
+            "your model runs without an engine"
         ) from error
     if max(status.st_mtime, status.st_ctime) > STARTED:
         raise UnsupportedModel(f"{file} was changed after this program started; restart it to use engines")

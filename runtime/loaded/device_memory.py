@@ -116,7 +116,7 @@ class Shortages:
             times = earlier.times + 1 if earlier else 1
             self._known[digest, device] = _Shortage(times, self._free(device))
         beside = f" (it needs about {say_bytes(needed)} beside the model)" if needed else ""
-        what = f"the engine ran out of GPU memory{beside}; the plain model is used"
+        what = f"the engine ran out of GPU memory{beside}; your model runs without an engine"
         return f"{what}. {_ADVICE}" if times < _ATTEMPTS else f"{what}. {_left_alone(times)}"
 
     def why_not(self, digest: str, device: torch.device) -> str | None:

@@ -141,7 +141,7 @@ def test_what_engines_cannot_honour_runs_plain_and_says_why(model: Any, change: 
         fast = picture(ENGINE, Patching(change))
     assert (counted.engine, counted.eager) == (0, 4)
     assert torch.equal(fast.latent, plain.latent)
-    assert f"4 by the plain model: {reason}" in fast.said[ENGINES]
+    assert f"4 by your model: {reason}" in fast.said[ENGINES]
 
 
 def test_another_extensions_wrapper_stays_outside_of_the_engine(model: Any) -> None:
@@ -240,7 +240,7 @@ def test_a_size_without_engine_runs_plain_where_none_is_to_be_built(model: Any) 
     with Counting(manual) as counted:
         made = picture(manual, width=128)
     assert (counted.engine, counted.eager) == (0, 4) and torch.equal(made.latent, plain.latent)
-    assert "4 by the plain model: " in made.said[ENGINES]
+    assert "4 by your model: " in made.said[ENGINES]
 
 
 def test_a_choice_that_nobody_offers_runs_plain_and_says_so(model: Any) -> None:

@@ -131,7 +131,7 @@ def test_patches_run_plain_and_say_why(patcher: Any) -> None:
     before = engine_calls()
     fast, said = picture(patcher, ENGINE)
     assert engine_calls() == before and torch.equal(fast, plain)
-    assert "4 by the plain model: another extension patches the model (attn1_patch)" in said[ENGINES]
+    assert "4 by your model: another extension patches the model (attn1_patch)" in said[ENGINES]
 
 
 def test_a_preset_computes_the_steps_that_it_says(patcher: Any) -> None:

@@ -154,13 +154,15 @@ def _read_usual(model: Any, half: Half) -> Config:
     if not is_plain or first is None or first.ndim != 4 or getattr(model, "bn", None) is not None:
         raise UnsupportedModel(_other(model, part))
     if half is ENCODER and getattr(model.regularization, "sample", None) is not False:
-        raise UnsupportedModel("The VAE's encoder draws random numbers, which engines do not; the plain model is used")
+        raise UnsupportedModel(
+            "The VAE's encoder draws random numbers, which engines do not; your model runs without an engine"
+        )
     return {"layers": _layers_of(part, half), "embed_dim": _embed_dim(model, half)}
 
 
 def _other(model: Any, part: Any) -> str:
     kind = f"{type(model).__name__} with {type(part).__name__}"
-    return f"VAEs of this kind ({kind}) have no engines yet; the plain model is used"
+    return f"VAEs of this kind ({kind}) have no engines yet; your model runs without an engine"
 
 
 def _layers_of(part: Any, half: Half) -> Config:

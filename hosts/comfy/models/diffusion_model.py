@@ -148,7 +148,7 @@ class ComfyDiffusionModel(NetworkArchitecture):
         kind = class_of(live)
         if kind is None:
             raise UnsupportedModel(
-                f"{name} models ({type(live).__name__}) have no engines yet; the plain model is used"
+                f"{name} models ({type(live).__name__}) have no engines yet; your model runs without an engine"
             )
         # Where and in which dtype the host holds its weights is no part of what the model computes.
         outside = ("dtype", "device", "disable_unet_model_creation")

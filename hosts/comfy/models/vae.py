@@ -83,13 +83,15 @@ class ComfyVaeHalf(NetworkArchitecture):
         kind = kind_of(model)
         if kind is None:
             raise UnsupportedModel(
-                f"VAEs of this kind ({type(model).__name__}) have no engines yet; the plain model is used"
+                f"VAEs of this kind ({type(model).__name__}) have no engines yet; your model runs without an engine"
             )
         try:
             config = kind.read(model, half)
             return _remembered.get(model, (half.role, repr(config)), lambda: cls(kind, half, config))
         except (AttributeError, IndexError, TypeError, ZeroDivisionError) as error:
-            raise UnsupportedModel(f"The VAE's layers cannot be read ({error}); the plain model is used") from error
+            raise UnsupportedModel(
+                f"The VAE's layers cannot be read ({error}); your model runs without an engine"
+            ) from error
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:

@@ -368,7 +368,7 @@ def _check_kinds(own: Weights) -> None:
         if kind.__name__ != _QUANTIZED:
             raise UnsupportedModel(
                 f"The model's weights are of a kind that another extension brought ({kind.__module__}."
-                f"{kind.__qualname__}); the plain model is used"
+                f"{kind.__qualname__}); your model runs without an engine"
             )
 
 
@@ -388,8 +388,8 @@ def _check_memory(
     if needed and needed > (free := memory_beside_sampling(device, needed)):
         raise UnsupportedModel(
             f"The model's weights are not in the engine's form (low VRAM mode, or stored in another dtype), and a copy "
-            f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}; the plain model is "
-            "used. A smaller picture or batch, or fewer loaded models, may leave room"
+            f"needs {needed >> 20} MB of the {int(free) >> 20} MB that are free on {device}; your model runs "
+            "without an engine. A smaller picture or batch, or fewer loaded models, may leave room"
         )
 
 

@@ -214,7 +214,7 @@ class ControlCalls:
 
         if isinstance(self._begun, str):
             if self._module.status.count_eager(self._begun):
-                log.warning("Slipstream uses the plain ControlNet: %s", self._begun)
+                log.warning("Slipstream runs your ControlNet without an engine: %s", self._begun)
             return plain()
         run, source = self._begun
         inputs = {"x": x, "timesteps": timesteps, "context": context}

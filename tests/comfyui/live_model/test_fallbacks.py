@@ -121,7 +121,7 @@ def test_plain_model_takes_over_with_one_reason(name: str, place: str, tmp_path:
     assert status["engine_calls"] == 0 and status["eager_calls"] >= 3
     assert len(status["reasons"]) == 1 and case.says in next(iter(status["reasons"]))
     assert case.says in describe(module)
-    assert sum("Slipstream uses the plain model" in record.getMessage() for record in caplog.records) == 1
+    assert sum("Slipstream runs your model without an engine" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_model_without_an_engine_is_looked_at_once_a_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

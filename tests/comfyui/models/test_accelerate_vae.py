@@ -332,7 +332,7 @@ def test_a_changed_vae_decodes_as_it_is(
     assert torch.equal(fast.decode(latents(2)), wanted)
     assert_calls(module, 0, 2)
     assert reason in reason_of(module)
-    told = [record for record in caplog.records if "Slipstream uses the plain VAE" in record.getMessage()]
+    told = [record for record in caplog.records if "Slipstream runs your VAE without an engine" in record.getMessage()]
     assert len(told) == 1
     assert (wanted - tiny.vae().decode(latents(2))).abs().max() > 0.01 or change in (without_engines, object_patched)
 

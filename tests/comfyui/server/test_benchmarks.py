@@ -318,7 +318,7 @@ def test_a_class_without_engines_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     others = tuple(row for row in model_classes.MODEL_CLASSES if row.name != "PixArtMS")
     monkeypatch.setattr(model_classes, "MODEL_CLASSES", others)
     subject = pixart()
-    assert "have no engines yet; the plain model is used" in str(variant.why_left_out(case, subject))
+    assert "have no engines yet; your model runs without an engine" in str(variant.why_left_out(case, subject))
     inputs = subject.inputs(seed=1)
     assert inputs["c_size"].tolist() == [[512, 512]] * 2 and inputs["c_ar"].tolist() == [[1]] * 2
 

@@ -55,7 +55,7 @@ class Workflow:
         add = self.graph.add
         demo = add("SlipstreamDemoLoader")
         self._plain_vae = demo.out(1)
-        picture = self._picture(demo)  # by the plain model: what the ControlNet follows
+        picture = self._picture(demo)  # by your model: what the ControlNet follows
         lora_model = add("LoraLoaderModelOnly", model=demo.out(0), lora_name=lora, strength_model=0.5)
         self.model = self._accelerated("Model", model=lora_model)
         self.vae = self._accelerated("VAE", vae=demo.out(1))

@@ -48,7 +48,7 @@ def test_every_preset_can_be_chosen() -> None:
 def test_words_of_a_run() -> None:
     engine = {"calls": 3, "digest": "0123456789abcdef", "label": "SD15 512×512 batch 2"}
     said = of_engines({"engines": [engine], "reasons": {"no engine yet": 1}})
-    assert said == "3 calls by engine 0123456789ab (SD15 512×512 batch 2); 1 by the plain model: no engine yet"
+    assert said == "3 calls by engine 0123456789ab (SD15 512×512 batch 2); 1 by your model: no engine yet"
     assert of_engines({"engines": [], "reasons": {}}) == "no call of the model"
 
 

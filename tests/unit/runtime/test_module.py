@@ -227,7 +227,7 @@ def test_a_reason_is_logged_once(
                 call(run, source)
                 call(run, source)
     assert counts(module) == (0, 4)
-    assert caplog.text.count("uses the plain model") == 1
+    assert caplog.text.count("runs your model without an engine") == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_an_engine_that_fails_is_not_asked_again_in_that_run(
     assert counts(module) == (1, 2)
     (reason,) = reasons(module)
     assert str(error) in reason
-    assert caplog.text.count("uses the plain model") == 1
+    assert caplog.text.count("runs your model without an engine") == 1
     assert all(engine.weights == {} for engine in backend.engines)
     with module.run(source) as run:
         call(run, source)
@@ -708,7 +708,7 @@ def test_why_no_block_runs_on_an_engine_is_told_once(
     assert module.status.standing.reason == reason
     assert module.status.eager_calls == 2
     assert [record.getMessage() for record in caplog.records if "plain model" in record.getMessage()] == [
-        f"Slipstream uses the plain model: {reason}"
+        f"Slipstream runs your model without an engine: {reason}"
     ]
 
 

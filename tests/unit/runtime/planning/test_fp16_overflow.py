@@ -276,7 +276,7 @@ def test_who_chose_fp16_gets_the_plain_model_and_advice(
         assert_right(found, source, inputs)
     assert (module.status.engine_calls, module.status.eager_calls) == (1, 2)
     first, second = module.status.to_json()["reasons"]
-    assert "computed NaN or Inf in fp16, and the plain model took over" in first and "set precision to bf16" in first
+    assert "computed NaN or Inf in fp16, and your model took over" in first and "set precision to bf16" in first
     assert "Tiny overflows in fp16" in second and "set precision to bf16" in second
     later = AcceleratedModule(restarted(provider), FP16)
     compute(later, source, SMALL)

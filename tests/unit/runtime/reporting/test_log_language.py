@@ -59,23 +59,23 @@ def test_lines_follow_environment_then_page_then_system(
     log, lines = kept
 
     def told() -> str:
-        log.warning("Slipstream uses the plain model: %s", "the model is being trained")
+        log.warning("Slipstream runs your model without an engine: %s", "the model is being trained")
         return texts(lines)[-1]
 
-    assert told() == "Slipstream uses the plain model: the model is being trained"
+    assert told() == "Slipstream runs your model without an engine: the model is being trained"
     monkeypatch.setattr(log_language.locale, "getlocale", lambda: ("de_DE", "UTF-8"))
     assert told() == "Slipstream benutzt das Modell ohne Engine: das Modell wird trainiert"
     follow_page(lambda: "zh-TW")
     assert told() == "Slipstream 使用原模型：模型正在训练"
     monkeypatch.setenv(VARIABLE, "en")
-    assert told().startswith("Slipstream uses the plain model")
+    assert told().startswith("Slipstream runs your model without an engine")
 
 
 def test_what_no_table_has_stays(kept: tuple[logging.Logger, RecentLog], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "zh")
     log, lines = kept
     log.warning("of the moon")
-    log.warning("Slipstream uses the plain model: %s", "of the moon")
+    log.warning("Slipstream runs your model without an engine: %s", "of the moon")
     log.warning("%d", "no number")
     assert texts(lines)[:2] == ["of the moon", "Slipstream 使用原模型：of the moon"]
     assert said("not run yet", "xx") is None and said("not run yet", "zh") == "尚未运行"
