@@ -66,7 +66,7 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
 def foreseen_steps(
     sampler: str, scheduler: str, steps: int, denoise: float = 1.0, start_at_step: int = 0, end_at_step: int = _NO_END
 ) -> int:
-    """How many steps the run of a sampler node will have: some schedulers make another number of them than is asked for.
+    """How many steps the run of a sampler node will have: some schedulers make more of them than are asked for.
 
     The noise levels are those of Stable Diffusion: which model a page's node will have is not known before it runs.
     """
