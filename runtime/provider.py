@@ -33,7 +33,7 @@ from ..engine_cache import BuildHistory, ChoiceMemo, EngineStore, Entry, Speed, 
 from .blocks.block_engines import BlockEngines
 from .building.build import build_engine, device_bytes
 from .building.build_queue import BuildQueue, Ticket
-from .building.supply import NEVER_BUILDS, Supply
+from .building.supply import BUILD_IT, NEVER_BUILDS, Supply
 from .building.worker_pool import WorkerPool
 from .checking.sentinel import Sentinel, why_wrong
 from .checking.step_times import StepTimes
@@ -453,7 +453,7 @@ class EngineProvider:
                 return reason
             only_pulled = not self.supply.may_build(settings.policy)
             if only_pulled and not self.supply.may_have(plan.key.digest):
-                return f"{missing}; build it with the Build Engine node or `slipstream build`"
+                return f"{missing}; {BUILD_IT}"
             if hooks.by_hand or only_pulled or self.supply.is_only_pulled(plan.key.digest):
                 self.queue.forget(plan)  # what was missing may be there
             self.supply.note_asked(plan.key.digest, not only_pulled)

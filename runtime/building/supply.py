@@ -21,6 +21,7 @@ from ..settings.model_settings import BuildPolicy
 
 REMOTE_VARIABLE = "SLIPSTREAM_REMOTE"
 WORKER_VARIABLE = "SLIPSTREAM_WORKER"
+BUILD_IT = "build it with the Build Engine node or `slipstream build`"
 NEVER_BUILDS = f"this process never builds ({WORKER_VARIABLE} is set)"
 
 _ASKED_AGAIN_SECONDS = 60.0

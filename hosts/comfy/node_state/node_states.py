@@ -54,6 +54,9 @@ class NodeState:
     mend: str | None = None
     blocks_built: int | None = None
     blocks_wanted: int | None = None
+    last_run_calls: int | None = None
+    last_run_eager_calls: int | None = None
+    without_graphs: bool = False
 
 
 class NodeRegistry:
@@ -203,7 +206,7 @@ def _of_engine(module: AcceleratedModule, digest: str) -> NodeState | None:
         return NodeState("idle", _CHANGED, digest=digest)
     if (reason := module.provider.why_retired(entry)) is not None:
         return _of_reason(module, reason, digest)
-    return _ready(module, entry, say_sizes(entry.manifest.profiles), "ready", tip=entry.manifest.label)
+    return _ready(module, entry, say_sizes(entry.manifest.profiles), entry.manifest.label)
 
 
 def _of_mixed_run(module: AcceleratedModule, run: LastRun) -> NodeState | None:
@@ -212,9 +215,10 @@ def _of_mixed_run(module: AcceleratedModule, run: LastRun) -> NodeState | None:
     entry = None if run.engine is None else module.provider.store.lookup(run.engine.digest)
     if not plain or entry is None or not _is_asked_for(module, entry) or module.provider.why_retired(entry):
         return None
-    words = f"{sum(plain.values())} of {run.engine_calls + sum(run.reasons.values())} calls plain"
+    eager, calls = sum(plain.values()), run.engine_calls + sum(run.reasons.values())
+    words = f"{eager} of {calls} calls ran on your model"
     tip = f"{entry.manifest.label}; in the last run {words}: {'; '.join(plain)}"
-    return _ready(module, entry, "", f"ready · {words}", tip=tip)
+    return replace(_ready(module, entry, "", tip), last_run_calls=calls, last_run_eager_calls=eager)
 
 
 def _is_built(module: AcceleratedModule, digest: str | None) -> bool:
@@ -245,14 +249,14 @@ def _of_reason(module: AcceleratedModule, reason: str, wanted: str | None) -> No
     return NodeState("eager", f"eager: {reason}", digest=wanted)
 
 
-def _ready(module: AcceleratedModule, entry: Entry, sizes: str, words: str, tip: str) -> NodeState:
+def _ready(module: AcceleratedModule, entry: Entry, sizes: str, tip: str) -> NodeState:
     """An engine that is there, with what it gains as far as that is known."""
     manifest, speed = entry.manifest, module.provider.speed_of(entry)
     made = f"{_BACKENDS.get(manifest.backend, 'compiled')} {manifest.precision_name}"
     times = say_times(speed.eager_ms, speed.engine_ms, manifest.timed_by) if speed else ""
-    if caution := module.provider.canary.caution(entry.digest):
-        words, tip = f"{words} · without CUDA graphs", f"{tip}. {caution}"
-    state = NodeState("ready", " · ".join(filter(None, (made, sizes, times, words))), tip, entry.digest)
+    caution = module.provider.canary.caution(entry.digest)
+    words, tip = " · ".join(filter(None, (made, sizes, times, "ready"))), f"{tip}. {caution}" if caution else tip
+    state = NodeState("ready", words, tip, entry.digest, without_graphs=bool(caution))
     if speed is None:
         return state
     return replace(state, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms, timed_by=manifest.timed_by)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ....compile_backend.cpp.toolchain import why_no_c_compiler, why_no_cpp_compiler
 from ....core.eight_bits import CHOOSE_AUTO
 from ....engine_cache import ADOPT as OF_NO_MAKER
+from ....runtime.building.supply import BUILD_IT
 from ....runtime.module import AcceleratedModule
 from ....runtime.settings.model_settings import BackendChoice
 
@@ -44,4 +45,4 @@ def way_out(module: AcceleratedModule, kind: str, reason: str) -> str | None:
         return ADOPT
     if CHOOSE_AUTO in reason:
         return PRECISION if module.chosen.quantised else SETTINGS
-    return RETRY if kind in ("failed", "slower") else None
+    return RETRY if kind in ("failed", "slower") or BUILD_IT in reason else None

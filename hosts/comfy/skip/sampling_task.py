@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from comfy.model_sampling import ModelSamplingDiscrete
+from comfy.samplers import KSampler
 
 from ....sampling.few_steps import few_step_name
 from ....sampling.task import Task
@@ -15,6 +19,12 @@ _DISTILLED = frozenset({"ModelSamplingDiscreteDistilled", "LCM"})
 """Of ComfyUI's nodes_model_advanced.py: by name, since its nodes may not be loaded."""
 
 _FEW_STEP_CLASSES = frozenset({"FluxSchnell"})
+
+_NO_END = 10000
+_MOST_FORESEEN = 1000
+"""Noise levels of a longer schedule are not made only to count them."""
+
+log = logging.getLogger(__name__)
 
 
 def has_parts(latent_shapes: Any) -> bool:
@@ -51,6 +61,34 @@ def task_of(guider: Any, sampler: Any, sigmas: torch.Tensor, denoise_mask: Any, 
         cfg=float(scale) if isinstance(scale, (int, float)) else None,
         model=model_class(patcher),
     )
+
+
+def foreseen_steps(
+    sampler: str, scheduler: str, steps: int, denoise: float = 1.0, start_at_step: int = 0, end_at_step: int = _NO_END
+) -> int:
+    """How many steps the run of a sampler node will have: some schedulers make more of them than are asked for.
+
+    The noise levels are those of Stable Diffusion: which model a page's node will have is not known before it runs.
+    """
+    part = denoise if denoise > 0 else 1.0
+    if scheduler in KSampler.SCHEDULERS and steps / part <= _MOST_FORESEEN:
+        try:
+            steps = len(KSampler(_StableDiffusion(), steps, "cpu", sampler, scheduler, part).sigmas) - 1
+        except Exception:  # a scheduler of another extension, which asks for more of the model
+            log.debug("Slipstream: the noise levels of %s are not foreseen", scheduler, exc_info=True)
+    left = min(end_at_step, steps) - max(start_at_step, 0)
+    return left if left > 0 else steps
+
+
+class _StableDiffusion:
+    """What ComfyUI's KSampler asks of a model to make noise levels."""
+
+    @functools.cached_property
+    def sampling(self) -> ModelSamplingDiscrete:
+        return ModelSamplingDiscrete()
+
+    def get_model_object(self, name: str) -> ModelSamplingDiscrete:
+        return self.sampling
 
 
 def sampler_name(sampler: Any) -> str:

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {wh
 
 SKIP, SAMPLER = 6, 9  # nodes of the example
 SEEN = """id => {
-  const widgets = app.graph.getNodeById(id).widgets;
+  const root = app.rootGraph ?? app.graph;
+  const inner = root._nodes.flatMap(node => node.subgraph?._nodes ?? []);
+  const { widgets } = [...root._nodes, ...inner].find(node => node.type === "SlipstreamStepSkip");
   const [list, strip] = ["preset", "slipstream_steps"].map(name => widgets.find(each => each.name === name));
   const dots = [...strip.element.querySelectorAll(".slipstream-dots span")].map(dot => dot.className);
   const text = strip.element.querySelector(".slipstream-state-text").textContent;
@@ -78,6 +80,30 @@ ONE_METHOD = """id => {
   app.graph.add(node);
   node.connect(0, custom, custom.inputs.findIndex(input => input.name === "sampler"));
 }"""
+
+
+# A node that gives a sampler's input its value; widgets of these names have these values.
+GIVE = """([sampler, name, type, values]) => {
+  const node = LiteGraph.createNode(type);
+  app.graph.add(node);
+  const target = app.graph.getNodeById(sampler);
+  node.connect(0, target, target.inputs.findIndex(input => input.name === name));
+  for (const [each, value] of Object.entries(values)) node.widgets.find(one => one.name === each).value = value;
+}"""
+ANOTHER_SAMPLER = """([skip, steps]) => {
+  const node = LiteGraph.createNode("KSampler");
+  app.graph.add(node);
+  app.graph.getNodeById(skip).connect(0, node, 0);
+  node.widgets.find(each => each.name === "steps").value = steps;
+}"""
+# A widget of the only subgraph's node, for an input of a node inside.
+PROMOTE = """([inside, name, value]) => {
+  const outer = app.graph._nodes.find(node => node.subgraph);
+  const node = outer.subgraph._nodes.find(node => node.type === inside);
+  outer.subgraph.addInput(name, "INT").connect(node.inputs.find(input => input.name === name), node);
+  outer.widgets.find(each => each.name === name).value = value;
+}"""
+DEPENDS = "Depends on the sampler"
 
 
 def seen(page: ComfyPage) -> dict[str, Any]:
@@ -167,6 +193,63 @@ def test_custom_sampling_is_told_by_the_nodes_beside_the_sampler(skipping: Comfy
     skipping.until(lambda: "several times a step" in seen(skipping)["text"], "the method of the SAMPLER")
     skipping.page.evaluate(ONE_METHOD, CHOSEN)
     skipping.until(lambda: "stochastic multistep samplers" in seen(skipping)["text"], "the method of a node's class")
+
+
+@pytest.mark.skipif(not NEW, reason="this ComfyUI's subgraphs are made otherwise")
+@pytest.mark.parametrize("inside", [SKIP, SAMPLER], ids=["Step Skip", "the sampler"])
+def test_the_sampler_is_found_across_a_subgraphs_border(skipping: ComfyPage, inside: int) -> None:
+    skipping.page.evaluate(CHOOSE, [SAMPLER, "steps", 30])
+    skipping.page.evaluate(CHOOSE, [SAMPLER, "cfg", 5])
+    skipping.make_subgraph(inside)
+    skipping.until(lambda: seen(skipping)["text"].startswith("21 of 30 steps computed"), "the sampler's steps")
+    if inside == SAMPLER:
+        skipping.page.evaluate(PROMOTE, ["KSampler", "steps", 40])
+        skipping.until(
+            lambda: seen(skipping)["text"].startswith("28 of 40 steps computed"), "the subgraph's own widget"
+        )
+
+
+def test_a_linked_value_is_read_of_a_primitive_alone(skipping: ComfyPage) -> None:
+    skipping.page.evaluate(GIVE, [SAMPLER, "steps", "PrimitiveInt", {"value": 30}])
+    skipping.until(lambda: seen(skipping)["text"].startswith("21 of 30 steps computed"), "the primitive's steps")
+    skipping.page.evaluate(GIVE, [SAMPLER, "steps", "StringLength", {"string": "twenty"}])
+    skipping.until(lambda: seen(skipping)["text"] == DEPENDS, "no guess")
+    assert seen(skipping)["dots"] == [] and seen(skipping)["named"][:2] == ["quality", "balanced"]
+
+
+def test_without_a_sampler_nothing_is_promised(skipping: ComfyPage) -> None:
+    skipping.page.evaluate("id => app.graph.getNodeById(id).disconnectInput(0)", SAMPLER)
+    skipping.until(lambda: seen(skipping)["text"] == DEPENDS, "no guess")
+
+
+def test_of_several_samplers_one_is_told(skipping: ComfyPage) -> None:
+    skipping.page.evaluate(ANOTHER_SAMPLER, [SKIP, 40])
+    wanted = "14 of 20 steps computed · about 30 % less time · for one of 2 samplers"
+    skipping.until(lambda: seen(skipping)["text"] == wanted, "that there are more")
+
+
+def test_a_run_has_the_steps_that_its_scheduler_makes(skipping: ComfyPage) -> None:
+    for name, value in {"cfg": 5, "steps": 19, "scheduler": "ddim_uniform"}.items():
+        skipping.page.evaluate(CHOOSE, [SAMPLER, name, value])
+    skipping.until(lambda: seen(skipping)["text"].startswith("14 of 20 steps computed"), "20 where 19 are asked for")
+    skipping.page.evaluate(CHOOSE, [SAMPLER, "denoise", 0.7])
+    skipping.until(lambda: "a run of 19 steps is short" in seen(skipping)["text"], "the last 19 of a longer schedule")
+
+
+def test_a_question_that_failed_is_asked_again(skipping: ComfyPage) -> None:
+    asked: list[str] = []
+
+    def refuse(route: Any) -> None:
+        asked.append(route.request.url)
+        route.fulfill(status=502, body="") if len(asked) == 1 else route.continue_()
+
+    skipping.page.route("**/step-skip?*", refuse)
+    skipping.page.evaluate(CHOOSE, [SAMPLER, "steps", 30])
+    skipping.until(lambda: "502" in seen(skipping)["text"], "what went wrong")
+    skipping.until(lambda: len(seen(skipping)["dots"]) == 30, "the answer, with nothing changed")
+    skipping.page.wait_for_timeout(3000)
+    skipping.errors[:] = [error for error in skipping.errors if "502" not in error]
+    assert len(asked) == 2, "what is answered is not asked again"
 
 
 def test_reasons_are_said_in_chinese(skipping: ComfyPage, server: Any) -> None:

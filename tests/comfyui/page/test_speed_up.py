@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 
 from slipstream.engine_cache import EngineStore
-from slipstream.tests.comfyui.support.browser import ROOT, ComfyPage, example, new_size, why_no_browser
+from slipstream.tests.comfyui.support.browser import (
+    ROOT,
+    ComfyPage,
+    change_settings,
+    example,
+    new_size,
+    why_no_browser,
+)
 from slipstream.tests.comfyui.support.client import ComfyClient
+from slipstream.tests.comfyui.support.server import ComfyServer
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=f"no browser: {why_no_browser()}")
 
@@ -122,6 +130,60 @@ def test_the_likely_time_is_said_before_and_what_it_gained_after(page: ComfyPage
     page.until(lambda: badges(page) == [], "an engine that is not in use has none")
 
 
+def test_what_no_build_would_change_is_no_missing_engine(page: ComfyPage) -> None:
+    workflow = without("controlnet_and_vae", READERS, new_size())
+    page.page.evaluate(_LOAD, workflow)
+    nodes = [str(node["id"]) for node in workflow["nodes"] if node["type"] in ACCELERATE]
+    panel = page.open_tab("Workflow")
+    build = panel.get_by_role("button", name="Build engines")
+    build.wait_for()
+
+    def tell(kind: str, mend: str | None) -> None:
+        for node in nodes:
+            told = {
+                "kind": kind,
+                "text": f"{kind}: the engine…",
+                "tip": f"{kind}: the engine takes 9.8 ms",
+                "mend": mend,
+            }
+            page.page.evaluate(_TELL, [node, told, 0])
+
+    for kind, mend in (("slower", "retry"), ("eager", None), ("off", "backend")):
+        tell(kind, mend)
+        build.wait_for(state="hidden")
+        panel.get_by_text("Those that run on your model say why.").wait_for()
+        assert panel.get_by_text("Runs on your model. The engine takes 9.8 ms").count() == len(nodes)
+        tell("failed", "retry")
+        build.wait_for()
+    tell("eager", None)
+    build.wait_for(state="hidden")
+    tell("eager", "retry")  # its engines are built when somebody asks
+    build.wait_for()
+
+
+def test_a_ready_node_says_in_each_language_what_ran_on_the_model(page: ComfyPage, server: ComfyServer) -> None:
+    told = {"kind": "ready", "text": "compiled fp16 · 312 → 104 ms a step · ready", "without_graphs": True}
+    told |= {"last_run_calls": 40, "last_run_eager_calls": 20}
+    page.load(workflow := example())
+    page.page.evaluate(_TELL, [str(page.node), told, 0])
+    wanted = "Compiled fp16 · ready · 20 of 40 calls ran on your model · without CUDA graphs"
+    page.until(lambda: page.seen()["text"] == wanted, "English words")
+    change_settings(server.url, Comfy_Locale="zh")
+    try:
+        page.open()
+        page.load(workflow)
+        page.page.evaluate(_TELL, [str(page.node), told, 0])
+        wanted = "引擎就绪 · 40 次调用中有 20 次由你的模型运行 · 不使用 CUDA graph"
+        page.until(lambda: page.seen()["text"] == wanted, "Chinese words")
+    finally:
+        change_settings(server.url, Comfy_Locale="en")
+
+
+def test_times_are_rounded_before_they_are_split(page: ComfyPage) -> None:
+    said = page.page.evaluate(_TIMES, [[5400, 7000, 12000, 89.6, 8.6], [119.7, 3599.6, 89.6, 9.97]])
+    assert said == [["90 min", "120 min", "3 h", "2 min", "9 s"], ["2 min 0 s", "60 min 0 s", "1 min 30 s", "10 s"]]
+
+
 def badges(page: ComfyPage) -> list[str]:
     """What our badge on the node says; in Nodes 2.0, where they are elements, what is seen."""
     if page.nodes2:
@@ -145,6 +207,10 @@ _TELL = """async ([node, state, saved]) => {
   const workflow = (app.rootGraph ?? app.graph).id;
   const detail = { nodes: [{ tip: "", ...state, node, workflow }], saved_ms: saved };
   api.dispatchEvent(new CustomEvent("slipstream.nodes", { detail }));
+}"""
+_TIMES = """async ([rough, measured]) => {
+  const { duration, roughly } = await import("/extensions/slipstream/lib/format.js");
+  return [rough.map(roughly), measured.map(duration)];
 }"""
 _BADGES = """id => app.graph.getNodeById(id).badges
   .map(badge => (typeof badge === "function" ? badge() : badge))

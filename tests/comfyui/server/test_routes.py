@@ -224,20 +224,26 @@ def test_which_steps_are_computed(web: Connection) -> None:
     assert len(karras["computed"]) == 17 and karras["offered"][:2] == ["balanced", "custom"]
     normal = get(web, "/step-skip?preset=balanced&steps=20&sampler=dpmpp_2m&scheduler=normal&cfg=8")
     assert len(normal["computed"]) == 20 and "35.0 dB, where 40 are asked for" in normal["reason"]
-    turbo = "/step-skip?steps=20&sampler=euler&files=base.safetensors|loras/sdxl_lightning_4step.safetensors"
+    turbo = "/step-skip?steps=20&sampler=euler&cfg=7&files=base.safetensors|loras/sdxl_lightning_4step.safetensors"
     assert "a distilled model (sdxl_lightning_4step.safetensors)" in get(web, f"{turbo}&preset=balanced")["reason"]
     custom = get(web, f"{turbo}&preset=custom&share=0.5")
     assert len(custom["computed"]) == 10 and custom["remark"].startswith("this is a distilled model")
-    data = get(web, "/step-skip?preset=balanced&steps=8&sampler=euler")
+    data = get(web, "/step-skip?preset=balanced&steps=8&sampler=euler&cfg=7")
     assert data["computed"] == list(range(8)) and "short" in data["reason"]
-    part = get(web, "/step-skip?preset=balanced&steps=12&whole_steps=20&sampler=euler&cfg=5")
+    part = get(web, "/step-skip?preset=balanced&steps=12&denoise=0.6&scheduler=normal&sampler=euler&cfg=5")
     assert len(part["computed"]) == 12 and part["reason"].startswith("a run of 12 steps is short"), (
         "its own steps count"
     )
+    longer = get(web, "/step-skip?preset=balanced&steps=19&scheduler=ddim_uniform&sampler=euler&cfg=5")
+    assert longer["steps"] == 20 and len(longer["computed"]) == 14, "as many as the run will have"
     masked = get(web, "/step-skip?preset=balanced&steps=20&sampler=euler&cfg=5&mask=true")
     assert len(masked["computed"]) == 20 and "with a mask for inpainting" in masked["reason"]
-    assert len(get(web, "/step-skip?preset=custom&steps=20&share=0.5")["computed"]) == 10
-    for wrong in ("preset=none", "steps=0", "steps=many", "preset=custom&step_list=x"):
+    assert len(get(web, "/step-skip?preset=custom&steps=20&sampler=euler&cfg=5&share=0.5")["computed"]) == 10
+    for told in ("", "&steps=20&sampler=euler", "&steps=20&cfg=5", "&sampler=heun&cfg=5"):
+        unknown = get(web, f"/step-skip?preset=balanced{told}")
+        assert (unknown["steps"], unknown["computed"], unknown["reason"], unknown["presets"]) == (None, None, "", {})
+        assert unknown["offered"][:4] == ["quality", "balanced", "fast", "extreme"]
+    for wrong in ("preset=none", "steps=0", "steps=many", "denoise=2", "denoise=nan", "preset=custom&step_list=x"):
         assert refused(web.ask("GET", f"{PREFIX}/step-skip?{wrong}")) == "bad_request"
 
 

@@ -24,7 +24,7 @@ from slipstream.core.errors import UnsupportedModel
 from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_demo_controlnet, load_demo_model
 from slipstream.hosts.comfy.run.call_wrappers import put_innermost, wrappers_of
 from slipstream.hosts.comfy.run.wrapper_keys import ACCELERATE, STEP_SKIP
-from slipstream.hosts.comfy.skip.sampling_task import sampler_name
+from slipstream.hosts.comfy.skip.sampling_task import foreseen_steps, sampler_name, task_of
 from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
 from slipstream.hosts.comfy.skip.step_skip import skip_steps, without_skipping
 from slipstream.sampling.presets import PRESETS, Preset, Selection, custom
@@ -683,6 +683,20 @@ def test_a_preset_computes_more_or_all_steps_where_it_was_too_far_off(
 
 
 # ---- parts of a schedule, and what is shown meanwhile
+
+
+def test_what_is_foreseen_of_a_runs_steps_is_what_the_run_has(model: Patcher) -> None:
+    """ddim_uniform makes 20 steps where 19 are asked for."""
+    guider, euler = comfy.samplers.CFGGuider(model), comfy.samplers.sampler_object("euler")
+    for scheduler, steps, denoise in itertools.product(
+        ("normal", "karras", "simple", "ddim_uniform", "beta"), (12, 15, 19, 20), (0.7, 1.0)
+    ):
+        sigmas = comfy.samplers.KSampler(model, steps, torch.device("cpu"), "euler", scheduler, denoise).sigmas
+        run = task_of(guider, euler, sigmas, None, False)
+        assert foreseen_steps("euler", scheduler, steps, denoise) == run.steps, (scheduler, steps, denoise)
+    assert foreseen_steps("euler", "ddim_uniform", 19) == 20
+    assert foreseen_steps("euler", "normal", 20, start_at_step=8) == 12
+    assert foreseen_steps("euler", "of another pack", 20, end_at_step=15) == 15
 
 
 def test_img2img_skips_in_its_own_steps(model: Patcher) -> None:

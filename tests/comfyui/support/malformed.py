@@ -48,7 +48,21 @@ _WRONG: tuple[Any, ...] = (
 _QUERIES = {
     "/log": ("after",),
     "/models": ("sizes",),
-    "/step-skip": ("steps", "cfg", "share", "computed_steps", "power", "step_list", "preset", "sampler", "files"),
+    "/step-skip": (
+        "steps",
+        "denoise",
+        "start_at_step",
+        "end_at_step",
+        "cfg",
+        "share",
+        "computed_steps",
+        "power",
+        "step_list",
+        "preset",
+        "sampler",
+        "scheduler",
+        "files",
+    ),
 }
 _TEXTS = (
     "-1", "0", "2", "10000", "99999999", "nan", "inf", "-inf", "1e308", "1e-308", "%00", "x", "0,1,2", "9" * 5000, "",

@@ -13,21 +13,27 @@ export function bytes(number) {
   return `${value.toFixed(unit > 2 && value < 100 ? 1 : 0)} ${UNITS[unit]}`;
 }
 
-/** "7 s", "40 s", "2 min": no more digits than a guess deserves. */
+/** "7 s", "40 s", "2 min", "90 min": no more digits than a guess deserves. */
 export function roughly(seconds) {
-  if (seconds < 10) return t("seconds", { n: Math.max(1, Math.round(seconds)) });
-  if (seconds < 90) return t("seconds", { n: 10 * Math.round(seconds / 10) });
-  if (seconds < 90 * MINUTE) return t("minutes", { n: Math.round(seconds / MINUTE) });
-  return t("hours", { n: Math.round(seconds / HOUR) });
+  const whole = Math.max(1, Math.round(seconds));
+  if (whole < 10) return t("seconds", { n: whole });
+  if (whole < 90) return t("seconds", { n: toTens(whole) });
+  if (whole < 90 * MINUTE) return t("minutes", { n: Math.round(whole / MINUTE) });
+  if (whole < 3 * HOUR) return t("minutes", { n: toTens(whole / MINUTE) });
+  return t("hours", { n: Math.round(whole / HOUR) });
+}
+
+function toTens(number) {
+  return 10 * Math.round(number / 10);
 }
 
 /** A measured duration: "0.8 s", "43 s", "3 min 12 s". */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 10) return t("seconds", { n: seconds.toFixed(1) });
-  if (seconds < 90) return t("seconds", { n: Math.round(seconds) });
-  const minutes = Math.floor(seconds / MINUTE);
-  return `${t("minutes", { n: minutes })} ${t("seconds", { n: Math.round(seconds - minutes * MINUTE) })}`;
+  if (seconds < 9.95) return t("seconds", { n: seconds.toFixed(1) });
+  const whole = Math.round(seconds);
+  if (whole < 90) return t("seconds", { n: whole });
+  return `${t("minutes", { n: Math.floor(whole / MINUTE) })} ${t("seconds", { n: whole % MINUTE })}`;
 }
 
 /** "5 minutes ago", in the page's language. */

@@ -67,6 +67,54 @@ function* everyNode(graph = root(), prefix = "") {
   }
 }
 
+/** Where a link begins, looked for in subgraphs and around them: `{node}`, or `{node, input}` for an input of a subgraph's
+ * node that nothing is joined to. Several where a subgraph is used several times. */
+export function* originsOf(graph, id) {
+  const link = linkAt(graph, id);
+  if (!link) return;
+  if (graph.inputNode && link.origin_id === graph.inputNode.id) {
+    for (const outer of usesOf(graph)) {
+      const input = outer.inputs?.[link.origin_slot];
+      if (input?.link != null) yield* originsOf(outer.graph, input.link);
+      else if (input) yield { node: outer, input };
+    }
+    return;
+  }
+  const node = graph.getNodeById(link.origin_id);
+  if (!node?.subgraph) {
+    if (node) yield { node };
+    return;
+  }
+  for (const inner of node.subgraph.outputs?.[link.origin_slot]?.linkIds ?? []) yield* originsOf(node.subgraph, inner);
+}
+
+/** The nodes where a link ends, looked for in subgraphs and around them. */
+export function* targetsOf(graph, id) {
+  const link = linkAt(graph, id);
+  if (!link) return;
+  if (graph.outputNode && link.target_id === graph.outputNode.id) {
+    for (const outer of usesOf(graph)) {
+      for (const next of outer.outputs?.[link.target_slot]?.links ?? []) yield* targetsOf(outer.graph, next);
+    }
+    return;
+  }
+  const node = graph.getNodeById(link.target_id);
+  if (!node?.subgraph) {
+    if (node) yield node;
+    return;
+  }
+  for (const inner of node.subgraph.inputs?.[link.target_slot]?.linkIds ?? []) yield* targetsOf(node.subgraph, inner);
+}
+
+function linkAt(graph, id) {
+  return id == null ? null : (graph?.getLink?.(id) ?? graph?.links?.[id] ?? null);
+}
+
+/** The nodes that stand for a subgraph. */
+function usesOf(graph) {
+  return new Set([...everyNode()].map(([node]) => node).filter((node) => node.subgraph === graph));
+}
+
 /** The node that a command means: a selected one, else the first. */
 export function chosenNode() {
   const selected = Object.values(app.canvas?.selected_nodes ?? {}).find(canBuild);

@@ -11,6 +11,7 @@ import { runOf } from "./skip_run.js";
 const NODES = ["SlipstreamStepSkip", "SlipstreamStepSkipSampler", "SlipstreamKSamplerStepSkip", "SlipstreamSkipSigmas"];
 const HEIGHT = 58;
 const EVERY_MS = 1000; // what the sampler behind it is set to is told by nobody
+const AGAIN_MS = 5000; // after a question that was not answered
 const MOST_DOTS = 60;
 
 export function addSkipStrip(node) {
@@ -27,19 +28,23 @@ export function addSkipStrip(node) {
   });
   widget.serialize = false; // not part of the workflow
   const list = node.widgets.find((each) => each.name === "preset");
-  let [asked, known, ended] = ["", null, null];
+  let [asked, known, ended, again] = ["", null, null, 0];
 
   async function look() {
     if (!node.graph || !strip.element.isConnected) return;
-    const query = runOf(node);
-    const now = JSON.stringify(query);
-    if (now === asked) return;
-    asked = now;
+    const { query, samplers } = runOf(node);
+    const now = JSON.stringify([query, samplers]);
+    if (now === asked && Date.now() < again) return;
+    [asked, again] = [now, Infinity];
     try {
-      [known, ended] = [await server.foreseeSkips(query), null];
+      const answer = await server.foreseeSkips(query);
+      if (now !== asked) return; // a later question was answered meanwhile, or is about to be
+      [known, ended] = [{ ...answer, samplers }, null];
       relabel(list, known);
       strip.show(known, ended);
     } catch (error) {
+      if (now !== asked) return;
+      again = Date.now() + AGAIN_MS;
       strip.fail(error.message);
     }
   }
@@ -85,20 +90,21 @@ function makeStrip() {
   const words = h("div", { class: "slipstream-state-text" });
   const element = h("div", { class: "slipstream-state slipstream-strip" }, dots, words);
 
-  function show({ steps, computed, reason, remark, picture_db: decibels }, ended) {
+  function show({ steps, computed, reason, remark, picture_db: decibels, samplers }, ended) {
     const are = new Set(computed);
-    const shown = steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
+    const shown = computed && steps <= MOST_DOTS ? [...Array(steps).keys()] : [];
     dots.replaceChildren(...shown.map((step) => h("span", { class: are.has(step) ? "computed" : "skipped" })));
-    const saves = t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) });
-    const more = translated(remark);
-    const said = reason ? t("computes_all", { why: translated(reason) }) : [saves, more].filter(Boolean).join(" · ");
+    const saves = computed ? t("computes", { n: are.size, steps, part: percent(1 - are.size / steps) }) : t("depends");
+    const does = reason ? t("computes_all", { why: translated(reason) }) : saves;
+    const which = computed && samplers > 1 ? t("one_of", { n: samplers }) : "";
+    const said = [does, translated(remark), which].filter(Boolean).join(" · ");
     const close = decibels === null ? "" : t("as_close", { n: Math.round(decibels) });
     const last = ended
       ? ended.reason
         ? t("computed_all", { why: translated(ended.reason) })
         : t("computed", { n: ended.computed, steps: ended.steps })
       : "";
-    element.dataset.kind = reason || ended?.reason ? "eager" : "ready";
+    element.dataset.kind = reason || ended?.reason ? "eager" : computed || ended ? "ready" : "idle";
     say(words, last || said);
     element.title = [said, close, last].filter(Boolean).join("\n");
     dots.setAttribute("aria-label", said);

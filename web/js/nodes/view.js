@@ -124,8 +124,13 @@ function isNewer(run, state) {
 function textOf(state) {
   const why = saysReason(state) ? (state.tip || state.text).replace(/^\w+: /, "") : "";
   if (why) return said(why) ?? capitalised(why);
-  if (isEnglish()) return capitalised(state.text.replace(SHOWN_ABOVE, ""));
-  return said(state.text) ?? t(`state_${state.kind}`);
+  const words = isEnglish() ? capitalised(state.text.replace(SHOWN_ABOVE, "")) : said(state.text);
+  return joined(words ?? t(`state_${state.kind}`), callsOnModel(state), state.without_graphs ? t("without_graphs") : "");
+}
+
+/** How much of the last run no engine made; empty where engines made all. */
+function callsOnModel({ last_run_eager_calls: n, last_run_calls: all }) {
+  return n ? t("calls_on_model", { n, all }) : "";
 }
 
 /** Whether the line says all that the server has to say. */

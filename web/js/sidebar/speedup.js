@@ -7,7 +7,7 @@ import { t } from "../lib/words.js";
 import { accelerateNodes, idsOf, workflowId } from "../nodes/graph.js";
 import { viewOf } from "../nodes/view.js";
 import { lookAt, planOf, staysEager, titleOf } from "../speedup/plan.js";
-import { isUnderWay, secondsOf, speedUp, unready } from "../speedup/speedup.js";
+import { isUnderWay, missing, secondsOf, speedUp, staysOnModel } from "../speedup/speedup.js";
 import { busy } from "./busy.js";
 import { every, whileSeen } from "./seen.js";
 
@@ -30,7 +30,7 @@ export function makeSpeedUp() {
   function draw() {
     const plan = planOf();
     const placed = accelerateNodes();
-    const waiting = unready();
+    const waiting = missing();
     say(about, aboutOf(plan, placed, waiting));
     say(words, t(plan.length || !placed.length ? "speedup" : "build_engines"));
     go.hidden = !plan.length && !waiting.length && placed.length > 0;
@@ -55,7 +55,8 @@ export function makeSpeedUp() {
 function aboutOf(plan, placed, waiting) {
   if (!plan.length && !placed.length) return t("speedup_nothing_how");
   if (!plan.length && placed.some(isUnderWay)) return t("speedup_building");
-  if (!plan.length) return t(waiting.length ? "speedup_builds" : "speedup_done");
+  if (!plan.length && waiting.length) return t("speedup_builds");
+  if (!plan.length) return t(placed.some(staysOnModel) ? "speedup_stays" : "speedup_done");
   const seconds = secondsOf(plan);
   return [t("speedup_intro"), seconds ? t("speedup_time", { time: roughly(seconds) }) : ""].filter(Boolean).join(" ");
 }
@@ -65,7 +66,8 @@ function stateRow(node) {
   const view = viewOf(ids, node);
   const state = stateOf(ids, workflowId());
   const gain = state?.engine_ms ? `${speed(state)} · ${times(state.eager_ms / state.engine_ms)}` : "";
-  const done = gain || (view.kind === "ready" ? t("ready_soon") : view.text);
+  const why = staysOnModel(node) ? t("runs_on_model", { why: view.text }) : view.text;
+  const done = gain || (view.kind === "ready" ? t("ready_soon") : why);
   const text = isUnderWay(node) ? view.button.label.replace(` · ${t("cancel")}`, "") : done;
   return { node, symbol: view.icon, title: titleOf(node), text, kind: view.kind };
 }

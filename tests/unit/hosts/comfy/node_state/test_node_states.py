@@ -27,6 +27,7 @@ from slipstream.runtime.building import build as build_module
 from slipstream.runtime.building import build_queue as queue_module
 from slipstream.runtime.checking.step_timers import on_purpose
 from slipstream.runtime.checking.step_times import StepTimes
+from slipstream.runtime.loaded.canary import CAPTURE
 from slipstream.runtime.loaded.device_memory import DeviceRoom
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
@@ -45,6 +46,7 @@ from slipstream.tests.fakes import (
     make_plan,
     wait_until,
 )
+from slipstream.tests.unit.runtime.doomed import Doomed
 
 PLACE = NodeAddress("w1", "12:3")
 
@@ -201,7 +203,28 @@ def test_what_an_engine_gains_is_told_in_milliseconds(module_of: Callable[..., A
     with recorded(module, None), module.run(source) as run:
         for veto in (None, "another node patches the model"):
             run(inputs, lambda: source.eager(inputs), veto)
-    assert state_of(module).text == "compiled fp32 · 312 → 104 ms a step · ready · 1 of 2 calls plain"
+    state = state_of(module)
+    assert state.text == "compiled fp32 · 312 → 104 ms a step · ready"
+    assert (state.last_run_eager_calls, state.last_run_calls) == (1, 2)
+
+
+def test_an_engine_that_is_built_when_somebody_asks_can_be_asked_for(
+    module_of: Callable[..., AcceleratedModule],
+) -> None:
+    sample(module := module_of(Settings(policy=BuildPolicy.MANUAL)))
+    state = state_of(module)
+    assert (state.kind, state.mend) == ("eager", "retry") and "build it with" in state.tip
+    sample(module, veto="another node patches the model")
+    assert (state_of(module).kind, state_of(module).mend) == ("eager", None)
+
+
+def test_an_engine_without_cuda_graphs_is_ready_and_says_so(module_of: Callable[..., AcceleratedModule]) -> None:
+    sample(module := module_of(FIRST_USE))
+    assert not state_of(module).without_graphs
+    store = module.provider.store
+    Doomed(store.marks, store.list()[0].digest, CAPTURE, True, versions_now()).end()
+    state = state_of(module)
+    assert state.kind == "ready" and state.without_graphs and "It runs without CUDA graphs" in state.tip
 
 
 def test_an_engine_that_is_slower_than_the_model_is_not_ready(
@@ -353,10 +376,11 @@ def test_a_run_in_part_by_the_plain_model_says_so(module_of: Callable[..., Accel
                 run(inputs, lambda inputs=inputs: source.eager(inputs))  # type: ignore[misc]
         state = state_of(module)
         plain = 2 if last is small else 3
-        assert state.kind == "ready" and state.text.endswith(f"ready · {plain} of 4 calls plain"), state
+        assert (state.kind, state.last_run_eager_calls, state.last_run_calls) == ("ready", plain, 4), state
+        assert f"{plain} of 4 calls ran on your model" in state.tip
         assert state.text.startswith("compiled fp32") and "128×128 is not in the node's list" in state.tip
     sample(module)
-    assert state_of(module).text.endswith(" · ready")
+    assert state_of(module).text.endswith(" · ready") and state_of(module).last_run_eager_calls is None
 
 
 def test_calls_for_which_an_engine_was_built_meanwhile_are_no_reproach(
