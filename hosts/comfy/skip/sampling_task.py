@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from comfy.model_sampling import ModelSamplingDiscrete
-from comfy.samplers import KSampler
 
 from ....sampling.few_steps import few_step_name
 from ....sampling.task import Task
@@ -70,6 +68,8 @@ def foreseen_steps(
 
     The noise levels are those of Stable Diffusion: which model a page's node will have is not known before it runs.
     """
+    from comfy.samplers import KSampler
+
     part = denoise if denoise > 0 else 1.0
     if scheduler in KSampler.SCHEDULERS and steps / part <= _MOST_FORESEEN:
         try:
@@ -84,10 +84,12 @@ class _StableDiffusion:
     """What ComfyUI's KSampler asks of a model to make noise levels."""
 
     @functools.cached_property
-    def sampling(self) -> ModelSamplingDiscrete:
+    def sampling(self) -> Any:
+        from comfy.model_sampling import ModelSamplingDiscrete
+
         return ModelSamplingDiscrete()
 
-    def get_model_object(self, name: str) -> ModelSamplingDiscrete:
+    def get_model_object(self, name: str) -> Any:
         return self.sampling
 
 
