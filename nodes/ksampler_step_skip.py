@@ -8,15 +8,7 @@ from comfy_api.latest import io
 
 from .shared.sampler_inputs import denoise_input, sampler_inputs
 from .shared.search import SKIPPING, found_by
-from .shared.skip_inputs import (
-    CATEGORY,
-    block_cache_input,
-    fingerprint_of,
-    preset_input,
-    preset_of,
-    rule_input,
-    selection_inputs,
-)
+from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_of, reuse_inputs, selection_inputs
 from .step_skip import recorder
 
 if TYPE_CHECKING:
@@ -35,7 +27,7 @@ class KSamplerStepSkip(io.ComfyNode):
             description="KSampler that computes the model in some of its steps and goes on from what earlier steps "
             "gave in the rest. Its report says what happened.",
             **found_by(SKIPPING),
-            inputs=[*_ksampler_inputs(), preset_input(), *selection_inputs(), rule_input(), block_cache_input()],
+            inputs=[*_ksampler_inputs(), *selection_inputs(), *reuse_inputs()],
             outputs=[
                 io.Latent.Output(tooltip="The sampled latent."),
                 io.String.Output(

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from .shared.search import SKIPPING, found_by
-from .shared.skip_inputs import (
-    CATEGORY,
-    block_cache_input,
-    fingerprint_of,
-    preset_input,
-    preset_of,
-    rule_input,
-    selection_inputs,
-)
+from .shared.skip_inputs import CATEGORY, fingerprint_of, preset_of, reuse_inputs, selection_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,10 +48,8 @@ class StepSkip(io.ComfyNode):
             **found_by(SKIPPING),
             inputs=[
                 io.Model.Input("model", tooltip="The model whose calls are skipped."),
-                preset_input(),
                 *selection_inputs(),
-                rule_input(),
-                block_cache_input(),
+                *reuse_inputs(),
             ],
             outputs=[io.Model.Output(tooltip="For the sampler, and for Engine Info.")],
             hidden=[io.Hidden.unique_id],
@@ -88,10 +78,8 @@ class StepSkipSampler(io.ComfyNode):
             **found_by(SKIPPING),
             inputs=[
                 io.Sampler.Input("sampler", tooltip="Of KSamplerSelect, say."),
-                preset_input(),
                 *selection_inputs(),
-                rule_input(),
-                block_cache_input(),
+                *reuse_inputs(),
             ],
             outputs=[io.Sampler.Output(tooltip="For SamplerCustom and SamplerCustomAdvanced.")],
             hidden=[io.Hidden.unique_id],
@@ -121,7 +109,6 @@ class SkipSigmas(io.ComfyNode):
             **found_by(SKIPPING),
             inputs=[
                 io.Sigmas.Input("sigmas", tooltip="A whole schedule, of BasicScheduler say."),
-                preset_input(),
                 *selection_inputs(),
             ],
             outputs=[io.Sigmas.Output(tooltip="A shorter schedule, for SamplerCustom.")],

@@ -71,10 +71,6 @@ def fingerprint_of(preset: str | None) -> str:
     return json.dumps({name: record for name, record in records().items() if preset in (None, name)})
 
 
-def preset_input() -> io.Combo.Input:
-    return io.Combo.Input("preset", options=preset_names(), default=DEFAULT, tooltip=preset_table())
-
-
 def preset_table() -> str:
     """How many steps each preset computes, a line each."""
     lines = [
@@ -98,12 +94,19 @@ def _counts(preset: Preset) -> str:
 
 
 def selection_inputs() -> list[io.Input]:
-    """Which steps the preset `custom` computes."""
-    return [advanced(each) for each in (_share_input(), _computed_steps_input(), _power_input(), _step_list_input())]
+    """The preset, and which steps `custom` computes."""
+    preset = io.Combo.Input("preset", options=preset_names(), default=DEFAULT, tooltip=preset_table())
+    custom_ones = _share_input(), _computed_steps_input(), _power_input(), _step_list_input()
+    return [preset, *map(advanced, custom_ones)]
 
 
-def rule_input() -> io.Input:
-    widget = io.Combo.Input(
+def reuse_inputs() -> list[io.Input]:
+    """What skipped steps of `custom` reuse, and what its computed ones do."""
+    return [advanced(_rule_input()), advanced(_block_cache_input())]
+
+
+def _rule_input() -> io.Combo.Input:
+    return io.Combo.Input(
         "rule",
         options=[AUTO_RULE, *(rule.value for rule in Reuse)],
         default=AUTO_RULE,
@@ -113,11 +116,10 @@ def rule_input() -> io.Input:
         "last computed noise. linear: on along the line through the last two. measured: as linear, by as much as the "
         "model itself went last time. measured with bend: and by how the line's slope changed.",
     )
-    return advanced(widget)
 
 
-def block_cache_input() -> io.Input:
-    widget = io.String.Input(
+def _block_cache_input() -> io.String.Input:
+    return io.String.Input(
         "block_cache",
         default="",
         optional=True,
@@ -125,7 +127,6 @@ def block_cache_input() -> io.Input:
         "transformers (Flux, SD3, Wan, Qwen-Image, …): all but the first block, while that changes by less than 8 %. "
         "deep cache 3, for UNets (SD1.x, SDXL): all below the top level, but in one step of three. Empty: nothing.",
     )
-    return advanced(widget)
 
 
 def _share_input() -> io.Float.Input:

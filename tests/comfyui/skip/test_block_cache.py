@@ -88,15 +88,21 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return found
 
 
+def unchanged_by(caching: str, family: str) -> tuple[Any, torch.Tensor]:
+    """A model, and what it samples, which a cache that may reuse nothing leaves as it is."""
+    model = model_of(family)
+    plain = sampled(model, family)
+    untouched = Cached(model, caching)
+    assert torch.equal(sampled(untouched.patcher, family), plain) and untouched.reused == 0
+    return model, plain
+
+
 # ---- what is computed, and what comes of it
 
 
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_of_a_transformer_the_first_block_alone_is_computed(family: str, computed: Counter[int]) -> None:
-    model = model_of(family)
-    plain = sampled(model, family)
-    untouched = Cached(model, "block cache 0")
-    assert torch.equal(sampled(untouched.patcher, family), plain) and untouched.reused == 0
+    model, plain = unchanged_by("block cache 0", family)
     cached = Cached(model, "block cache 1")
     computed.clear()
     found = sampled(cached.patcher, family)
@@ -121,10 +127,7 @@ def test_a_transformers_error_grows_with_the_threshold() -> None:
 
 @pytest.mark.parametrize("family", UNETS)
 def test_of_a_unet_the_deep_part_is_computed_on_a_cadence(family: str, computed: Counter[int]) -> None:
-    model = model_of(family)
-    plain = sampled(model, family)
-    untouched = Cached(model, "deep cache 1")
-    assert torch.equal(sampled(untouched.patcher, family), plain) and untouched.reused == 0
+    model, plain = unchanged_by("deep cache 1", family)
     cached = Cached(model, "deep cache 3")
     computed.clear()
     found = sampled(cached.patcher, family)
