@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,9 +46,11 @@ class BlockEngine:
         return known
 
     def _has_short_indices(self, shapes: Sequence[torch.Size]) -> bool:
-        """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do."""
-        rows = (math.prod(shape) // shape[1 if len(shape) == 4 else -1] for shape in shapes if len(shape) > 1)
-        return all(count * self._widest < _INDEX_LIMIT for count in rows)
+        """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do.
+
+        The largest thing that a block computes has its widest weight's channels for each token, or each pixel.
+        """
+        return self._signature.sizes.tokens(shapes) * self._widest < _INDEX_LIMIT
 
     def __call__(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
         """What the block returns; its tensors are fresh.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,20 @@ class Sizes:
             symbol in known and smallest <= known[symbol] <= largest
             for symbol, (smallest, largest) in self.ranges.items()
         )
+
+    def tokens(self, shapes: Sequence[Sequence[int]]) -> int:
+        """The most tokens, or pixels, of all samples together that any input of these shapes has: what its samples and
+        open axes hold. An axis as long as another one, as in a mask of tokens by tokens, names the same tokens again.
+        """
+        return max((self._tokens(*pair) for pair in zip(self.shapes, shapes, strict=True)), default=1)
+
+    @staticmethod
+    def _tokens(wanted: tuple[Size, ...], found: Sequence[int]) -> int:
+        axes = [(size, length) for size, length in zip(wanted, found, strict=True) if not isinstance(size, int)]
+        if not axes:
+            return 1
+        samples = found[0] if isinstance(wanted[0], int) else 1
+        return samples * math.prod({tuple(size.items()): length for size, length in axes}.values())
 
     @property
     def are_open(self) -> bool:
