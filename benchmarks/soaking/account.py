@@ -9,8 +9,8 @@ from typing import Any
 
 SETTLED = 0.5
 """The share of the prompts after which memory has to be flat: until then engines come into it."""
-_FEWEST = 20
-"""Rows that a slope can be told from."""
+_WINDOW = 25
+"""Prompts of which the most memory counts: after `/free` a server holds less until a model is loaded again."""
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Account:
         wanted: how many prompts were asked for; `prompts` were run.
         rss_first_mb, rss_last_mb: memory of the first server's process after half of the prompts and at the end.
         handles_first, handles_last: its open files then.
-        rss_growth_mb, handles_growth: by how much they grew in the second half for each 100 prompts, by a straight line
-            of least squares; None while too few prompts were run.
+        rss_growth_mb, handles_growth: by how much the most of each 25 prompts grew in the second half for each 100
+            prompts, by a straight line of least squares; None while too few prompts were run.
         host_growth_mb: `rss_growth_mb` of ComfyUI by itself, which keeps a history of its prompts; 0 where that was not
             measured. What is beyond it is Slipstream's, and has the limit `rss_growth_limit_mb`.
         cancelled: prompts that were interrupted before they ended.
@@ -31,6 +31,8 @@ class Account:
         stale_engines: the most that were ever found in the store.
         worst: the largest difference of a value of a picture, from 0 to 1.
         worst_rms: the largest root mean square of a picture's differences.
+        compared_with_exact: pictures that differ by more than the tolerance on a GPU, and were held against one of full
+            precision.
         problems: numbers of prompts with what was wrong, to be repeated with --only.
     """
 
@@ -65,6 +67,7 @@ class Account:
     seconds: float = 0.0
     worst: float = 0.0
     worst_rms: float = 0.0
+    compared_with_exact: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
 
@@ -109,8 +112,9 @@ class Report:
             _, account.rss_first_mb, account.handles_first = settled[0]
         if self._footprints:
             _, account.rss_last_mb, account.handles_last = self._footprints[-1]
-        if len(settled) >= _FEWEST:
-            places, memory, handles = zip(*settled, strict=True)
+        windows = [settled[start : start + _WINDOW] for start in range(0, len(settled) - _WINDOW + 1, _WINDOW)]
+        if len(windows) > 1:
+            places, memory, handles = zip(*(map(max, zip(*window, strict=True)) for window in windows), strict=True)
             account.rss_growth_mb = round(100 * slope(places, memory), 2)
             account.handles_growth = round(100 * slope(places, handles), 2)
         with self._rows_file.open("a", encoding="utf-8") as file:

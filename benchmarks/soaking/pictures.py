@@ -21,14 +21,22 @@ def opened(client: Client, file: Mapping[str, str]) -> tuple[Any, Mapping[str, A
         return values, json.loads(image.info.get("slipstream", "{}"))
 
 
-def compared(client: Client, fast: Picture, plain: Picture) -> tuple[float, float, Calls]:
-    """The largest difference of a value, the largest root mean square of a picture's differences, and who computed."""
-    worst = worst_rms = 0.0
-    calls = Calls()
-    for one, other in zip(fast.files, plain.files, strict=True):
-        (pixels, record), (wanted, _) = (opened(client, file) for file in (one, other))
-        worst = max(worst, float(abs(pixels - wanted).max()))
-        worst_rms = max(worst_rms, float(((pixels - wanted) ** 2).mean() ** 0.5))
-        if one is fast.files[0]:  # all pictures of a batch say the same
-            calls = calls_of(record)
-    return worst, worst_rms, calls
+def values_of(client: Client, picture: Picture) -> list[Any]:
+    """The values of all pictures of a prompt, see `opened`."""
+    return [opened(client, file)[0] for file in picture.files]
+
+
+def made_by(client: Client, picture: Picture) -> Calls:
+    """Who computed a prompt's pictures."""
+    return calls_of(opened(client, picture.files[0])[1]) if picture.files else Calls()  # all of a batch say the same
+
+
+def largest(some: list[Any], others: list[Any]) -> float:
+    """The largest difference of a value."""
+    return max((float(abs(one - other).max()) for one, other in zip(some, others, strict=True)), default=0.0)
+
+
+def root_mean_square(some: list[Any], others: list[Any]) -> float:
+    """The largest root mean square of a picture's differences."""
+    pairs = zip(some, others, strict=True)
+    return max((float(((one - other) ** 2).mean() ** 0.5) for one, other in pairs), default=0.0)

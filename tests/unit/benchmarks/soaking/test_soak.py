@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from PIL import Image
 
-from slipstream.benchmarks.soaking import command
+from slipstream.benchmarks.in_server.client import Picture
+from slipstream.benchmarks.soaking import command, servers
 from slipstream.benchmarks.soaking.account import Account, Report, slope
 from slipstream.benchmarks.soaking.subjects import SUBJECTS, Subject
 from slipstream.benchmarks.soaking.wishes import prompt_of, wish_of
@@ -71,6 +76,11 @@ def test_a_leak_fails_the_soak(account: Account, tmp_path: Path) -> None:
     assert account.rss_growth_mb == pytest.approx(8.0) and len(account.failures()) == 1
 
 
+def test_memory_that_free_gives_back_for_a_while_is_no_growth(account: Account, tmp_path: Path) -> None:
+    report_of(account, tmp_path, [700.0 - 64 * (50 < n < 60) for n in range(100)])
+    assert account.rss_growth_mb == 0.0 and account.failures() == []
+
+
 def test_what_comfyui_grows_by_itself_is_not_ours(account: Account, tmp_path: Path) -> None:
     account.host_growth_mb = 4.0
     report_of(account, tmp_path, [600.0 + 0.08 * n for n in range(100)])
@@ -106,6 +116,83 @@ def test_too_few_engine_calls_fail_the_soak(account: Account, tmp_path: Path) ->
     report_of(account, tmp_path, [600.0] * 100)
     account.eager_calls = account.engine_calls
     assert account.failures() == ["engines made 900 of 1800 calls only"]
+
+
+class PretendedServer:
+    """A server that is nothing but its name; its client gives grey pictures, each with its own value."""
+
+    shades: Mapping[str, float]
+
+    def __init__(self, made: Any, flags: tuple[str, ...], name: str) -> None:
+        self.name, self.pid = name, 0
+        assert ("--force-fp32" in flags) == (name == "exact")
+
+    def __enter__(self) -> PretendedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, deadline: Any) -> None:
+        pass
+
+
+class PretendedClient:
+    def __init__(self, server: PretendedServer, deadline: Any, picture_limit: float) -> None:
+        self.server = server
+
+    def __enter__(self) -> PretendedClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def node_info(self, name: str) -> dict[str, Any]:
+        return {"input": {"required": {}}}
+
+    def run(self, prompt: Any) -> Picture:
+        is_fast = any(node["class_type"] == "SlipstreamAccelerateModel" for node in prompt.values())
+        made_by = "exact" if self.server.name == "exact" else "fast" if is_fast else "plain"
+        return Picture(files=[{"filename": made_by}])
+
+    def fetch(self, path: str) -> bytes:
+        shade = self.server.shades[path.rpartition("=")[2]]
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (round(shade * 255),) * 3).save(file, "PNG")
+        return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("device", "fast", "plain", "exact", "is_held", "wrong"),
+    [
+        ("cuda", 0.500, 0.504, 0.9, False, 0),  # alike
+        ("cuda", 0.500, 0.540, 0.52, True, 0),  # both half way to what full precision gives
+        ("cuda", 0.560, 0.520, 0.50, True, 0),
+        ("cuda", 0.600, 0.520, 0.50, True, 1),
+        ("cuda", 0.600, 0.500, 0.50, True, 1),
+        ("cpu", 0.500, 0.540, 0.52, False, 1),  # which computes in full precision
+    ],
+)
+def test_a_picture_that_half_precision_spoils_is_held_against_full_precision(
+    device: str,
+    fast: float,
+    plain: float,
+    exact: float,
+    is_held: bool,
+    wrong: int,
+    account: Account,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(servers, "Server", PretendedServer)
+    monkeypatch.setattr(servers, "Client", PretendedClient)
+    monkeypatch.setattr(PretendedServer, "shades", {"fast": fast, "plain": plain, "exact": exact}, raising=False)
+    monkeypatch.setattr(account, "device", device)
+    subject: Subject = SUBJECTS["demo"](None)
+    with ExitStack() as ending:
+        soak = servers.SoakServers(cast(Any, None), (), subject, account, ending)
+        row = soak.run(replace(wish_of(7, 0, subject), batch=1, event=""))
+    assert account.wrong == wrong and len(account.problems) == wrong
+    assert ("from_exact" in row) is is_held and account.compared_with_exact == is_held
 
 
 def chosen(*words: str) -> tuple[list[int], Path]:
