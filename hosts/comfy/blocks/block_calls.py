@@ -64,6 +64,10 @@ _TF32 = 5e-3
 _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
 
+_FRUITLESS_CALLS = 4
+"""Calls of a network one after another in which no block had an engine, or hope of one: the run's other calls are its
+own, since asking takes time at each."""
+
 _CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
 
@@ -84,12 +88,19 @@ class BlockShare:
             are stored in 8 bits.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
+        without: those of them for which there is no engine in this run.
     """
 
     engine: int = 0
     apart: int = 0
     waiting: int = 0
+    without: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether no block will have an engine in this run, for calls like this one."""
+        return 0 < self.without == self.eager.total() and not self.engine and not self.waiting
 
     @property
     def why_none(self) -> str:
@@ -175,6 +186,8 @@ class BlockCalls:
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
+        self._fruitless, self._why_fruitless = 0, ""
+        """How many calls were up to the last one, see `BlockShare`, and why."""
         self._shares = threading.local()  # with several GPUs other threads compute other parts of a batch
         self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
@@ -248,8 +261,9 @@ class BlockCalls:
 
     @property
     def may_have_graphs(self) -> bool:
-        """Whether whole calls are captured on this device, where the user wants that."""
-        return self._settings.levers.one_graph and self._module.provider.pool.networks.may_be_had(self._device)
+        """Whether whole calls are captured on this device, where the user wants that, and its blocks have engines."""
+        wanted = self._settings.levers.one_graph and self._fruitless < _FRUITLESS_CALLS
+        return wanted and self._module.provider.pool.networks.may_be_had(self._device)
 
     def _computing(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
         self.share = BlockShare()
@@ -261,11 +275,18 @@ class BlockCalls:
         if isinstance(led, str):
             self.share.eager[led] += 1
             return compute()
+        if self._fruitless >= _FRUITLESS_CALLS:
+            self.share.eager[self._why_fruitless] += 1
+            return compute()
         self._check_weights()
         with led.leading(self._network, self._lead, is_unchanged) as changed:
             result = compute()
         self.share.eager.update(changed.values())
         self._say_reasons()
+        if self.share.is_fruitless and not self._hooks.by_hand:
+            self._fruitless, self._why_fruitless = self._fruitless + 1, self.share.why_none
+        else:
+            self._fruitless = 0
         self._settle()
         self._tell_builds()
         if self._settings.policy is BuildPolicy.FIRST_USE or self._hooks.by_hand:
@@ -351,6 +372,7 @@ class BlockCalls:
             if offer.is_coming:
                 self._wished[id(offer)] = offer
                 return self._rest(block, args, kwargs)
+            self.share.without += 1
             return self._plain(block, args, kwargs, offer.reason)
         if self._engines.is_refused(offer):
             offer.refuse("its engine was found wrong", is_final=False)

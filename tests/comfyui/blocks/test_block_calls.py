@@ -528,6 +528,21 @@ def test_what_is_not_built_is_asked_for_again_by_the_next_run(tmp_path: Any) -> 
         assert by_hand.status.block_calls == STEPS
 
 
+def test_a_run_without_engines_is_asked_about_blocks_a_few_times_only(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at the live model at each step takes a slow CPU longer than a GPU hides."""
+    looks = []
+    changed = led_network.LedNetwork._changed
+    monkeypatch.setattr(led_network.LedNetwork, "_changed", lambda *call: looks.append(call) or changed(*call))
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        module = AcceleratedModule(provider, replace(BY_BLOCKS, policy=BuildPolicy.MANUAL))
+        fast = accelerate_model(model := tiny.model(), module)
+        assert torch.equal(tiny.sample(fast, steps=30), tiny.sample(model, steps=30))
+        assert module.status.eager_calls == 30 and 4 <= len(looks) < 15
+        assert "builds are asked for by hand" in module.status.standing.reason
+
+
 def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(led_network, "_OFFERS_KEPT", 2)
     block = led_network.LedBlock("", torch.nn.Identity(), None, (frozenset(), {}, {}))  # type: ignore[arg-type]
