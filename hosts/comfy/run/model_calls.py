@@ -233,9 +233,22 @@ def _with_blocks_reused(cached: CachedCall, plain: Plain, *args: Any, **kwargs: 
 
 
 def _kind_of(inputs: Tensors, control: Any) -> Hashable:
-    """Equal for calls that are the same work for an engine and for the model: same shapes, dtypes and residuals."""
+    """Equal for calls that are about the same work for an engine, and for the model: same shapes, dtypes and residuals.
+
+    Of prompts those up to the same power of two of tokens are alike: some models have another number of tokens for each
+    prompt, and would be compared with each.
+    """
     given = control if isinstance(control, Mapping) else {}
-    return CallShape.of(inputs), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
+    tokens = 1 << (inputs["context"].shape[1] - 1).bit_length() if _has_tokens(inputs) else 0
+    others = CallShape.of({name: tensor for name, tensor in inputs.items() if name not in _OF_THE_PROMPT})
+    return others, tokens, tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
+
+
+_OF_THE_PROMPT = "context", "attention_mask"
+
+
+def _has_tokens(inputs: Tensors) -> bool:
+    return "context" in inputs and inputs["context"].ndim > 1
 
 
 class Halves:

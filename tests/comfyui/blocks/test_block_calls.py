@@ -16,6 +16,7 @@ from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks import block_patches, block_weights, led_network
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.blocks.block_engines import BlockOffer
+from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -541,6 +542,19 @@ def test_a_run_without_engines_is_asked_about_blocks_a_few_times_only(
         assert torch.equal(tiny.sample(fast, steps=30), tiny.sample(model, steps=30))
         assert module.status.eager_calls == 30 and 4 <= len(looks) < 15
         assert "builds are asked for by hand" in module.status.standing.reason
+
+
+def test_prompts_of_ever_other_lengths_are_not_compared_with_the_model_each(tmp_path: Any) -> None:
+    """Qwen-Image, Z-Image and PixArt have another number of tokens for each prompt."""
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.step_times = StepTimes(provider.store, retires=False)
+        fast, module = accelerated(provider, tiny.model())
+        tiny.sample(fast, steps=STEPS)
+        for tokens in range(65, 73):
+            prompts = {name: tiny.conditioning(tokens=tokens) for name in ("positive", "negative")}
+            tiny.sample(fast, steps=8, **prompts)
+        on_purpose = module.status.to_json()["reasons"]["timed on purpose, to compare"]
+        assert 2 <= on_purpose <= 6 and module.status.block_calls >= 8 * 8 - on_purpose
 
 
 def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
