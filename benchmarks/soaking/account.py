@@ -9,8 +9,11 @@ from typing import Any
 
 SETTLED = 0.5
 """The share of the prompts after which memory has to be flat: until then engines come into it."""
-_WINDOW = 25
-"""Prompts of which the most memory counts: after `/free` a server holds less until a model is loaded again."""
+_FEWEST, _WINDOW = 20, 25
+"""Rows that growth can be told from; those of which the most memory counts, half of them where there are few: after
+`/free` a server holds less until a model is loaded again."""
+_MOST_EXACT = 0.05
+"""The share of pictures that half precision may spoil."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Account:
         counts = {"wrong pictures": self.wrong, "errors": self.errors, "deaths": self.deaths}
         counts["stale engines"] = self.stale_engines
         found = [f"{count} {name}" for name, count in counts.items() if count]
+        if self.compared_with_exact > _MOST_EXACT * self.prompts:
+            found.append(f"{self.compared_with_exact} pictures differ by more than the tolerance")
         own = 0.0 if self.is_plain or self.rss_growth_mb is None else self.rss_growth_mb - self.host_growth_mb
         if own > self.rss_growth_limit_mb:
             found.append(f"memory grows by {own:.1f} MB in 100 prompts more than ComfyUI's by itself")
@@ -112,8 +117,9 @@ class Report:
             _, account.rss_first_mb, account.handles_first = settled[0]
         if self._footprints:
             _, account.rss_last_mb, account.handles_last = self._footprints[-1]
-        windows = [settled[start : start + _WINDOW] for start in range(0, len(settled) - _WINDOW + 1, _WINDOW)]
-        if len(windows) > 1:
+        if len(settled) >= _FEWEST:
+            length = min(_WINDOW, len(settled) // 2)
+            windows = [settled[start : start + length] for start in range(0, len(settled) - length + 1, length)]
             places, memory, handles = zip(*(map(max, zip(*window, strict=True)) for window in windows), strict=True)
             account.rss_growth_mb = round(100 * slope(places, memory), 2)
             account.handles_growth = round(100 * slope(places, handles), 2)

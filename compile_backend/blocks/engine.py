@@ -33,7 +33,6 @@ class BlockEngine:
         self._is_called = False
         self._accepted: dict[Inputs, bool] = {}
         self.weights = signature.weights
-        self._widest = max((size for _, shape, _ in signature.weights for size in shape), default=1)
 
     def accepts(self, inputs: Inputs) -> bool:
         """Whether inputs of these shapes and dtypes may be given to it."""
@@ -46,11 +45,8 @@ class BlockEngine:
         return known
 
     def _has_short_indices(self, shapes: Sequence[torch.Size]) -> bool:
-        """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do.
-
-        The largest thing that a block computes has its widest weight's channels for each token, or each pixel.
-        """
-        return self._signature.sizes.tokens(shapes) * self._widest < _INDEX_LIMIT
+        """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do."""
+        return self._signature.sizes.most_elements(shapes) < _INDEX_LIMIT
 
     def __call__(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
         """What the block returns; its tensors are fresh.

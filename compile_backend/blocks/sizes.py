@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ Size = int | Mapping[str, int]
 
 _CONSTANT = ""
 
+Polynomial = Mapping[str, float]
+"""Symbols that are multiplied, sorted, with a space between them → what they are taken times; the constant likewise
+under the empty name."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -24,38 +29,36 @@ class Sizes:
     Attributes:
         shapes: of each input, axis by axis.
         ranges: symbol → the smallest and the largest size that it may stand for.
+        elements: how many elements the largest tensors have that the program computes; none where no axis is open.
     """
 
     shapes: tuple[tuple[Size, ...], ...]
     ranges: Mapping[str, tuple[int, int]]
+    elements: tuple[Polynomial, ...] = ()
 
     def accept(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether inputs of these shapes may be given to the program."""
+        return self._symbols(shapes) is not None
+
+    def most_elements(self, shapes: Sequence[Sequence[int]]) -> float:
+        """Of any tensor that the program computes from inputs of these shapes, which it accepts; 0 for one size."""
+        known = self._symbols(shapes) or {}
+        return max((_value(polynomial, known) for polynomial in self.elements), default=0)
+
+    def _symbols(self, shapes: Sequence[Sequence[int]]) -> Mapping[str, int] | None:
+        """What each symbol stands for in inputs of these shapes; None where they are not accepted."""
         known: dict[str, int] = {}
         pairs = [*zip(self.shapes, shapes, strict=True)] if len(shapes) == len(self.shapes) else []
         if len(pairs) != len(self.shapes) or any(len(wanted) != len(found) for wanted, found in pairs):
-            return False
+            return None
         axes = [pair for wanted, found in pairs for pair in zip(wanted, found, strict=True)]
         # Those of one symbol say what it stands for; sums are held against that afterwards.
         axes.sort(key=lambda pair: 0 if isinstance(pair[0], int) else len(pair[0]))
-        return all(_fits(wanted, found, known) for wanted, found in axes) and all(
+        are_right = all(_fits(wanted, found, known) for wanted, found in axes) and all(
             symbol in known and smallest <= known[symbol] <= largest
             for symbol, (smallest, largest) in self.ranges.items()
         )
-
-    def tokens(self, shapes: Sequence[Sequence[int]]) -> int:
-        """The most tokens, or pixels, of all samples together that any input of these shapes has: what its samples and
-        open axes hold. An axis as long as another one, as in a mask of tokens by tokens, names the same tokens again.
-        """
-        return max((self._tokens(*pair) for pair in zip(self.shapes, shapes, strict=True)), default=1)
-
-    @staticmethod
-    def _tokens(wanted: tuple[Size, ...], found: Sequence[int]) -> int:
-        axes = [(size, length) for size, length in zip(wanted, found, strict=True) if not isinstance(size, int)]
-        if not axes:
-            return 1
-        samples = found[0] if isinstance(wanted[0], int) else 1
-        return samples * math.prod({tuple(size.items()): length for size, length in axes}.values())
+        return known if are_right else None
 
     @property
     def are_open(self) -> bool:
@@ -63,12 +66,12 @@ class Sizes:
         return any(not isinstance(size, int) for shape in self.shapes for size in shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {"shapes": self.shapes, "ranges": dict(self.ranges)}
+        return {"shapes": self.shapes, "ranges": dict(self.ranges), "elements": [*map(dict, self.elements)]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sizes:
         ranges = {symbol: (int(low), int(high)) for symbol, (low, high) in data["ranges"].items()}
-        return cls(tuple(map(tuple, data["shapes"])), ranges)
+        return cls(tuple(map(tuple, data["shapes"])), ranges, tuple(data["elements"]))
 
     @classmethod
     def of(cls, program: torch.export.ExportedProgram, inputs: Sequence[torch.Tensor]) -> Sizes:
@@ -78,7 +81,7 @@ class Sizes:
             inputs: as the program's placeholders have them.
 
         Raises:
-            UnsupportedModel: a size is no sum of symbols.
+            UnsupportedModel: a size is no sum of symbols; or it is not known how the size of a tensor depends on them.
         """
         shapes = tuple(tuple(_size_of(size) for size in tensor.shape) for tensor in inputs)
         used = {symbol for shape in shapes for size in shape if not isinstance(size, int) for symbol in size}
@@ -86,7 +89,9 @@ class Sizes:
             str(symbol): (max(0, _bound(span.lower)), _bound(span.upper))
             for symbol, span in program.range_constraints.items()
         }
-        return cls(shapes, {symbol: ranges.get(symbol, (2, _LARGEST)) for symbol in used - {_CONSTANT}})
+        symbols = used - {_CONSTANT}
+        elements = _largest_of(program, symbols) if symbols else ()
+        return cls(shapes, {symbol: ranges.get(symbol, (2, _LARGEST)) for symbol in symbols}, elements)
 
 
 _LARGEST = (1 << 31) - 1
@@ -120,6 +125,54 @@ def _size_of(size: Any) -> Size:
             raise UnsupportedModel(f"a size of the block is {expression}, which is no sum of sizes")
         found[_CONSTANT if term == 1 else str(term)] = int(times)
     return found
+
+
+def _largest_of(program: torch.export.ExportedProgram, symbols: AbstractSet[str]) -> tuple[Polynomial, ...]:
+    """Of how many elements its tensors are; those that never have the most left out."""
+    made = (node.meta.get("val") for node in program.graph.nodes)
+    tensors = (each for found in made for each in (found if isinstance(found, (tuple, list)) else (found,)))
+    largest: list[Polynomial] = []
+    for polynomial in {_polynomial(each.numel()) for each in tensors if isinstance(each, torch.Tensor)}:
+        wanted = dict(polynomial)
+        if unknown := {symbol for names in wanted for symbol in names.split()} - symbols:
+            raise UnsupportedModel(f"a tensor of the block grows with {min(unknown)}, which none of its inputs tells")
+        if not any(_is_no_larger(wanted, other) for other in largest):
+            largest = [other for other in largest if not _is_no_larger(other, wanted)] + [wanted]
+    return tuple(largest)
+
+
+def _polynomial(count: Any) -> tuple[tuple[str, float], ...]:
+    """A number of elements; where it is rounded down, as behind a stride, it is taken as if it were not."""
+    if isinstance(count, int):
+        return ((_CONSTANT, float(count)),)
+    import sympy
+    from torch.utils._sympy.functions import CleanDiv, FloorDiv
+
+    rounded = count.node.expr
+    expression = sympy.expand(rounded.replace(lambda part: isinstance(part, (FloorDiv, CleanDiv)), _divided))
+    found = expression.as_coefficients_dict()
+    terms = {term: term.as_powers_dict() for term in found}
+    for term, powers in terms.items():
+        if term != 1 and not all(base.is_Symbol and power.is_Integer and power > 0 for base, power in powers.items()):
+            raise UnsupportedModel(f"a tensor of the block has {rounded} elements, which is no polynomial")
+    names = {
+        term: " ".join(sorted(str(base) for base, power in powers.items() for _ in range(int(power)) if term != 1))
+        for term, powers in terms.items()
+    }
+    return tuple(sorted((names[term], float(times)) for term, times in found.items()))
+
+
+def _divided(part: Any) -> Any:
+    return part.args[0] / part.args[1]
+
+
+def _is_no_larger(one: Polynomial, other: Polynomial) -> bool:
+    """Whether it is so whatever its symbols stand for."""
+    return all(one.get(names, 0) <= other.get(names, 0) for names in {*one, *other})
+
+
+def _value(polynomial: Polynomial, known: Mapping[str, int]) -> float:
+    return sum(times * math.prod(known[symbol] for symbol in names.split()) for names, times in polynomial.items())
 
 
 def _bound(value: Any) -> int:

@@ -217,7 +217,7 @@ def block_digest(block: torch.nn.Module) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-BLOCK_RECIPE = 2
+BLOCK_RECIPE = 3
 """Raise when the way in which engines of blocks are exported or compiled changes."""
 
 

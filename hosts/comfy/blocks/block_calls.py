@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
@@ -65,8 +65,8 @@ _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
 
 _FRUITLESS_CALLS = 4
-"""Calls of a network one after another in which no block had an engine, or hope of one: the run's other calls are its
-own, since asking takes time at each."""
+"""Calls of one shape in which no block had an engine, or hope of one: the run's other calls of that shape are left to
+the model, since asking takes time at each."""
 
 _CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
@@ -186,8 +186,8 @@ class BlockCalls:
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
-        self._fruitless, self._why_fruitless = 0, ""
-        """How many calls were up to the last one, see `BlockShare`, and why."""
+        self._fruitless: dict[Hashable, list[str]] = {}
+        """Why calls were, by their shapes, each time, see `BlockShare`."""
         self._shares = threading.local()  # with several GPUs other threads compute other parts of a batch
         self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
@@ -206,64 +206,81 @@ class BlockCalls:
         """Give their memory back: an engine of the whole network serves."""
         self._module.provider.pool.networks.drop(self._network)
 
-    def __call__(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
+    def __call__(self, compute: Callable[[], _Result], is_unchanged: bool = False, shape: Hashable = None) -> _Result:
         """What `compute` gives, which calls the network; by hand again until it is known which engines serve.
 
         Args:
             is_unchanged: it was found just now that nothing of the network was changed.
+            shape: of the call, where all calls of that shape call the same blocks.
         """
+        if self.is_fruitless(shape):
+            self.passed(self._fruitless[shape][-1])
+            return compute()
         result = self._computing(compute, is_unchanged)
+        if shape is not None and self.share.is_fruitless and not self._hooks.by_hand:
+            self._fruitless.setdefault(shape, []).append(self.share.why_none)
         for _ in range(_CALLS_BY_HAND if self._hooks.by_hand else 0):
             if not self.share.waiting:
                 break
             result = self._computing(compute)
         return result
 
-    def whole(self, compute: Callable[[], torch.Tensor], call: Tensors, options: Mapping[str, Any]) -> torch.Tensor:
+    def is_fruitless(self, shape: Hashable) -> bool:
+        """Whether the run's other calls of this shape are left to the model, whose blocks have no engines."""
+        return len(self._fruitless.get(shape, ())) >= _FRUITLESS_CALLS
+
+    def whole(
+        self,
+        compute: Callable[[], torch.Tensor],
+        call: Tensors,
+        options: Mapping[str, Any],
+        shape: Hashable = None,
+    ) -> torch.Tensor:
         """The same for a call of a network that is unchanged, by one CUDA graph where it has one.
 
         Args:
             compute: leaves what it is given as it is.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
             options: `transformer_options`.
+            shape: as above.
         """
         graphed = self._graphs() if self._why_not() is None else None
         if graphed is None or why_patched(options, self._reads) is not None:
-            return self(compute, True)
+            return self(compute, True, shape)
         if self._hooks.by_hand:
             graphed.forget()
-            return self(compute, True)
+            return self(compute, True, shape)
         if not self._is_running:  # not sooner: while the model is loaded its graphs may give way
             self._is_running = True
             self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
         self._check_weights()
         was_held = self._is_held
-        found = graphed(call, lambda: self(compute, True))
+        found = graphed(call, lambda: self(compute, True, shape))
         if not was_held:
             self._check_weights()  # of what it began with
         if found is not None:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute, True)
+        result = self(compute, True, shape)
         if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
 
     def _graphs(self) -> GraphedNetwork | None:
         """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
-        if self._graphed is None and self.may_have_graphs and not isinstance(led := self._blocks(), str):
+        if self._graphed is None and self.may_have_graphs() and not isinstance(led := self._blocks(), str):
             self._graphed = GraphedNetwork(
                 self._network, led, self._device, self._module, self._settings, self._lying_soon_held
             )
             self._reads = led.reads
         return self._graphed
 
-    @property
-    def may_have_graphs(self) -> bool:
-        """Whether whole calls are captured on this device, where the user wants that, and its blocks have engines."""
-        wanted = self._settings.levers.one_graph and self._fruitless < _FRUITLESS_CALLS
-        return wanted and self._module.provider.pool.networks.may_be_had(self._device)
+    def may_have_graphs(self, shape: Hashable = None) -> bool:
+        """Whether whole calls of this shape are captured on this device, where the user wants that."""
+        if self.is_fruitless(shape):
+            return False
+        return self._settings.levers.one_graph and self._module.provider.pool.networks.may_be_had(self._device)
 
     def _computing(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
         self.share = BlockShare()
@@ -275,18 +292,11 @@ class BlockCalls:
         if isinstance(led, str):
             self.share.eager[led] += 1
             return compute()
-        if self._fruitless >= _FRUITLESS_CALLS:
-            self.share.eager[self._why_fruitless] += 1
-            return compute()
         self._check_weights()
         with led.leading(self._network, self._lead, is_unchanged) as changed:
             result = compute()
         self.share.eager.update(changed.values())
         self._say_reasons()
-        if self.share.is_fruitless and not self._hooks.by_hand:
-            self._fruitless, self._why_fruitless = self._fruitless + 1, self.share.why_none
-        else:
-            self._fruitless = 0
         self._settle()
         self._tell_builds()
         if self._settings.policy is BuildPolicy.FIRST_USE or self._hooks.by_hand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -98,13 +99,15 @@ class ModelCalls:
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
         no_blocks = self._why_no_blocks(module, inputs)
+        shape = CallShape.of(inputs) if cached is None else None  # else a call computes now some blocks and now others
+        by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, why_not=no_blocks, shape=shape)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
-            has_graphs = self._blocks is not None and self._blocks.may_have_graphs
+            has_graphs = self._blocks is not None and self._blocks.may_have_graphs(shape)
             alone = inputs if has_graphs and not self._why_not(module, inputs, given) else None
-            return self.whole(inputs, lambda: self._by_blocks(plain, args, kwargs, alone, no_blocks))["out"]
+            return self.whole(inputs, lambda: by_blocks(alone))["out"]
         veto, coming = self._why_not(module, inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
@@ -123,8 +126,7 @@ class ModelCalls:
         if coming is not None and not self._has_whole(inputs):
             veto = veto or coming
         beside = None if self.engines_only else functools.partial(self._undisturbed, plain, args, kwargs)
-        by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, tensors_alone, no_blocks)
-        return self.whole(inputs, by_blocks, veto, beside)["out"]
+        return self.whole(inputs, lambda: by_blocks(tensors_alone), veto, beside)["out"]
 
     @property
     def runs(self) -> list[Run]:
@@ -191,12 +193,14 @@ class ModelCalls:
         kwargs: dict[str, Any],
         tensors_alone: Tensors | None = None,
         why_not: str | None = None,
+        shape: CallShape | None = None,
     ) -> Tensors:
         """The plain model, whose blocks may be on engines.
 
         Args:
             tensors_alone: all tensors of the call by name, where nothing else has to do with what the model gives.
             why_not: why no engine of blocks has a part in it.
+            shape: see `BlockCalls`.
         """
         if self._blocks is None:
             return self._plain(plain, args, kwargs)
@@ -204,9 +208,9 @@ class ModelCalls:
             self._blocks.passed(why_not)
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
-            return self._blocks(lambda: self._plain(plain, args, kwargs))
+            return self._blocks(lambda: self._plain(plain, args, kwargs), shape=shape)
         call = functools.partial(self._undisturbed, plain, args, kwargs)
-        return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options)}
+        return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options, shape)}
 
     def end(self) -> None:
         """The run is over; nothing refers to itself any more, so that its model can go without garbage collection."""
@@ -235,20 +239,20 @@ def _with_blocks_reused(cached: CachedCall, plain: Plain, *args: Any, **kwargs: 
 def _kind_of(inputs: Tensors, control: Any) -> Hashable:
     """Equal for calls that are about the same work for an engine, and for the model: same shapes, dtypes and residuals.
 
-    Of prompts those up to the same power of two of tokens are alike: some models have another number of tokens for each
-    prompt, and would be compared with each.
+    Lengths of prompts count in steps of two for each doubling: some models have another number of tokens for each
+    prompt, and steps of every one would be computed without engines, to compare.
     """
     given = control if isinstance(control, Mapping) else {}
-    tokens = 1 << (inputs["context"].shape[1] - 1).bit_length() if _has_tokens(inputs) else 0
     others = CallShape.of({name: tensor for name, tensor in inputs.items() if name not in _OF_THE_PROMPT})
-    return others, tokens, tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
+    lengths = [(name, round(2 * math.log2(_tokens_of(inputs[name])))) for name in _OF_THE_PROMPT if name in inputs]
+    return others, tuple(lengths), tuple(sorted((kind, len(given[kind])) for kind in kinds_of(given)))
 
 
 _OF_THE_PROMPT = "context", "attention_mask"
 
 
-def _has_tokens(inputs: Tensors) -> bool:
-    return "context" in inputs and inputs["context"].ndim > 1
+def _tokens_of(given: torch.Tensor) -> int:
+    return max(1, given.shape[1]) if given.ndim > 1 else 1
 
 
 class Halves:

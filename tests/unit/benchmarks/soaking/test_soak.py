@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from slipstream.benchmarks.in_server.client import Picture
+from slipstream.benchmarks.in_server.process import ServerDied
 from slipstream.benchmarks.soaking import command, servers
 from slipstream.benchmarks.soaking.account import Account, Report, slope
 from slipstream.benchmarks.soaking.subjects import SUBJECTS, Subject
@@ -24,6 +25,50 @@ DEFAULTS = {
     "SlipstreamAccelerateControlNet": {"optimize": "auto", "build": "off"},
     "SlipstreamAccelerateVAE": {"build": "off"},
 }
+
+
+class PretendedServer:
+    """A server that is nothing but its name; its client gives grey pictures, each with its own value."""
+
+    shades: Mapping[str, float]
+
+    def __init__(self, made: Any, flags: tuple[str, ...], name: str) -> None:
+        self.name, self.pid = name, 0
+        assert ("--force-fp32" in flags) == (name == "exact")
+
+    def __enter__(self) -> PretendedServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, deadline: Any) -> None:
+        pass
+
+
+class PretendedClient:
+    def __init__(self, server: PretendedServer, deadline: Any, picture_limit: float) -> None:
+        self.server = server
+
+    def __enter__(self) -> PretendedClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def node_info(self, name: str) -> dict[str, Any]:
+        return {"input": {"required": {}}}
+
+    def run(self, prompt: Any) -> Picture:
+        is_fast = any(node["class_type"] == "SlipstreamAccelerateModel" for node in prompt.values())
+        made_by = "exact" if self.server.name == "exact" else "fast" if is_fast else "plain"
+        return Picture(files=[{"filename": made_by}])
+
+    def fetch(self, path: str) -> bytes:
+        shade = self.server.shades[path.rpartition("=")[2]]
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8), (round(shade * 255),) * 3).save(file, "PNG")
+        return file.getvalue()
 
 
 @pytest.fixture
@@ -112,54 +157,44 @@ def test_each_trouble_fails_the_soak(name: str, account: Account, tmp_path: Path
     assert len(account.failures()) == 1
 
 
+def test_more_than_a_few_pictures_that_half_precision_spoils_fail_the_soak(account: Account, tmp_path: Path) -> None:
+    report_of(account, tmp_path, [600.0] * 100)
+    account.compared_with_exact = 5
+    assert account.failures() == []
+    account.compared_with_exact = 6
+    assert len(account.failures()) == 1
+
+
+def test_few_prompts_tell_of_growth_as_well(account: Account, tmp_path: Path) -> None:
+    account.wanted = 60
+    report_of(account, tmp_path, [600.0 + 0.2 * n for n in range(60)])
+    assert account.rss_growth_mb == pytest.approx(20.0) and len(account.failures()) == 1
+
+
+def test_a_server_of_full_precision_that_dies_takes_no_other_one_with_it(
+    account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(server: PretendedServer, deadline: Any) -> None:
+        if server.name == "exact":
+            raise ServerDied("it ended")
+
+    monkeypatch.setattr(PretendedServer, "start", start)
+    monkeypatch.setattr(servers, "Server", PretendedServer)
+    monkeypatch.setattr(servers, "Client", PretendedClient)
+    monkeypatch.setattr(PretendedServer, "shades", {"fast": 0.6, "plain": 0.5}, raising=False)
+    monkeypatch.setattr(account, "device", "cuda")
+    subject: Subject = SUBJECTS["demo"](None)
+    with ExitStack() as ending:
+        soak = servers.SoakServers(cast(Any, None), (), subject, account, ending)
+        for number in (0, 1):
+            soak.run(replace(wish_of(7, number, subject), batch=1, event=""))
+        assert [*soak._servers] == ["first"] and (account.wrong, account.deaths) == (2, 0)
+
+
 def test_too_few_engine_calls_fail_the_soak(account: Account, tmp_path: Path) -> None:
     report_of(account, tmp_path, [600.0] * 100)
     account.eager_calls = account.engine_calls
     assert account.failures() == ["engines made 900 of 1800 calls only"]
-
-
-class PretendedServer:
-    """A server that is nothing but its name; its client gives grey pictures, each with its own value."""
-
-    shades: Mapping[str, float]
-
-    def __init__(self, made: Any, flags: tuple[str, ...], name: str) -> None:
-        self.name, self.pid = name, 0
-        assert ("--force-fp32" in flags) == (name == "exact")
-
-    def __enter__(self) -> PretendedServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def start(self, deadline: Any) -> None:
-        pass
-
-
-class PretendedClient:
-    def __init__(self, server: PretendedServer, deadline: Any, picture_limit: float) -> None:
-        self.server = server
-
-    def __enter__(self) -> PretendedClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def node_info(self, name: str) -> dict[str, Any]:
-        return {"input": {"required": {}}}
-
-    def run(self, prompt: Any) -> Picture:
-        is_fast = any(node["class_type"] == "SlipstreamAccelerateModel" for node in prompt.values())
-        made_by = "exact" if self.server.name == "exact" else "fast" if is_fast else "plain"
-        return Picture(files=[{"filename": made_by}])
-
-    def fetch(self, path: str) -> bytes:
-        shade = self.server.shades[path.rpartition("=")[2]]
-        file = io.BytesIO()
-        Image.new("RGB", (8, 8), (round(shade * 255),) * 3).save(file, "PNG")
-        return file.getvalue()
 
 
 @pytest.mark.parametrize(
