@@ -187,7 +187,7 @@ class BlockCalls:
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._said: set[str] = set()
         self._fruitless: dict[Hashable, list[str]] = {}
-        """Why calls were, by their shapes, each time, see `BlockShare`."""
+        """By the shape of calls that were fruitless, see `BlockShare`: the reason of each."""
         self._shares = threading.local()  # with several GPUs other threads compute other parts of a batch
         self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
