@@ -51,7 +51,7 @@ class _Page:
         seen = gr.State(None)
         refresh = self._engines.refresh.click
         listen(page.load, self._look, [], [*self._outputs(), seen])
-        listen(refresh, self._look, [], [*self._outputs(), seen])
+        listen(refresh, self._look_again, [], [*self._outputs(), seen])
         starts = [page.load, refresh, self._build.requested, self._models.requested]
         follow(self._tick, self._is_idle, seen, self._outputs(), starts)
 
@@ -63,6 +63,12 @@ class _Page:
 
     def _look(self) -> list[Any]:
         return self._tick(None)
+
+    def _look_again(self) -> list[Any]:
+        """With nothing chosen any more: engines may be gone."""
+        found, place = self._look(), self._outputs().index(self._engines.chosen)
+        found[place] = {**found[place], "value": []}
+        return found
 
     def _tick(self, seen: Any) -> list[Any]:
         """New values of `_outputs` where they changed, and what is seen now."""

@@ -36,8 +36,9 @@ class EnginesTab:
             **column_widths(wording.WIDTHS),
         )
         self.chosen = gr.Dropdown(
-            choices=[], value=[], multiselect=True, label="Chosen engines", elem_id="slipstream_chosen"
-        )
+            choices=[], value=[], multiselect=True, label="Chosen engines", elem_id="slipstream_chosen",
+            allow_custom_value=True,  # else what is offered no longer ends in an error of Gradio's, without words
+        )  # fmt: skip
         with gr.Row():
             self.refresh = gr.Button("Refresh")
             details, verify, verify_all = (gr.Button(text) for text in ("Details", "Verify chosen", "Verify all"))
