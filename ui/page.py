@@ -67,7 +67,7 @@ class _Page:
     def _look_again(self) -> list[Any]:
         """With nothing chosen any more: engines may be gone."""
         found, place = self._look(), self._outputs().index(self._engines.chosen)
-        found[place] = {**found[place], "value": []}
+        found[place] = self._engines.none_chosen(found[place])
         return found
 
     def _tick(self, seen: Any) -> list[Any]:

@@ -65,6 +65,11 @@ class EnginesTab:
         engines = overview["engines"]
         return [wording.table(engines), gradio().update(choices=wording.choices(engines))]
 
+    @staticmethod
+    def none_chosen(choices: Mapping[str, Any]) -> dict[str, Any]:
+        """The same choices, of which none is chosen any more."""
+        return {**choices, "value": []}
+
     def _prune(self) -> None:
         gr = gradio()
         most = max(1.0, math.ceil(2 * self._manager.provider.store.limit_bytes / _GB) / 2)
@@ -119,4 +124,4 @@ class EnginesTab:
     def _after(self) -> list[Any]:
         """Of table and choices, with nothing chosen any more."""
         table, choices = self.shown(self._manager.overview())
-        return [table, {**choices, "value": []}]
+        return [table, self.none_chosen(choices)]

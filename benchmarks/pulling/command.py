@@ -26,7 +26,7 @@ from ..in_server.graph import OUR_NODES, Prompt, required_defaults
 from ..in_server.process import PACK, Installation, Server
 from ..measuring.deadline import Deadline
 from ..soaking.command import FLAGS, OPTIMIZE, TOLERANCE
-from ..soaking.pictures import largest, made_by, root_mean_square, values_of
+from ..soaking.pictures import largest, read, root_mean_square
 from ..soaking.subjects import Subject
 from ..soaking.wishes import SoakWish, prompt_of
 
@@ -110,8 +110,8 @@ def _measure(options: Namespace, work: Path, ending: ExitStack) -> dict[str, Any
     worker = _Machine(options, work / "worker", variables)
     client = worker.start(ending)
     first, second, wanted = (client.run(worker.prompt(client, is_fast, seed)) for is_fast, seed in _RUNS)
-    pixels, others = values_of(client, first), values_of(client, wanted)
-    worst, rms, calls = largest(pixels, others), root_mean_square(pixels, others), made_by(client, first)
+    (pixels, calls), (others, _) = read(client, first), read(client, wanted)
+    worst, rms = largest(pixels, others), root_mean_square(pixels, others)
     engines = json.loads(client.fetch("/slipstream/v1/engines"))["engines"]
     return {
         "commit": options.commit or commit() or "unknown", "comfyui": version_of(options.comfyui),

@@ -21,14 +21,10 @@ def opened(client: Client, file: Mapping[str, str]) -> tuple[Any, Mapping[str, A
         return values, json.loads(image.info.get("slipstream", "{}"))
 
 
-def values_of(client: Client, picture: Picture) -> list[Any]:
-    """The values of all pictures of a prompt, see `opened`."""
-    return [opened(client, file)[0] for file in picture.files]
-
-
-def made_by(client: Client, picture: Picture) -> Calls:
-    """Who computed a prompt's pictures."""
-    return calls_of(opened(client, picture.files[0])[1]) if picture.files else Calls()  # all of a batch say the same
+def read(client: Client, picture: Picture) -> tuple[list[Any], Calls]:
+    """The values of all pictures of a prompt, see `opened`; and who computed them."""
+    found = [opened(client, file) for file in picture.files]
+    return [values for values, _ in found], calls_of(found[0][1]) if found else Calls()  # all of a batch say the same
 
 
 def largest(some: list[Any], others: list[Any]) -> float:

@@ -15,7 +15,7 @@ from ..in_server.process import Installation, Server, ServerDied
 from ..in_server.variants import Flags
 from ..measuring.deadline import Deadline
 from .account import Account
-from .pictures import largest, made_by, root_mean_square, values_of
+from .pictures import largest, read, root_mean_square
 from .subjects import Subject
 from .wishes import SoakWish, prompt_of
 
@@ -142,8 +142,8 @@ class SoakServers:
         return {**seconds, **self._compare(wish, client, fast, plain)}
 
     def _compare(self, wish: SoakWish, client: Client, fast: Picture, plain: Picture) -> dict[str, Any]:
-        account, calls = self._account, made_by(client, fast)
-        found, wanted = values_of(client, fast), values_of(client, plain)
+        account = self._account
+        (found, calls), (wanted, _) = read(client, fast), read(client, plain)
         for reason, count in calls.reasons.items():
             account.reasons[reason] = account.reasons.get(reason, 0) + count
         account.engine_calls += calls.engine
@@ -156,12 +156,13 @@ class SoakServers:
         account.worst, account.worst_rms = max(account.worst, round(worst, 4)), max(account.worst_rms, round(rms, 4))
         row = {"worst": round(worst, 4), "rms": round(rms, 4), "engine_calls": calls.engine, "eager_calls": calls.eager}
         by_rms = account.device in _BY_RMS
-        if not (rms if by_rms else worst) <= account.tolerance:
-            exact = self._from_exact(wish, found, wanted) if by_rms else {}
+        is_right = (rms if by_rms else worst) <= account.tolerance
+        if by_rms and not is_right and (exact := self._from_exact(wish, found, wanted)):
             row |= exact
-            if not exact or not exact["from_exact"] <= max(account.tolerance, _AS_NEAR * exact["plain_from_exact"]):
-                account.wrong += 1
-                account.problems[str(wish.number)] = f"differs by {worst:.4f} at most, {rms:.4f} in the mean square"
+            is_right = exact["from_exact"] <= max(account.tolerance, _AS_NEAR * exact["plain_from_exact"])
+        if not is_right:
+            account.wrong += 1
+            account.problems[str(wish.number)] = f"differs by {worst:.4f} at most, {rms:.4f} in the mean square"
         return row
 
     def _from_exact(self, wish: SoakWish, found: list[Any], wanted: list[Any]) -> dict[str, float]:
@@ -169,7 +170,7 @@ class SoakServers:
         self._account.compared_with_exact += 1
         try:
             client = self._client(EXACT)
-            exact = values_of(client, client.run(prompt_of(wish, self._subject, None)))
+            exact, _ = read(client, client.run(prompt_of(wish, self._subject, None)))
         except (PictureFailed, ServerDied):
             self._servers.pop(EXACT, None)
             return {}

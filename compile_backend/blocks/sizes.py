@@ -149,17 +149,18 @@ def _polynomial(count: Any) -> tuple[tuple[str, float], ...]:
     from torch.utils._sympy.functions import CleanDiv, FloorDiv
 
     rounded = count.node.expr
-    expression = sympy.expand(rounded.replace(lambda part: isinstance(part, (FloorDiv, CleanDiv)), _divided))
-    found = expression.as_coefficients_dict()
-    terms = {term: term.as_powers_dict() for term in found}
-    for term, powers in terms.items():
-        if term != 1 and not all(base.is_Symbol and power.is_Integer and power > 0 for base, power in powers.items()):
-            raise UnsupportedModel(f"a tensor of the block has {rounded} elements, which is no polynomial")
-    names = {
-        term: " ".join(sorted(str(base) for base, power in powers.items() for _ in range(int(power)) if term != 1))
-        for term, powers in terms.items()
-    }
-    return tuple(sorted((names[term], float(times)) for term, times in found.items()))
+    expression = rounded.replace(lambda part: isinstance(part, (FloorDiv, CleanDiv)), _divided)
+    if not expression.free_symbols:
+        return ((_CONSTANT, float(expression)),)
+    try:
+        found = sympy.Poly(expression, *sorted(expression.free_symbols, key=str))
+    except sympy.PolynomialError as error:
+        raise UnsupportedModel(f"a tensor of the block has {rounded} elements, which is no polynomial") from error
+    terms = (
+        (" ".join(str(symbol) for symbol, power in zip(found.gens, powers, strict=True) for _ in range(power)), times)
+        for powers, times in found.terms()
+    )
+    return tuple(sorted((names, float(times)) for names, times in terms))
 
 
 def _divided(part: Any) -> Any:

@@ -99,10 +99,11 @@ class ModelCalls:
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
         no_blocks = self._why_no_blocks(module, inputs)
-        shape = CallShape.of(inputs) if cached is None else None  # else a call computes now some blocks and now others
-        by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, why_not=no_blocks, shape=shape)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
+        # Where blocks are reused, calls of a shape compute now these and now those.
+        shape = CallShape.of(inputs) if self._blocks is not None and cached is None else None
+        by_blocks = functools.partial(self._by_blocks, plain, args, kwargs, why_not=no_blocks, shape=shape)
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
             has_graphs = self._blocks is not None and self._blocks.may_have_graphs(shape)

@@ -71,6 +71,21 @@ class PretendedClient:
         return file.getvalue()
 
 
+DEMO: Subject = SUBJECTS["demo"](None)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **shades: float) -> None:
+    """Have servers pretended whose pictures have these shades, by what made them."""
+    monkeypatch.setattr(servers, "Server", PretendedServer)
+    monkeypatch.setattr(servers, "Client", PretendedClient)
+    monkeypatch.setattr(PretendedServer, "shades", shades, raising=False)
+
+
+def run(soak: servers.SoakServers, number: int) -> dict[str, Any]:
+    """One picture's prompt."""
+    return soak.run(replace(wish_of(7, number, DEMO), batch=1, event=""))
+
+
 @pytest.fixture
 def account() -> Account:
     return Account(
@@ -179,15 +194,12 @@ def test_a_server_of_full_precision_that_dies_takes_no_other_one_with_it(
             raise ServerDied("it ended")
 
     monkeypatch.setattr(PretendedServer, "start", start)
-    monkeypatch.setattr(servers, "Server", PretendedServer)
-    monkeypatch.setattr(servers, "Client", PretendedClient)
-    monkeypatch.setattr(PretendedServer, "shades", {"fast": 0.6, "plain": 0.5}, raising=False)
-    monkeypatch.setattr(account, "device", "cuda")
-    subject: Subject = SUBJECTS["demo"](None)
+    pretend(monkeypatch, fast=0.6, plain=0.5)
+    account.device = "cuda"
     with ExitStack() as ending:
-        soak = servers.SoakServers(cast(Any, None), (), subject, account, ending)
+        soak = servers.SoakServers(cast(Any, None), (), DEMO, account, ending)
         for number in (0, 1):
-            soak.run(replace(wish_of(7, number, subject), batch=1, event=""))
+            run(soak, number)
         assert [*soak._servers] == ["first"] and (account.wrong, account.deaths) == (2, 0)
 
 
@@ -218,14 +230,10 @@ def test_a_picture_that_half_precision_spoils_is_held_against_full_precision(
     account: Account,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(servers, "Server", PretendedServer)
-    monkeypatch.setattr(servers, "Client", PretendedClient)
-    monkeypatch.setattr(PretendedServer, "shades", {"fast": fast, "plain": plain, "exact": exact}, raising=False)
-    monkeypatch.setattr(account, "device", device)
-    subject: Subject = SUBJECTS["demo"](None)
+    pretend(monkeypatch, fast=fast, plain=plain, exact=exact)
+    account.device = device
     with ExitStack() as ending:
-        soak = servers.SoakServers(cast(Any, None), (), subject, account, ending)
-        row = soak.run(replace(wish_of(7, 0, subject), batch=1, event=""))
+        row = run(servers.SoakServers(cast(Any, None), (), DEMO, account, ending), 0)
     assert account.wrong == wrong and len(account.problems) == wrong
     assert ("from_exact" in row) is is_held and account.compared_with_exact == is_held
 
