@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..measuring.deadline import OutOfTime
+from ..patching.patches import PATCHES
 from ..subjects.references import References
 from ..subjects.rows import Row
 from .cases import CASES
@@ -83,7 +84,8 @@ class Pictures:
     def __init__(self, client: Client, outputs: Path, build: str = "first use") -> None:
         self.client, self._outputs, self._build = client, outputs, build
         self._seeds: Iterator[int] = itertools.count(_FIRST_SEED)
-        self._defaults: dict[str, Mapping[str, Any]] = {}
+        self._ours: dict[str, Mapping[str, Any]] = {}
+        self._others: dict[str, Mapping[str, Any]] = {}
 
     def next(self, block: Block, **wishes: bool) -> Picture:
         """Make a picture of a seed, and of a LoRA's strength, that no picture before it had."""
@@ -108,15 +110,21 @@ class Pictures:
             self.next(block, **{what: True})
             file = self._outputs / f"slipstream-benchmark-{what}.txt"
             if file.exists():
-                shutil.move(file, folder / f"{block.case}-{block.variant}-{block.turn}-{what}.txt")
+                patch = f"-{block.patch}" if block.patch else ""
+                shutil.move(file, folder / f"{block.case}-{block.variant}{patch}-{block.turn}-{what}.txt")
 
     def _prompt(self, block: Block, wish: Wish) -> Prompt:
         variant = ServerVariant.of(block.variant)
-        if variant.is_ours and not self._defaults:
+        if variant.is_ours and not self._ours:
             found = {node: required_defaults(self.client.node_info(node)) for node in OUR_NODES}
             build = {"build": self._build}
-            self._defaults = {node: each | build if "build" in each else each for node, each in found.items()}
-        return build_prompt(CASES[block.case], variant, wish, self._defaults)
+            self._ours = {node: each | build if "build" in each else each for node, each in found.items()}
+        patch = PATCHES[block.patch] if block.patch else None
+        for node in patch.node.classes if patch else ():
+            if node not in self._others:
+                self._others[node] = required_defaults(self.client.node_info(node))
+        defaults = {**self._ours, **self._others}
+        return build_prompt(CASES[block.case], variant, wish, defaults, patch, has_vae=block.patch is None)
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,14 @@ class Bench:
 
     Args:
         references: what pictures are compared with.
+        patched: the same of pictures with a patch, by this command: a pack may be another one in the next.
         monitor: of the GPU.
         comfyui: the version.
     """
 
     schedule: Schedule
     references: References
+    patched: References
     monitor: Monitor
     comfyui: str
 
@@ -150,9 +160,11 @@ class Bench:
         return self._row(block, seen, error) if is_told else None, error
 
     def _make(self, block: Block, pictures: Pictures, seen: Seen) -> None:
-        pictures.client.unload_models()
+        if not block.patch:
+            pictures.client.unload_models()
         lengths = CASES[block.case].tokens  # each is met before pictures are timed
-        for _ in range(max(self.schedule.warmup - 1, len(lengths))):
+        is_warm = bool(block.patch) and not ServerVariant.of(block.variant).is_ours
+        for _ in range(0 if is_warm else max(self.schedule.warmup - 1, len(lengths))):
             seen.warmup_s.append(pictures.next(block).client_s)
         self._compare(block, pictures, seen)
         if block.is_reference_only:
@@ -195,9 +207,14 @@ class Bench:
             seen.failed = "the picture is not finite"
             return
         is_plain = ServerVariant.of(block.variant).kind == PLAIN and not block.flags
-        if is_plain and arrays and not self.references.has(block.case, self.comfyui):
-            self.references.keep(block.case, self.comfyui, arrays)
-        errors = self.references.errors(block.case, self.comfyui, arrays)
+        name, references = block.case, self.references
+        if block.patch:
+            name, references = f"{block.case}-{block.patch}", self.patched
+            effects = self.references.errors(block.case, self.comfyui, arrays) if is_plain else {}
+            seen.facts["effect"] = max(effects.values(), default=None)
+        if is_plain and arrays and not references.has(name, self.comfyui):
+            references.keep(name, self.comfyui, arrays)
+        errors = references.errors(name, self.comfyui, arrays)
         if errors:
             seen.facts.update(error=max(errors.values()), errors=errors)
         if math.inf in errors.values():
@@ -212,7 +229,7 @@ class Bench:
         return complete(
             {
                 "case": block.case, "flags": list(block.flags), "comfyui": self.comfyui, "variant": block.variant,
-                "turn": block.turn, **row, "pictures": len(seen.timed),
+                "patch": block.patch, "turn": block.turn, **row, "pictures": len(seen.timed),
                 "build_s": round(seen.warmup_s[0], 3) if seen.warmup_s else None,
                 "build_peak_mb": highest_mb(self.monitor.between(seen.began, begun)),
                 "model_calls": max(calls, default=None), "died": isinstance(error, ServerDied), **seen.facts,
@@ -227,4 +244,6 @@ def _calls(client: Client, pictures: list[Picture]) -> Row:
     if len(known) < len(pictures):
         return {}
     total = sum(known, Calls())
-    return {"engine_calls": total.engine, "eager_calls": total.eager, "reasons": dict(total.reasons)}
+    found = {"engine_calls": total.engine, "eager_calls": total.eager, "reasons": dict(total.reasons)}
+    by_blocks = {"blocks": total.blocks, "blocks_on_engines": total.blocks_on_engines}
+    return {**found, **(by_blocks if total.blocks else {})}

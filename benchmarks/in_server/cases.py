@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..patching.patches import ADAPTER
+
 CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_models", "vae", "controlnet", "loras"
 """ComfyUI's folders of model files."""
 
-FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA)
+FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, ADAPTER)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,11 @@ FAMILIES = {
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
     "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
     "tiny": Family(768),
+    "tiny-deep": Family(768),
 }
+
+UNETS = ("sd15", "sdxl", "tiny", "tiny-deep")
+"""Families of UNets."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ CASES = {
             batch=4,
         ),
         PictureCase("sdxl-1024-30", "SDXL, 1024×1024, 30 steps of euler, CFG 7", "sdxl", 1024, 30),
+        PictureCase("sdxl-1024-20", "SDXL, 1024×1024, 20 steps of euler, CFG 7", "sdxl", 1024, 20),
         PictureCase("sdxl-1024-8", "SDXL, 1024×1024, 8 steps of euler, CFG 7", "sdxl", 1024, 8),
         PictureCase("sdxl-1024-4", "SDXL, 1024×1024, 4 steps of euler, CFG 7", "sdxl", 1024, 4),
         PictureCase("sdxl-1024-30-cfg1", "SDXL, 1024×1024, 30 steps of euler, CFG 1", "sdxl", 1024, 30, cfg=1.0),
@@ -173,6 +180,14 @@ CASES = {
             "tiny",
             64,
             3,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-deep-64-6",
+            "a tiny model of SD1.5's kind with two levels and a middle, 64×64, 6 steps, to try patches on any machine",
+            "tiny-deep",
+            64,
+            6,
             needs_gpu=False,
         ),
         PictureCase(

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..patching import adapter
+from ..patching.patches import ADAPTER
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
 from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_unet
@@ -35,6 +37,12 @@ TINY = {
     "transformer_depth_middle": -1,
 }  # fmt: skip
 """As small as the stock loader takes for SD1.5: the widths are what it looks at."""
+
+TINY_DEEP = {
+    **SD15, "num_res_blocks": [1, 1], "channel_mult": [1, 1], "transformer_depth": [1, 1],
+    "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1,
+}  # fmt: skip
+"""The same with a second level and a middle, into which other authors' nodes reach."""
 
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
 QWEN_IMAGE = {"image_model": "qwen_image", "num_layers": 10}
@@ -111,7 +119,7 @@ def _unet(family: str) -> Any:
     if family == "sdxl":
         network = _network(comfy.supported_models.SDXL(dict(SDXL)), comfy.model_base.SDXL, torch.float16)
     else:
-        config = SD15 if family == "sd15" else TINY
+        config = {"sd15": SD15, "tiny": TINY, "tiny-deep": TINY_DEEP}[family]
         network = _network(comfy.supported_models.SD15(dict(config)), comfy.model_base.BaseModel, torch.float16)
     randomise_unet(network, SEED)
     _make_steady(network)
@@ -139,7 +147,7 @@ def _network(config: Any, kind: Any, dtype: torch.dtype) -> Any:
 
 
 def _vae(family: str) -> Tensors:
-    if family == "tiny":
+    if family.startswith("tiny"):
         return _tiny_vae()
     import comfy.model_management as management
     from comfy.ldm.models.autoencoder import AutoencoderKL
@@ -194,12 +202,17 @@ def _lora(family: str) -> Tensors:
     return found
 
 
+def _adapter(family: str) -> Tensors:
+    return adapter.make(family, _unet(family).state_dict(), SEED)
+
+
 _MAKERS: Mapping[str, Callable[[str], Tensors]] = {
     CHECKPOINT: _checkpoint,
     DIFFUSION_MODEL: _diffusion_model,
     VAE_FOLDER: _vae,
     CONTROLNET: _controlnet,
     LORA: _lora,
+    ADAPTER: _adapter,
 }
 
 

@@ -11,7 +11,7 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,6 +57,7 @@ class Calls:
     Attributes:
         engine: engines of whole models made them, or engines of their blocks.
         of_blocks: those of them that the latter made.
+        blocks: calls of single blocks, where models went by blocks, and those of them `blocks_on_engines`.
         reasons: why the eager model ran, with how often each was given.
     """
 
@@ -64,10 +65,11 @@ class Calls:
     eager: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     of_blocks: int = 0
+    blocks: int = 0
+    blocks_on_engines: int = 0
 
     def __add__(self, other: Calls) -> Calls:
-        engine, of_blocks = self.engine + other.engine, self.of_blocks + other.of_blocks
-        return Calls(engine, self.eager + other.eager, self.reasons + other.reasons, of_blocks)
+        return Calls(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 class Client:
@@ -207,7 +209,8 @@ def calls_of(record: Mapping[str, Any]) -> Calls:
         reasons.update(run.get("reasons", {}))
     of_blocks = sum(run.get("block_calls", 0) for run in counted)
     engine = of_blocks + sum(run["engine_calls"] for run in counted)
-    return Calls(engine, sum(run["eager_calls"] for run in counted), reasons, of_blocks)
+    blocks, on_engines = (sum(run.get(name, 0) for run in counted) for name in ("blocks", "blocks_on_engines"))
+    return Calls(engine, sum(run["eager_calls"] for run in counted), reasons, of_blocks, blocks, on_engines)
 
 
 def _why_failed(data: Mapping[str, Any]) -> str:

@@ -18,11 +18,12 @@ from ...core.errors import SlipstreamError
 from ...core.version import __version__
 from ...runtime.checking.measure import commit
 from ..measuring.deadline import Deadline
+from ..patching.patches import ADAPTER, PATCHES
 from ..subjects.arguments import count, list_of
 from ..subjects.references import References
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
-from .cases import CASES, HEADLINE, PictureCase
+from .cases import CASES, HEADLINE, UNETS, ModelFile, PictureCase
 from .checkpoints import NoRoom, make, missing
 from .from_scratch import measure as measure_from_scratch
 from .gpu import Monitor, all_but, find_driver
@@ -41,6 +42,8 @@ _PICTURE_LIMIT = "for one picture, the builds of a first one included, before it
 _FREE_GB = "another process holds the rest of the GPU's memory, as if this were a smaller card; default: none does"
 _FROM_SCRATCH = "instead: pictures for so long from an empty store on, each variant in a server of its own"
 _PROFILES = "of tables of where each variant's sampler spends its time, by kernel and by function; default: none"
+_PATCHES = f"all, or some of {', '.join(PATCHES)}: each variant without them and with each, in one server"
+_PACKS = "other authors' packs, as custom_nodes has them; those that --patches needs are loaded"
 _ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
 
 
@@ -75,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pictures", type=count, default=5, metavar="N", help="timed ones of each variant's turn; default: 5")
     add("--warmup", type=_at_least_two, default=2, metavar="N", help="pictures before them; default: 2, the least")
     add("--turns", type=count, default=1, metavar="N", help="of each variant in each server's flags; default: 1")
+    add("--patches", type=_patches, default=(), metavar="A,B", help=_PATCHES)
+    add("--packs", type=Path, metavar="FOLDER", help=_PACKS)
     add("--from-scratch", type=count, metavar="SECONDS", help=_FROM_SCRATCH)
     add("--rest", type=count, default=10, metavar="SECONDS", help="after each of those pictures; default: 10")
     add("--free-gb", type=count, metavar="N", help=_FREE_GB)
@@ -117,7 +122,7 @@ def _measure(checkout: Path, options: Namespace) -> int:
             return FAILED if troubles else OK
         with all_but(options.free_gb, options.python), Monitor(find_driver()) as monitor:
             schedule = Schedule(options.warmup, options.pictures, options.synchronised, options.profiles)
-            bench = Bench(schedule, references, monitor, version)
+            bench = Bench(schedule, references, References(Path(folder) / "patched"), monitor, version)
             session = Session(
                 installation, bench, deadline, options.picture_limit, options.out, common, _say, options.free_gb
             )
@@ -130,17 +135,38 @@ def _measure(checkout: Path, options: Namespace) -> int:
 def _runs(options: Namespace, lacking: Sequence[str]) -> list[ServerRun]:
     for line in left_out(_names(options), options.variants):
         _say(line)
-    runs = plan(options.flag_sets, _names(options), options.variants, options.turns, lacking)
+    patches = [name for name in options.patches if _has_pack(name, options.packs)]
+    runs = plan(options.flag_sets, _names(options), options.variants, options.turns, lacking, patches)
     _say(f"{sum(len(run.blocks) for run in runs)} blocks in {len(runs)} starts of ComfyUI:")
     for run in runs:
-        _say(f"  {flags_text(run.flags)}: {', '.join(f'{block.case} {block.variant}' for block in run.blocks)}")
+        alone = ", ".join(f"{block.case} {block.variant}" for block in run.blocks if not block.patch)
+        _say(f"  {flags_text(run.flags)}: {alone}{'; the same with ' if patches else ''}{', '.join(patches)}")
     return runs
+
+
+def _has_pack(patch: str, packs: Path | None) -> bool:
+    """Whether a patch's pack is at hand; says so where it is not."""
+    pack = PATCHES[patch].pack
+    found = not pack or (packs is not None and (packs / pack).is_dir())
+    if not found:
+        _say(f"{patch} is left out: {pack} is not in the folder that --packs names")
+    return found
 
 
 def _installation(checkout: Path, options: Namespace, work: Path) -> Installation:
     engines, logs = options.engines or work / "engines", options.logs or work / "logs"
     common: Flags = ("--cpu",) if options.cpu else ()
-    return Installation(checkout, options.python, options.models, engines, work, logs.resolve(), common)
+    named = {PATCHES[name].pack for name in options.patches} - {""}
+    packs = tuple(folder for name in sorted(named) if (folder := (options.packs or work) / name).is_dir())
+    return Installation(checkout, options.python, options.models, engines, work, logs.resolve(), common, packs=packs)
+
+
+def _files(options: Namespace) -> list[ModelFile]:
+    """The model files that are loaded."""
+    found = [file for case in options.cases for file in case.files]
+    if any(PATCHES[name].node.has_adapter for name in options.patches):
+        found += [ModelFile(ADAPTER, case.family) for case in options.cases]
+    return found
 
 
 def _names(options: Namespace) -> list[str]:
@@ -151,6 +177,10 @@ def _why_not(options: Namespace) -> str | None:
     """Why these options make no sense together."""
     if options.from_scratch and (options.free_gb or options.profiles):
         return "--from-scratch tells of neither a GPU's memory nor a sampler's time; leave --free-gb and --profiles out"
+    if options.patches and (options.from_scratch or not any(each.kind == PLAIN for each in options.variants)):
+        return "--patches compares with plain, which --variants has to name, and is nothing for --from-scratch"
+    if options.patches and (strange := [each for each in options.cases if each.family not in UNETS or not each.steps]):
+        return f"--patches is for UNets, and {strange[0].name} samples with none; sdxl-1024-20 is one that does"
     slow = [case.name for case in options.cases if case.needs_gpu]
     if options.cpu and slow and not options.models_only:
         return f"{slow[0]} would take minutes a picture on a CPU; tiny-64-3 runs on any machine"
@@ -187,9 +217,10 @@ def _make_models(checkout: Path, options: Namespace, deadline: Deadline) -> None
     Raises:
         ValueError: one cannot be made; the process has said why.
     """
-    if not missing((file for case in options.cases for file in case.files), options.models):
+    if not missing(_files(options), options.models):
         return
     what = ["--make-models", "--cases", ",".join(_names(options))]
+    what += ["--patches", ",".join(options.patches)] if options.patches else []
     where = ["--models", str(options.models), "--comfyui", str(checkout)]
     limit = deadline.seconds_left if options.limit else None
     if subprocess.run([str(options.python), str(PROGRAM), *what, *where], timeout=limit).returncode:
@@ -202,7 +233,7 @@ def _make_models_here(checkout: Path, options: Namespace) -> int:
 
     enter(checkout)
     try:
-        for file in missing((file for case in options.cases for file in case.files), options.models):
+        for file in missing(_files(options), options.models):
             _say(f"making {options.models / file.path}")
             make(file, options.models)
     except NoRoom as reason:
@@ -218,6 +249,16 @@ def _case(text: str) -> PictureCase:
     if text not in CASES:
         raise ValueError(f"{text!r} is no case; there are {', '.join(CASES)}")
     return CASES[text]
+
+
+def _patches(text: str) -> tuple[str, ...]:
+    return tuple(PATCHES) if text.strip() == "all" else list_of(_patch)(text)
+
+
+def _patch(text: str) -> str:
+    if text not in PATCHES:
+        raise ValueError(f"{text!r} is no patch; there are {', '.join(PATCHES)}")
+    return text
 
 
 def _flag_sets(text: str) -> tuple[Flags, ...]:

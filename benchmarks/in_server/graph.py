@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.spec import Optimize
+from ..patching.patches import ADAPTER, Given, Node, Patch
 from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE, ModelFile, PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
@@ -54,18 +55,36 @@ class Graph:
         return node
 
 
-def build_prompt(case: PictureCase, variant: ServerVariant, wish: Wish, defaults: Defaults) -> Prompt:
+def build_prompt(
+    case: PictureCase,
+    variant: ServerVariant,
+    wish: Wish,
+    defaults: Defaults,
+    patch: Patch | None = None,
+    has_vae: bool = True,
+) -> Prompt:
     """Return the prompt of one picture.
 
     Args:
-        defaults: of `OUR_NODES`, as the server describes them; empty where none of them is used.
+        defaults: of `OUR_NODES`, as the server describes them, and of the patch's; empty where none of them is used.
+        patch: stands between the accelerated model and the sampler.
+        has_vae: whether Slipstream's variants accelerate the VAE, too.
     """
-    return _Builder(case, variant, wish, defaults).build()
+    return _Builder(case, variant, wish, defaults, patch, has_vae).build()
 
 
 class _Builder:
-    def __init__(self, case: PictureCase, variant: ServerVariant, wish: Wish, defaults: Defaults) -> None:
+    def __init__(
+        self,
+        case: PictureCase,
+        variant: ServerVariant,
+        wish: Wish,
+        defaults: Defaults,
+        patch: Patch | None,
+        has_vae: bool,
+    ) -> None:
         self._case, self._variant, self._wish, self._defaults = case, variant, wish, defaults
+        self._patch, self._has_vae = patch, has_vae
         self._family = FAMILIES[case.family]
         self._graph = Graph()
 
@@ -75,7 +94,7 @@ class _Builder:
         else:
             model, vae = self._load()
             latent = self._sample(self._accelerated_model(model))
-        if self._variant.is_ours:
+        if self._variant.is_ours and self._has_vae:
             vae = self._first(ACCELERATE_VAE, vae=vae, **self._defaults[ACCELERATE_VAE])
         picture = self._first("VAEDecode", samples=latent, vae=vae)
         self._graph.add("SaveImage", images=picture, filename_prefix="slipstream-benchmark")
@@ -112,6 +131,8 @@ class _Builder:
         """The latent of the last sampler."""
         case = self._case
         positive, negative = self._prompts()
+        if self._patch is not None:
+            model = self._patched(self._patch.node, negative, model=model)
         empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
         latent = self._first("EmptyLatentImage", **empty)
         common = {
@@ -124,6 +145,15 @@ class _Builder:
         larger = {"width": case.second_size, "height": case.second_size, "crop": "disabled"}
         latent = self._first("LatentUpscale", samples=latent, upscale_method="nearest-exact", **larger)
         return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
+
+    def _patched(self, node: Node, negative: Link, **links: Link) -> Link:
+        """A node's first output; `links` are inputs besides its own."""
+        given = {Given.NEGATIVE: negative, Given.ADAPTER: self._file(ADAPTER)}
+        inputs = {
+            name: self._patched(value, negative) if isinstance(value, Node) else given.get(value, value)
+            for name, value in node.inputs.items()
+        }
+        return self._first(node.class_type, **{**self._defaults[node.class_type], **inputs, **links})
 
     def _prompts(self) -> tuple[Link, Link]:
         lengths = self._case.tokens or (self._family.tokens,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Block:
         flags: of the server.
         turn: from 1.
         is_reference_only: no picture is timed; the case's reference is made.
+        patch: a key of `PATCHES`; empty: what those are compared with; None: patches have nothing to do with it.
     """
 
     flags: Flags
@@ -26,11 +28,17 @@ class Block:
     variant: str
     turn: int = 1
     is_reference_only: bool = False
+    patch: str | None = None
 
     @property
-    def subject(self) -> tuple[Flags, str, str]:
+    def subject(self) -> tuple[Flags, str, str, str | None]:
         """What is measured, in whichever turn."""
-        return self.flags, self.case, self.variant
+        return self.flags, self.case, self.variant, self.patch
+
+    @property
+    def compared_with(self) -> tuple[Flags, str, str, str | None]:
+        """The subject whose picture it is compared with, of those with a patch."""
+        return self.flags, self.case, PLAIN, self.patch
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ def plan(
     variants: Sequence[ServerVariant],
     turns: int,
     lacking: Iterable[str] = (),
+    patches: Sequence[str] = (),
 ) -> list[ServerRun]:
     """Return the servers in the order in which they are started.
 
@@ -57,11 +66,15 @@ def plan(
 
     Args:
         lacking: cases of which there is no reference yet.
+        patches: keys of `PATCHES`; each turn of a case is made without any of them first, then with each.
     """
+    with_patches: Sequence[str | None] = ["", *patches] if patches else [None]
     sets = _by_flags(flag_sets, variants)
     starts = [(turn,) for turn in range(1, turns + 1)] if len(sets) > 1 else [tuple(range(1, turns + 1))]
     runs = [
-        ServerRun(flags, tuple(_blocks(flags, cases, found, each))) for each in starts for flags, found in sets.items()
+        ServerRun(flags, tuple(_blocks(flags, cases, found, each, with_patches)))
+        for each in starts
+        for flags, found in sets.items()
     ]
     runs = [run for run in runs if run.blocks]
     return [*_references(runs, cases, lacking), *runs]
@@ -91,13 +104,15 @@ def _workflow(variant: ServerVariant) -> tuple[object, ...]:
 
 
 def _blocks(
-    flags: Flags, cases: Sequence[str], variants: Sequence[ServerVariant], turns: Iterable[int]
+    flags: Flags,
+    cases: Sequence[str],
+    variants: Sequence[ServerVariant],
+    turns: Iterable[int],
+    patches: Sequence[str | None],
 ) -> Iterable[Block]:
-    for case in cases:
-        for turn in turns:
-            for variant in variants:
-                if variant.why_left_out(CASES[case]) is None:
-                    yield Block(flags, case, variant.name, turn)
+    for case, turn, patch, variant in itertools.product(cases, turns, patches, variants):
+        if variant.why_left_out(CASES[case]) is None:
+            yield Block(flags, case, variant.name, turn, patch=patch)
 
 
 def _references(runs: Sequence[ServerRun], cases: Sequence[str], lacking: Iterable[str]) -> list[ServerRun]:

@@ -1,4 +1,4 @@
-"""A ComfyUI server as a process of its own, with Slipstream and the probe as its only custom nodes."""
+"""A ComfyUI server as a process of its own, with Slipstream, the probe and named packs as its only custom nodes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Installation:
         logs: a folder for their logs.
         common_flags: of every server, besides those that are measured.
         variables: of the servers' environment, besides this process's.
+        packs: folders of other authors' packs that the servers load.
     """
 
     checkout: Path
@@ -61,6 +62,7 @@ class Installation:
     logs: Path
     common_flags: Flags = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    packs: tuple[Path, ...] = ()
 
     def prepare(self) -> None:
         """Lay out the folders that the servers share: custom nodes, models and an empty page."""
@@ -69,6 +71,8 @@ class Installation:
         for folder in (self.logs, self.engines):
             folder.mkdir(parents=True, exist_ok=True)
         _link(PACK, self.work / "custom_nodes" / "slipstream")
+        for pack in self.packs:
+            _link(pack.resolve(), self.work / "custom_nodes" / pack.name)
         shutil.copytree(PROBE, self.work / "custom_nodes" / "slipstream_benchmark_probe")
         (self.work / "page" / "index.html").write_text("<!doctype html>\n", encoding="utf-8")
         lines = ["slipstream_benchmark:", f"  base_path: {json.dumps(self.models.resolve().as_posix())}"]

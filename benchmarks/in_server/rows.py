@@ -22,12 +22,17 @@ FIGURES = ("client_s", "sampler_s", "decoder_s", "before_s", "first_step_ms", "s
 milliseconds from the first call to the second and from call to call, and seconds after the last call."""
 
 FIELDS = (
-    "case", "flags", "comfyui", "variant", "turn", *FIGURES, "pictures", "samples", "build_s", "vram_mb", "peak_mb",
-    "build_peak_mb", "watts", "mhz", "model_calls", "engine_calls", "eager_calls", "reasons", "error", "errors", "died",
-    "step_ms_synchronised", "gpu", "driver", "versions", "commit", "run",
+    "case", "flags", "comfyui", "variant", "patch", "turn", *FIGURES, "pictures", "samples", "build_s", "vram_mb",
+    "peak_mb", "build_peak_mb", "watts", "mhz", "model_calls", "engine_calls", "eager_calls", "blocks",
+    "blocks_on_engines", "reasons", "error", "errors", "effect", "died", "step_ms_synchronised", "gpu", "driver",
+    "versions", "commit", "run",
 )  # fmt: skip
 """Of every row; `reasons` say why eager models ran, with how often each was given. A row of which something went wrong
-has one more field, `failed`: what."""
+has one more field, `failed`: what.
+
+`patch` is a key of `PATCHES`; empty in rows without one that those with one are compared with, and None in all others.
+With a patch, `error` is against the plain workflow with the same patch, and `effect` is how far the plain workflow's
+picture is from the one without it. `blocks` are calls of single blocks, where models went by blocks."""
 
 MOST_EAGER = 0.05
 """Of all calls, the share that eager models may have computed in a row of Slipstream that is shown as its speed."""
@@ -100,9 +105,14 @@ def counts_as_headline(row: Row) -> bool:
 
     The server lived, the picture was compared, and of Slipstream's calls at most `MOST_EAGER` went to eager models.
     """
-    if row["died"] or "failed" in row or row["error"] is None or not math.isfinite(row["error"]):
+    if is_of_patches(row) or row["died"] or "failed" in row or row["error"] is None or not math.isfinite(row["error"]):
         return False
     return not is_ours(row) or is_served(row)
+
+
+def is_of_patches(row: Row) -> bool:
+    """Whether a row is one of those that show what patches leave of the speed, and nothing else."""
+    return row.get("patch") is not None
 
 
 def is_ours(row: Row) -> bool:

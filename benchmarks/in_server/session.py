@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..measuring.deadline import Deadline, OutOfTime
+from ..patching.patches import PATCHES
 from ..subjects.rows import Row, append
 from .block import Bench, Pictures
-from .client import Client
+from .client import Client, PictureFailed
 from .plan import Block, ServerRun
 from .process import Installation, Server, ServerDied
 from .rows import complete, result_file
@@ -85,13 +86,26 @@ class Session:
                 self._machine = self._read_machine(client.system_stats())
                 common = {**self.common, **self._machine}
                 pictures = Pictures(client, self.installation.work / "output")
+                self._take_off_unknown(blocks, client)
                 while blocks:
                     if not self._measure_block(blocks.popleft(), pictures, common, server):
                         return
 
+    def _take_off_unknown(self, blocks: deque[Block], client: Client) -> None:
+        """Take off the blocks of patches whose nodes the server does not have, and say so."""
+        for name in dict.fromkeys(block.patch for block in blocks if block.patch):
+            try:
+                for node in PATCHES[name].node.classes:
+                    client.node_info(node)
+            except PictureFailed as error:
+                self.say(f"{name} is left out: {error}")
+                left = [block for block in blocks if block.patch != name]
+                blocks.clear()
+                blocks.extend(left)
+
     def _measure_block(self, block: Block, pictures: Pictures, common: Row, server: Server) -> bool:
         """Measure a block and write its row; False where the server may not be used any more."""
-        if block.subject in self._given_up:
+        if block.subject in self._given_up or (block.patch and block.compared_with in self._given_up):
             self.say(f"{_words(block)}: not tried again")
             return True
         row, error = self.bench.measure(block, pictures)
@@ -114,6 +128,7 @@ class Session:
             if block.is_reference_only:
                 continue
             facts = {"case": block.case, "flags": list(block.flags), "variant": block.variant, "turn": block.turn}
+            facts |= {"patch": block.patch}
             more = {"comfyui": self.bench.comfyui, "pictures": 0, "samples": {}, "died": True, "failed": str(error)}
             self._write({**facts, **more, **self.common, **(self._machine or self._read_machine({}))})
 
@@ -138,7 +153,8 @@ class Session:
 
 def line_of(row: Row) -> str:
     """Return a row for people."""
-    head = f"{row['case']}  {row['variant']}  {flags_text(row['flags'])}  turn {row['turn']}"
+    patch = f" with {row['patch']}" if row["patch"] else ""
+    head = f"{row['case']}  {row['variant']}{patch}  {flags_text(row['flags'])}  turn {row['turn']}"
     if not row["pictures"]:
         return f"{head}  {'died' if row['died'] else 'failed'}: {row.get('failed')}"
     names = {"client_s": "client", "sampler_s": "sampler", "decoder_s": "decoder"}
@@ -146,7 +162,9 @@ def line_of(row: Row) -> str:
     figures += [f"step {row['step_ms']:.2f} ms"] if row["step_ms"] is not None else []
     error = "unknown" if row["error"] is None else f"{row['error']:.1e}"
     ended = f"  {'died' if row['died'] else 'failed'}: {row['failed']}" if "failed" in row else ""
-    return f"{head}  {', '.join(figures)}, error {error}{ended}"
+    effect = f", effect {row['effect']:.1e}" if row["effect"] is not None else ""
+    blocks = f", {row['blocks_on_engines']} of {row['blocks']} blocks on engines" if row["blocks"] else ""
+    return f"{head}  {', '.join(figures)}, error {error}{effect}{blocks}{ended}"
 
 
 def _gpu_name(device: Mapping[str, Any]) -> str | None:
@@ -156,6 +174,7 @@ def _gpu_name(device: Mapping[str, Any]) -> str | None:
 
 def _words(block: Block) -> str:
     what = "reference" if block.is_reference_only else block.variant
+    what += f" with {block.patch}" if block.patch else ""
     return f"{block.case}, {what}, flags {flags_text(block.flags)}, turn {block.turn}"
 
 

@@ -15,7 +15,7 @@ from ..in_server.rows import PREFIX
 from ..subjects.cases import CASES
 from ..subjects.rows import RESULTS, Row, gpu_of, is_of_cold, is_of_job, is_of_skipped, is_of_switched, read
 from ..subjects.variants import LADDER_CASE, OURS
-from . import cold_page, published, scratch_page, server_page, switch_page
+from . import cold_page, patches_page, published, scratch_page, server_page, switch_page
 from .chart import chart
 from .cold_page import cold_starts
 from .ladder import FILE as LADDER_FILE
@@ -110,7 +110,8 @@ def report(
         cold_page.section(cold, map(_circumstances_of, cold)),
         published.section(groups),
     ]
-    first = [_HEAD, *filter(None, [server_page.section(served), scratch_page.section(scratch)]), *_measured(groups)]
+    of_servers = [server_page.section(served), patches_page.section(served), scratch_page.section(scratch)]
+    first = [_HEAD, *filter(None, of_servers), *_measured(groups)]
     body = [*first, *filter(None, parts), *how, _variants(groups), _YOURSELF]
     return "\n".join(body), chart([(f"{group.gpu}: {_title(group.case)}", group.sound) for group in groups])
 
@@ -247,6 +248,7 @@ python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compil
 python benchmarks/server.py                                       # whole pictures in a real ComfyUI server
 python benchmarks/server.py --profiles profiles                   # and tables of where samplers spend their time
 python benchmarks/server.py --turns 3 --flag-sets "default;--fast;--use-ck-attention;--fast --use-ck-attention"
+python benchmarks/server.py --cases sdxl-1024-20 --variants plain,slipstream+blocks --patches all --packs custom_nodes
 python benchmarks/report.py                                       # this page
 ```
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..in_server.cases import CASES
+from ..in_server.rows import is_of_patches
 from ..in_server.variants import OURS, PLAIN, TORCH_COMPILE, described, flags_text
 from ..subjects.rows import Row
 from .server_summary import CaseTurns, Turns, by_machine
@@ -22,7 +23,8 @@ _MOST_WORDS = 400
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Return the whole part; empty where nothing was measured."""
+    """Return the whole part; empty where nothing was measured. What patches leave of the speed is told elsewhere."""
+    rows = [row for row in rows if not is_of_patches(row)]
     if not rows:
         return ""
     machines = by_machine(rows)
@@ -36,14 +38,14 @@ def headline_table(cases: Iterable[CaseTurns]) -> str:
     What does not count as a speed is left out: see `rows.counts_as_headline`.
     """
     lines = [_headline_line(case) for case in cases]
-    return _table(_HEADLINE, lines, left=1) if lines else ""
+    return table(_HEADLINE, lines, left=1) if lines else ""
 
 
 def _machine(gpu: str, comfyui: str, cases: Sequence[CaseTurns]) -> str:
     within = [_within_line(case, turns) for case in cases for turns in case.shown]
     others = [_other_line(case, turns) for case in cases for turns in case.others]
-    parts = [f"### {gpu}, ComfyUI {comfyui}\n", headline_table(cases), _UNIT, _table(_WITHIN, within, left=2)]
-    parts += ["\nWith other flags, and other variants:\n", _table(_OTHERS, others, left=3)] if others else []
+    parts = [f"### {gpu}, ComfyUI {comfyui}\n", headline_table(cases), _UNIT, table(_WITHIN, within, left=2)]
+    parts += ["\nWith other flags, and other variants:\n", table(_OTHERS, others, left=3)] if others else []
     troubles = _troubles(cases)
     parts += ["\nWhat went wrong:\n", *troubles] if troubles else []
     return "\n".join([*parts, "", _circumstances(cases), ""])
@@ -132,10 +134,11 @@ def _troubles(cases: Iterable[CaseTurns]) -> list[str]:
 def _circumstances(cases: Iterable[CaseTurns]) -> str:
     """One sentence for all that was alike."""
     rows = [row for case in cases for turns in (*case.shown, *case.others) for row in turns.rows]
-    return "  \n".join(dict.fromkeys(_circumstances_of(row) for row in rows if row["pictures"]))
+    return "  \n".join(dict.fromkeys(circumstances_of(row) for row in rows if row["pictures"]))
 
 
-def _circumstances_of(row: Row) -> str:
+def circumstances_of(row: Row) -> str:
+    """Return versions, commit and how many pictures were made, in a sentence."""
     versions, commit = row["versions"], f", commit {row['commit'][:12]}" if row["commit"] else ""
     driver = f", driver {row['driver']}" if row["driver"] else ""
     machine = f"torch {versions.get('torch')}, Python {versions.get('python')}{driver}"
@@ -151,8 +154,8 @@ def _words(rows: Iterable[Row]) -> str:
     return "\n".join([*lines, *(f"- `{name}`: {described(name)}" for name in variants), ""])
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]], left: int) -> str:
-    """Markdown, the first `left` columns to the left and the others to the right."""
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]], left: int) -> str:
+    """Return Markdown, the first `left` columns to the left and the others to the right."""
     rule = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *lines))
 

@@ -92,6 +92,8 @@ class Status:
         self._engines: dict[str, EngineUse] = {}
         self._reasons: Counter[str] = Counter()
         self._block_calls = 0
+        self._blocks = self._blocks_on_engines = 0
+        """Calls of blocks, within calls of the model that went by blocks, and those of them that engines computed."""
         self._last = "nothing has run yet"
         self._run_engine: str | None = None
         self._run_calls = 0
@@ -238,6 +240,12 @@ class Status:
                 reason=reason, wanted=self._missing.get(reason), blocks=share, block_engines=engines
             )
 
+    def count_calls_of_blocks(self, on_engines: int, blocks: int) -> None:
+        """Note how many calls of blocks there were in a call of the model, and how many of them engines computed."""
+        with self._lock:
+            self._blocks += blocks
+            self._blocks_on_engines += on_engines
+
     def count_on_purpose(self) -> None:
         """Count a call that the plain model made only so that its time is known: an engine was there for it."""
         with self._lock:
@@ -255,6 +263,8 @@ class Status:
             "engine_calls": now["engine_calls"] - earlier["engine_calls"],
             "eager_calls": now["eager_calls"] - earlier["eager_calls"],
             "block_calls": now["block_calls"] - earlier["block_calls"],
+            "blocks": now["blocks"] - earlier["blocks"],
+            "blocks_on_engines": now["blocks_on_engines"] - earlier["blocks_on_engines"],
             "engines": [use for use in now["engines"] if use["calls"]],
             "reasons": dict(reasons),
         }
@@ -267,6 +277,8 @@ class Status:
                 "engine_calls": sum(use.calls for use in self._engines.values()),
                 "eager_calls": self._reasons.total(),
                 "block_calls": self._block_calls,
+                "blocks": self._blocks,
+                "blocks_on_engines": self._blocks_on_engines,
                 "engines": [vars(use).copy() for use in self._engines.values()],
                 "reasons": dict(self._reasons),
             }

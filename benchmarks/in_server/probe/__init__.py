@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from .random_inputs import Edges, RandomLatent, RandomPrompt
+from .random_inputs import Edges, RandomEmbedding, RandomLatent, RandomPrompt
 
 
 class ProbeExtension(ComfyExtension):  # type: ignore[misc]
@@ -18,7 +18,7 @@ class ProbeExtension(ComfyExtension):  # type: ignore[misc]
         from .install import install
 
         install()
-        return [RandomPrompt, RandomLatent, Edges]
+        return [RandomPrompt, RandomLatent, RandomEmbedding, Edges]
 
 
 async def comfy_entrypoint() -> ProbeExtension:

@@ -54,6 +54,20 @@ class RandomLatent(io.ComfyNode):  # type: ignore[misc]
         return io.NodeOutput({"samples": torch.randn(batch, channels, size // 8, size // 8, generator=generator)})
 
 
+class RandomEmbedding(io.ComfyNode):  # type: ignore[misc]
+    """A picture's embedding as IP-Adapters take it, drawn from a seed."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node."""
+        return _schema("Embedding", "Random Embedding", io.Custom("EMBEDS").Output(), "seed")
+
+    @classmethod
+    def execute(cls, seed: int) -> io.NodeOutput:
+        """Return an embedding [1, 1024]."""
+        return io.NodeOutput(torch.randn(1, 1024, generator=torch.Generator().manual_seed(seed)))
+
+
 class Edges(io.ComfyNode):  # type: ignore[misc]
     """A picture of edges, white on black, for ControlNets."""
 

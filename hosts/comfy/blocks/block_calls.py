@@ -98,6 +98,11 @@ class BlockShare:
     eager: Counter[str] = field(default_factory=Counter)
 
     @property
+    def total(self) -> int:
+        """All calls."""
+        return self.engine + self.waiting + self.eager.total()
+
+    @property
     def is_fruitless(self) -> bool:
         """Whether no block will have an engine in this run, for calls like this one."""
         return 0 < self.without == self.eager.total() and not self.engine and not self.waiting
@@ -109,8 +114,7 @@ class BlockShare:
         return max(reasons, key=lambda reason: reasons[reason], default="its blocks are not known")
 
     def __str__(self) -> str:
-        total = self.engine + self.waiting + self.eager.total()
-        return f"{self.engine} of {total} calls of blocks on engines"
+        return f"{self.engine} of {self.total} calls of blocks on engines"
 
 
 @dataclass
@@ -319,7 +323,8 @@ class BlockCalls:
         return self._led
 
     def answer(self) -> ByBlocks | str:
-        """What engines had to do with the last call; or why nothing."""
+        """What engines had to do with the last call, which is counted; or why nothing."""
+        self._status.count_calls_of_blocks(self.share.engine, self.share.total)
         if not self.share.engine:
             return self.share.why_none
         return ByBlocks(str(self.share), None if self.share.waiting else self.id)

@@ -61,6 +61,54 @@ def test_the_command_writes_a_row_for_each_turn(measure, tmp_path: Path) -> None
     assert len({row["run"] for row in rows}) == 1 and ours["commit"] == "abc" and ours["gpu"] == "Fake GPU"
 
 
+def test_patches_are_measured_in_one_server(measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is compared with plain's picture with the same patch; what the server or the folder lacks is left out."""
+    (tmp_path / "packs" / "sd-perturbed-attention").mkdir(parents=True)
+    words = ("--patches", "pag,hypertile,seg,block-cfg", "--packs", str(tmp_path / "packs"), "--pictures", "3")
+    fake = {"patches": ["PerturbedAttentionGuidance"], "lacks": ["HyperTile"]}
+    status, rows = measure("--variants", "plain,slipstream+blocks", "--warmup", "4", *words, **fake)
+    assert status == command.OK and [(row["variant"], row["patch"]) for row in rows] == [
+        ("plain", ""), ("slipstream+blocks", ""), ("plain", "pag"), ("slipstream+blocks", "pag"),
+        ("plain", "seg"), ("slipstream+blocks", "seg"),
+    ]  # fmt: skip
+    assert [row["effect"] for row in rows] == [None, None, 1.0, None, 0.0, None]
+    assert [row["error"] for row in rows] == pytest.approx([0.0, 0.01] * 3, rel=1e-3)
+    assert [len(row["samples"]["warmup_s"]) for row in rows] == [4, 4, 1, 4, 1, 4]
+    assert [(row["blocks"], row["blocks_on_engines"]) for row in rows[2:4]] == [(None, None), (120, 90)]
+    assert not any(map(counts_as_headline, rows)) and len(list((tmp_path / "logs").iterdir())) == 1
+    said = capsys.readouterr().err
+    assert "hypertile is left out: the server has no node HyperTile" in said
+    assert "block-cfg is left out: ComfyUI-bleh is not in the folder that --packs names" in said
+
+
+def test_a_patch_with_which_plain_fails_is_given_up(measure) -> None:
+    words = ("--variants", "plain,slipstream+blocks", "--patches", "pag,hypertile")
+    status, rows = measure(*words, fails=["PerturbedAttentionGuidance"])
+    assert status == command.FAILED and [(row["variant"], row["patch"], row.get("failed")) for row in rows[2:]] == [
+        ("plain", "pag", "PerturbedAttentionGuidance: OutOfMemoryError no room"),
+        ("plain", "hypertile", None),
+        ("slipstream+blocks", "hypertile", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--variants", "slipstream", "--patches", "pag"), "compares with plain"),
+        (("--cases", "flux-1024-4", "--patches", "pag"), "is for UNets"),
+        (("--patches", "magic"), "'magic' is no patch"),
+    ],
+)
+def test_patches_that_make_no_sense(
+    words: tuple[str, ...], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "main.py").touch()
+    (tmp_path / "comfy").mkdir()
+    with pytest.raises(SystemExit):
+        command.main(["--comfyui", str(tmp_path), *words])
+    assert why in capsys.readouterr().err
+
+
 def test_from_scratch_pictures_follow_each_other_until_the_time_is_over(measure) -> None:
     status, rows = measure("--variants", "plain,slipstream", "--from-scratch", "2", "--rest", "1")
     assert status == command.OK and [row["variant"] for row in rows] == ["plain", "slipstream"]

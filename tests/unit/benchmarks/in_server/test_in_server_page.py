@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.benchmarks.pages import page as whole_page
+from slipstream.benchmarks.pages import patches_page
 from slipstream.benchmarks.pages.server_page import section
 from slipstream.benchmarks.pages.server_summary import by_machine, read_rows
-from slipstream.benchmarks.subjects.rows import append
+from slipstream.benchmarks.subjects.rows import Row, append
 from slipstream.tests.unit.benchmarks.support import row as row_of_a_call
 from slipstream.tests.unit.benchmarks.support import server_row
 
@@ -22,6 +24,14 @@ ROWS = [
     server_row("slipstream", samples={**FASTER, "sampler_s": [0.75, 1.0]}, turn=2),
     server_row("fast", flags=["--fast"], samples={**FASTER, "sampler_s": [1.0, 1.5]}),
 ]
+
+
+def patched(variant: str, patch: str, seconds: float, **fields: Any) -> Row:
+    samples = {"client_s": [9.0, 9.0], "sampler_s": [seconds, seconds]}
+    return server_row(variant, patch=patch, sampler_s=seconds, samples=samples, **fields)
+
+
+BASE = [patched("plain", "", 3.0), patched("slipstream+blocks", "", 1.0, blocks=100, blocks_on_engines=100)]
 
 
 def lines_of(text: str, first: str) -> list[list[str]]:
@@ -60,6 +70,35 @@ def test_the_last_whole_run_of_a_case_is_shown() -> None:
     fast, eight_bits = lines_of(section([*ROWS, *later, lone]), SD15)[-2:]
     assert (fast[1], fast[5]) == ("`--fast`", "1.50×"), "compared with its own run's plain workflow"
     assert (eight_bits[2], eight_bits[5]) == ("`slipstream+fp8`", ""), "whose run has none"
+
+
+def test_what_patches_leave_of_the_speed_has_a_table_of_its_own() -> None:
+    pair = [
+        patched("plain", "seg", 4.0, effect=0.25),
+        patched("slipstream+blocks", "seg", 2.0, blocks=200, blocks_on_engines=150, error=0.02, eager_calls=30),
+    ]
+    lone = patched("plain", "pag", 4.0)
+    died = patched("slipstream+blocks", "pag", 4.0, failed="no | room", died=True)
+    text = patches_page.section([*ROWS, *BASE, *pair, lone, died])
+    (base,), (seg,) = lines_of(text, "none"), lines_of(text, "Smoothed Energy Guidance")
+    assert base[1:] == ["", "", "3.00", "1.00", "3.00×", "100 %", "100 %", "1.0e-02"]
+    assert seg[1:] == ["sd-perturbed-attention", "25 %", "4.00", "2.00", "2.00×", "67 %", "75 %", "2.0e-02"]
+    assert not lines_of(text, "PerturbedAttentionGuidance") and "with pag: no \\| room" in text
+    assert section([*ROWS, *BASE, *pair, lone, died]) == section(ROWS) and not section(BASE)
+    assert not patches_page.section(ROWS)
+
+
+def test_a_patch_is_compared_with_the_base_of_its_own_run() -> None:
+    later = [
+        patched("plain", "", 3.0, run="second"),
+        patched("slipstream+blocks", "", 1.5, run="second", blocks=100, blocks_on_engines=100),
+        patched("plain", "freeu-v2", 3.0, run="second"),
+        patched("slipstream+blocks", "freeu-v2", 3.0, run="second"),
+    ]
+    first = [patched("plain", "easycache", 3.0), patched("slipstream+blocks", "easycache", 1.0)]
+    text = patches_page.section([*BASE, *first, *later])
+    assert [lines_of(text, title)[0][6] for title in ("none", "EasyCache", "FreeU_V2")] == ["100 %", "100 %", "50 %"]
+    assert lines_of(text, "FreeU_V2")[0][7] == "none is called through Slipstream"
 
 
 def test_the_page_begins_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

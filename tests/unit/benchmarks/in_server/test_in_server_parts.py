@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.benchmarks.in_server import gpu
 from slipstream.benchmarks.in_server.rows import counts_as_headline, figures_of, medians_of, of_readings
 from slipstream.benchmarks.in_server.websocket import WebSocket
+from slipstream.benchmarks.patching import adapter
 from slipstream.benchmarks.subjects.references import References
 from slipstream.tests.unit.benchmarks.support import server_row
 
@@ -46,6 +48,8 @@ def test_figures_of_a_picture_with_two_samplers() -> None:
         ({"error": None}, False),
         ({"error": float("nan")}, False),
         ({"died": True}, False),
+        ({"patch": ""}, False),
+        ({"patch": "pag"}, False),
         ({"failed": "no room"}, False),
         ({"variant": "plain", "engine_calls": None, "eager_calls": None}, True),
         ({"variant": "plain", "error": None}, False),
@@ -67,6 +71,25 @@ def test_references(tmp_path: Path) -> None:
     assert references.has(SD15, "0.33.0"), "another case's name begins so"
     references.forget(SD15)
     assert not references.has(SD15, "0.33.0")
+
+
+def test_an_adapter_is_as_wide_as_the_layers_that_it_stands_beside() -> None:
+    """SDXL's files number their 70 layers from the input over the output to the middle, SD1.5's by the block."""
+    depths = {"input_blocks.4": 2, "input_blocks.8": 10, "output_blocks.0": 10, "middle_block": 10}
+    keys = {
+        f"{block}.1.transformer_blocks.{layer}.attn2.to_k.weight": torch.zeros(6 if block == "middle_block" else 4, 8)
+        for block, depth in depths.items()
+        for layer in range(depth)
+    }
+    found = adapter.make("sdxl", keys, 1)
+    widths = {name: weight.shape[0] for name, weight in found.items() if name.endswith("to_k_ip.weight")}
+    assert len(widths) == 32 and list(widths)[:2] == ["ip_adapter.1.to_k_ip.weight", "ip_adapter.3.to_k_ip.weight"]
+    assert widths["ip_adapter.139.to_k_ip.weight"] == 6 and widths["ip_adapter.49.to_k_ip.weight"] == 4
+    assert found["image_proj.proj.weight"].shape == (4 * 8, adapter.EMBEDDING_WIDTH)
+    one = {"input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(4, 8)}
+    one |= {"middle_block.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(6, 8)}
+    numbers = [int(name.split(".")[1]) for name in adapter.make("sd15", one, 1) if "to_k_ip" in name]
+    assert numbers == [1, 31]
 
 
 class Driver:

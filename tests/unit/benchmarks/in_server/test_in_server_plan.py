@@ -10,6 +10,7 @@ from slipstream.benchmarks.in_server.cases import CASES
 from slipstream.benchmarks.in_server.graph import OUR_NODES, Wish, build_prompt, required_defaults
 from slipstream.benchmarks.in_server.plan import Block, ServerRun, plan
 from slipstream.benchmarks.in_server.variants import ServerVariant
+from slipstream.benchmarks.patching.patches import PATCHES
 
 SD15 = "sd15-512-20"
 DEFAULTS = {node: {"backend": "auto", "precision": "auto", "build": "background"} for node in OUR_NODES}
@@ -48,6 +49,14 @@ def test_references_that_are_lacking_are_made_first() -> None:
     assert first == ServerRun((), (Block((), "sdxl-1024-4", "plain", is_reference_only=True),))
     assert second.flags == ("--fast",) and len(second.blocks) == 2
     assert [run.flags for run in plan([()], cases, variants("plain"), 1, lacking=cases)] == [()]
+
+
+def test_each_patch_has_its_turn_behind_the_base() -> None:
+    (run,) = plan([()], [SD15], variants("slipstream+blocks", "plain"), turns=2, patches=["pag", "hypertile"])
+    of_a_turn = [(patch, name) for patch in ("", "pag", "hypertile") for name in ("plain", "slipstream+blocks")]
+    assert [(block.patch, block.variant) for block in run.blocks] == of_a_turn * 2
+    (usual,) = plan([()], [SD15], variants("plain"), turns=1)
+    assert usual.blocks[0].patch is None
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,30 @@ def test_our_nodes_are_at_their_defaults() -> None:
     assert skip["preset"] == "balanced"
     (sampler,) = by_class(prompt, "KSampler")
     assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_stands_between_accelerate_model_and_the_sampler(name: str) -> None:
+    patch = PATCHES[name]
+    defaults = {**DEFAULTS, **{node: {"scale": 3.0} for node in patch.node.classes}}
+    made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("slipstream+blocks"), Wish(1), defaults, patch, False)
+    (sampler,) = by_class(list(made.values()), "KSampler")
+    node = made[sampler["model"][0]]
+    assert node["class_type"] == patch.node.class_type and node["inputs"]["scale"] == 3.0
+    accelerated = made[node["inputs"]["model"][0]]
+    assert accelerated["class_type"] == "SlipstreamAccelerateModel" and accelerated["inputs"]["optimize"] == "blocks"
+    assert not by_class(list(made.values()), "SlipstreamAccelerateVAE")
+    values = [value for each in made.values() for value in each["inputs"].values()]
+    assert all(isinstance(value, (str, int, float, list)) for value in values)
+    if name == "nag":
+        assert node["inputs"]["negative"] == sampler["negative"]
+
+
+def test_an_adapters_file_is_that_of_the_family() -> None:
+    defaults = {node: {} for node in PATCHES["ip-adapter"].node.classes}
+    made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("plain"), Wish(1), defaults, PATCHES["ip-adapter"])
+    (loader,) = by_class(list(made.values()), "IPAdapterModelLoader")
+    assert loader == {"ipadapter_file": "slipstream-benchmark-sdxl.safetensors"}
 
 
 def test_hires_fix_samples_twice_and_a_lora_has_its_strength() -> None:

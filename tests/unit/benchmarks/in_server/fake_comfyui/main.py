@@ -1,7 +1,8 @@
 """Stands in for ComfyUI's server: answers what the benchmark asks, at once, and dies or fails as it is told.
 
 `FAKE_COMFYUI` in the environment is JSON: `dies` and `fails` are node classes whose prompts end so, `breaks` those
-whose pictures have NaN, `refuses` is a flag with which it does not start, and `seconds` is how long a prompt takes.
+whose pictures have NaN, `patches` those that make them twice as bright, and `lacks` those that it does not know;
+`refuses` is a flag with which it does not start, and `seconds` is how long a prompt takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-USUAL = {"dies": [], "fails": [], "breaks": [], "refuses": "", "seconds": 0.0}
+USUAL = {"dies": [], "fails": [], "breaks": [], "patches": [], "lacks": [], "refuses": "", "seconds": 0.0}
 WISHES = {**USUAL, **json.loads(os.environ.get("FAKE_COMFYUI", "{}"))}
 OUTPUT = Path(sys.argv[sys.argv.index("--base-directory") + 1]) / "output"
 EVENT = "slipstream_benchmark"
@@ -40,7 +41,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/object_info/"):
             size = ["STRING", {"default": "auto"}]
             required = {"model": ["MODEL", {}], "optimize": [["balanced", "max"], {}], "resolutions": size}
-            return self.answer_json({self.path.rsplit("/", 1)[1]: {"input": {"required": required}}})
+            name = self.path.rsplit("/", 1)[1]
+            known = {} if name in WISHES["lacks"] else {name: {"input": {"required": required}}}
+            return self.answer_json(known)
         device = {"type": "cuda", "name": "cuda:0 Fake GPU"}
         system = {"python_version": "3.12.3 (main)", "pytorch_version": "2.11.0"}
         self.answer_json({"system": system, "devices": [device]})
@@ -99,6 +102,7 @@ def run(prompt_id, prompt, wishes):
     send(EVENT, prompt_id, node="decoder", seconds=0.5)
     if wishes.get("keep"):
         pixels = np.full((1, 8, 8, 3), 1.0 + 0.01 * is_ours(prompt), dtype=np.float32)
+        pixels *= 1 + bool(set(classes) & set(WISHES["patches"]))
         if set(classes) & set(WISHES["breaks"]):
             pixels[0, 0, 0, 0] = np.nan
         np.save(OUTPUT / "slipstream-benchmark-picture.npy", pixels)
@@ -119,6 +123,7 @@ def picture(prompt):
     text, stream = PngImagePlugin.PngInfo(), io.BytesIO()
     if is_ours(prompt):
         calls = {"engine_calls": 3, "eager_calls": 1, "reasons": {"a rare shape": 1}}
+        calls |= {"blocks": 20, "blocks_on_engines": 15} if "blocks" in json.dumps(prompt) else {}
         text.add_text("slipstream", json.dumps({"run": "a", "5": [calls, calls], "6": [{"step_skipping": {}}]}))
     Image.new("RGB", (8, 8)).save(stream, "png", pnginfo=text)
     return stream.getvalue()

@@ -1,0 +1,106 @@
+"""Nodes that patch a UNet, each as one places it between Accelerate Model and the sampler.
+
+Inputs that are not named here have the node's own default. What is measured first is what is used most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+ADAPTER = "ipadapter"
+"""ComfyUI's folder of such files, and the only ones that these nodes load."""
+
+EMBEDDING = "SlipstreamBenchmarkEmbedding"
+"""The probe's node that stands for a picture's embedding."""
+
+
+class Given(Enum):
+    """What a workflow of the benchmark has for a node's input: its negative prompt, or its family's adapter's name."""
+
+    NEGATIVE = "negative"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node, whose first output is taken.
+
+    Attributes:
+        class_type: as the pack names it.
+        inputs: plain values, nodes, or what is `Given`.
+    """
+
+    class_type: str
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Of this node and of those among its inputs."""
+        others = (value for value in self.inputs.values() if isinstance(value, Node))
+        return (self.class_type, *(name for other in others for name in other.classes))
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter's file is loaded."""
+        return any(
+            value is Given.ADAPTER or isinstance(value, Node) and value.has_adapter for value in self.inputs.values()
+        )
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One node that is given a model, as `model`, and gives a patched one.
+
+    Attributes:
+        name: on the command line and in rows.
+        title: as the pack names the node.
+        pack: the folder of `custom_nodes` that has it; empty: ComfyUI itself.
+    """
+
+    name: str
+    title: str
+    pack: str
+    node: Node
+
+
+_GUIDANCE, _BLEH = "sd-perturbed-attention", "ComfyUI-bleh"
+
+_IP_ADAPTER = {
+    "ipadapter": Node("IPAdapterModelLoader", {"ipadapter_file": Given.ADAPTER}),
+    "pos_embed": Node(EMBEDDING, {"seed": 1}),
+    "neg_embed": Node(EMBEDDING, {"seed": 2}),
+}
+
+PATCHES = {
+    patch.name: patch
+    for patch in (
+        Patch("pag", "PerturbedAttentionGuidance", "", Node("PerturbedAttentionGuidance")),
+        Patch("ip-adapter", "IPAdapter Embeds", "ComfyUI_IPAdapter_plus", Node("IPAdapterEmbeds", _IP_ADAPTER)),
+        Patch("hypertile", "HyperTile", "", Node("HyperTile")),
+        Patch("first-block-cache", "Apply First Block Cache", "Comfy-WaveSpeed", Node(
+            "ApplyFBCacheOnModel", {"residual_diff_threshold": 0.2})),
+        Patch("deep-shrink", "PatchModelAddDownscale", "", Node("PatchModelAddDownscale")),
+        Patch("seg", "Smoothed Energy Guidance", _GUIDANCE, Node("SmoothedEnergyGuidanceAdvanced", {"blur_sigma": 1})),
+        Patch("freeu-v2", "FreeU_V2", "", Node("FreeU_V2")),
+        Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
+        Patch("token-merging", "TomePatchModel", "", Node("TomePatchModel")),
+        Patch("nag", "Normalized Attention Guidance", _GUIDANCE, Node(
+            "NormalizedAttentionGuidance", {"negative": Given.NEGATIVE})),
+        Patch("sag", "SelfAttentionGuidance", "", Node("SelfAttentionGuidance")),
+        Patch("freeu-advanced", "FreeU (Advanced)", "FreeU_Advanced", Node("WAS_FreeU", {"target_block": "all"})),
+        Patch("easycache", "EasyCache", "", Node("EasyCache")),
+        Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
+        Patch("core-nag", "NAGuidance", "", Node("NAGuidance")),
+        Patch("pladis", "PLADIS", _GUIDANCE, Node("PLADIS")),
+        Patch("rescale-cfg", "RescaleCFG", "", Node("RescaleCFG")),
+        Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
+        Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
+        Patch("lazycache", "LazyCache", "", Node("LazyCache")),
+        Patch("tiled-diffusion", "Tiled Diffusion", "ComfyUI-TiledDiffusion", Node("TiledDiffusion")),
+        Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple")),
+        Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
+    )
+}  # fmt: skip
