@@ -163,7 +163,7 @@ class Bench:
         if not block.patch:
             pictures.client.unload_models()
         lengths = CASES[block.case].tokens  # each is met before pictures are timed
-        is_warm = bool(block.patch) and not ServerVariant.of(block.variant).is_ours
+        is_warm = bool(block.patch) and not ServerVariant.of(block.variant).is_ours  # by the base's pictures
         for _ in range(0 if is_warm else max(self.schedule.warmup - 1, len(lengths))):
             seen.warmup_s.append(pictures.next(block).client_s)
         self._compare(block, pictures, seen)

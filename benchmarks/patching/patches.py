@@ -1,6 +1,7 @@
 """Nodes that patch a UNet, each as one places it between Accelerate Model and the sampler.
 
-Inputs that are not named here have the node's own default. What is measured first is what is used most.
+Inputs that are not named here have the node's own default. What is used most is measured first, but what calls the
+model with shapes that no other does comes late, since engines are built for them.
 """
 
 from __future__ import annotations
@@ -77,30 +78,30 @@ _IP_ADAPTER = {
 PATCHES = {
     patch.name: patch
     for patch in (
-        Patch("pag", "PerturbedAttentionGuidance", "", Node("PerturbedAttentionGuidance")),
         Patch("ip-adapter", "IPAdapter Embeds", "ComfyUI_IPAdapter_plus", Node("IPAdapterEmbeds", _IP_ADAPTER)),
         Patch("hypertile", "HyperTile", "", Node("HyperTile")),
+        Patch("pag", "PerturbedAttentionGuidance", "", Node("PerturbedAttentionGuidance")),
         Patch("first-block-cache", "Apply First Block Cache", "Comfy-WaveSpeed", Node(
             "ApplyFBCacheOnModel", {"residual_diff_threshold": 0.2})),
-        Patch("deep-shrink", "PatchModelAddDownscale", "", Node("PatchModelAddDownscale")),
         Patch("seg", "Smoothed Energy Guidance", _GUIDANCE, Node("SmoothedEnergyGuidanceAdvanced", {"blur_sigma": 1})),
         Patch("freeu-v2", "FreeU_V2", "", Node("FreeU_V2")),
-        Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
         Patch("token-merging", "TomePatchModel", "", Node("TomePatchModel")),
         Patch("nag", "Normalized Attention Guidance", _GUIDANCE, Node(
             "NormalizedAttentionGuidance", {"negative": Given.NEGATIVE})),
+        Patch("easycache", "EasyCache", "", Node("EasyCache")),
+        Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
         Patch("sag", "SelfAttentionGuidance", "", Node("SelfAttentionGuidance")),
         Patch("freeu-advanced", "FreeU (Advanced)", "FreeU_Advanced", Node("WAS_FreeU", {"target_block": "all"})),
-        Patch("easycache", "EasyCache", "", Node("EasyCache")),
-        Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("core-nag", "NAGuidance", "", Node("NAGuidance")),
+        Patch("deep-shrink", "PatchModelAddDownscale", "", Node("PatchModelAddDownscale")),
         Patch("pladis", "PLADIS", _GUIDANCE, Node("PLADIS")),
         Patch("rescale-cfg", "RescaleCFG", "", Node("RescaleCFG")),
+        Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
-        Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),
-        Patch("tiled-diffusion", "Tiled Diffusion", "ComfyUI-TiledDiffusion", Node("TiledDiffusion")),
+        Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
         Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple")),
         Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
+        Patch("tiled-diffusion", "Tiled Diffusion", "ComfyUI-TiledDiffusion", Node("TiledDiffusion")),
     )
 }  # fmt: skip

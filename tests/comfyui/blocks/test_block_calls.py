@@ -130,6 +130,10 @@ def test_only_what_is_patched_runs_as_it_is(how: str, least: float, provider: En
     assert module.status.block_calls >= STEPS - 2
     on_engines, total = share_of(module)
     assert total * least <= on_engines and (on_engines == total) == (least == 1.0), module.status.to_json()["now"]
+    before = module.status.to_json()
+    tiny.sample(patched(fast, how), steps=STEPS)
+    counted = module.status.since(before)
+    assert (counted["blocks_on_engines"], counted["blocks"]) == (STEPS * on_engines, STEPS * total)
 
 
 def share_of(module: AcceleratedModule) -> tuple[int, int]:
