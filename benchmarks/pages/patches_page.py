@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..in_server.cases import CASES
 from ..in_server.rows import is_of_patches, is_ours
-from ..in_server.variants import PLAIN, described
+from ..in_server.variants import PLAIN
 from ..patching.patches import PATCHES
 from ..subjects.rows import Row, gpu_of
 from .server_page import circumstances_of, table
@@ -48,7 +49,7 @@ def _part(place: _Place, rows: Sequence[Row]) -> str:
         f"- {row['variant']} with {row['patch'] or 'none'}: {escaped(row['failed'])}" for row in rows if "failed" in row
     ]
     said = dict.fromkeys(circumstances_of(row) for row in rows if row["pictures"] and is_ours(row))
-    words = f"`{case}`, `{variant}`: {described(variant)}."
+    words = f"{CASES[case].title if case in CASES else case}; Slipstream's variant is `{variant}`."
     return "\n".join(
         [f"### {gpu}, ComfyUI {comfyui}: with other nodes' patches\n", f"{words}\n", table(_COLUMNS, lines, left=2), ""]
         + [*(["What went wrong:\n", *failed, ""] if failed else []), "  \n".join(said), ""]

@@ -1,7 +1,8 @@
 """Nodes that patch a UNet, each as one places it between Accelerate Model and the sampler.
 
 Inputs that are not named here have the node's own default. What is used most is measured first, but what calls the
-model with shapes that no other does comes late, since engines are built for them.
+model with shapes that no other does comes late, since engines are built for them. What leaves something of its own in
+the model that ComfyUI does not take away comes last.
 """
 
 from __future__ import annotations
@@ -89,7 +90,6 @@ PATCHES = {
         Patch("nag", "Normalized Attention Guidance", _GUIDANCE, Node(
             "NormalizedAttentionGuidance", {"negative": Given.NEGATIVE})),
         Patch("easycache", "EasyCache", "", Node("EasyCache")),
-        Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
         Patch("sag", "SelfAttentionGuidance", "", Node("SelfAttentionGuidance")),
         Patch("freeu-advanced", "FreeU (Advanced)", "FreeU_Advanced", Node("WAS_FreeU", {"target_block": "all"})),
         Patch("core-nag", "NAGuidance", "", Node("NAGuidance")),
@@ -100,8 +100,8 @@ PATCHES = {
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),
         Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
-        Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple")),
         Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
-        Patch("tiled-diffusion", "Tiled Diffusion", "ComfyUI-TiledDiffusion", Node("TiledDiffusion")),
+        Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
+        Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple", {"start_at": 0.4})),
     )
 }  # fmt: skip
