@@ -24,6 +24,7 @@ class Role(str, Enum):
     CONTROLNET = "controlnet"
     VAE_ENCODE = "vae_encode"
     VAE_DECODE = "vae_decode"
+    TEXT_ENCODER = "text_encoder"
     BLOCK = "block"
 
 

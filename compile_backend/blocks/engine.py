@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class BlockEngine:
         return self._signature.sizes.most_elements(shapes) < _INDEX_LIMIT
 
     def __call__(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Any:
-        """What the block returns; its tensors are fresh.
+        """What the block returns; its tensors are fresh, but for inputs that it hands on.
 
         Raises:
             UnsupportedModel: it is called by what computes its own attention.
@@ -66,5 +66,14 @@ class BlockEngine:
         if self._signature.outputs is None:
             return results[0]
         left = iter(results)
-        returned = [next(left) if is_tensor else None for is_tensor in self._signature.outputs]
+        returned = [_returned(each, inputs, left) for each in self._signature.outputs]
         return returned if self._signature.is_list else tuple(returned)
+
+
+def _returned(
+    output: bool | int, inputs: Sequence[torch.Tensor], left: Iterator[torch.Tensor]
+) -> torch.Tensor | None:
+    """One entry of what a block returns, see `BlockSignature.outputs`."""
+    if isinstance(output, bool):
+        return next(left) if output else None
+    return inputs[output]

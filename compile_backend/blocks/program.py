@@ -61,10 +61,12 @@ class Stored:
     Attributes:
         dtype: that it is stored in.
         is_scaled: whether a number in fp32 follows it, by which it is multiplied once it is cast.
+        is_cast: whether the program casts it before the block's code sees it; else that does it in a way of its own.
     """
 
     dtype: torch.dtype
     is_scaled: bool = False
+    is_cast: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ class BlockSignature:
         channels_last: which inputs lie so.
         sizes: of the inputs.
         weights: name, shape and dtype of each, in the order in which they follow the inputs.
-        outputs: of each entry of the tuple or list that the block returns, whether it is a tensor, not None; None where
-            the block returns one tensor by itself.
+        outputs: of each entry of the tuple or list that the block returns, whether it is a tensor, not None, or the
+            place of the input that it hands on; None where the block returns one tensor by itself.
         is_list: whether it is a list.
         nodes: size of the graph.
     """
@@ -86,7 +88,7 @@ class BlockSignature:
     channels_last: tuple[bool, ...]
     sizes: Sizes
     weights: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    outputs: tuple[bool, ...] | None
+    outputs: tuple[bool | int, ...] | None
     is_list: bool
     nodes: int
 
@@ -155,7 +157,7 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
 class _Returned:
     """How a block returned its outputs, see `BlockSignature`. Apart, since torch sets attributes back after a trace."""
 
-    outputs: tuple[bool, ...] | None = None
+    outputs: tuple[bool | int, ...] | None = None
     is_list: bool = False
 
 
@@ -199,9 +201,10 @@ class _Traced(torch.nn.Module):
             return (as_laid_out(result),)
         if not isinstance(result, (tuple, list)) or any(not isinstance(each, _RETURNED) for each in result):
             raise UnsupportedModel(f"the block returns a {type(result).__name__}")
-        self.returned.outputs = tuple(each is not None for each in result)
+        places = {id(tensor): place for place, tensor in enumerate(inputs)}
+        self.returned.outputs = tuple(places.get(id(each), each is not None) for each in result)
         self.returned.is_list = isinstance(result, list)
-        return tuple(as_laid_out(each) for each in result if each is not None)
+        return tuple(as_laid_out(each) for each in result if each is not None and id(each) not in places)
 
 
 _RETURNED = torch.Tensor, type(None)
@@ -210,7 +213,7 @@ _RETURNED = torch.Tensor, type(None)
 def _cast(left: Iterator[torch.Tensor], dtype: torch.dtype, stored: Stored | None) -> torch.Tensor:
     """The next weight as the block computes with it; rounded as ComfyUI rounds it."""
     weight = next(left)
-    if stored is None:
+    if stored is None or not stored.is_cast:
         return weight
     weight = weight.to(dtype)
     return weight * next(left).to(dtype) if stored.is_scaled else weight

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from types import FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -63,11 +63,12 @@ STORED = "weights_stored"
 def say_stored(stored: Mapping[str, Stored]) -> str:
     """A text for weights of a block, by their names in it, that are handed over as they are stored."""
     return "; ".join(
-        f"{name} {dtype_name(each.dtype)}{_SCALED if each.is_scaled else ''}" for name, each in sorted(stored.items())
+        " ".join([name, dtype_name(each.dtype), *([_SCALED] * each.is_scaled), *([_UNCAST] * (not each.is_cast))])
+        for name, each in sorted(stored.items())
     )
 
 
-_SCALED = " scaled"
+_SCALED, _UNCAST = "scaled", "uncast"
 
 
 def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -121,6 +122,8 @@ class BlockGraph(torch.nn.Module):
         attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
             arguments[OPTIONS] = {OVERRIDE: attention}
+        if self._kind.attends is not None:
+            arguments[self._kind.attends] = functools.partial(attention, None)
         with plain_operators(), plain_attention(self._kind.attention, attention):
             return self.block(**arguments)
 
@@ -160,8 +163,8 @@ class ComfyBlock:
         said = next((node[2] for name, node in self.form if name == STORED), "")
         found: dict[str, Stored] = {}
         for entry in said.split("; ") if said else ():
-            name, dtype, *scaled = entry.split(" ")
-            found[PREFIX + name] = Stored(dtype_named(dtype), bool(scaled))
+            name, dtype, *how = entry.split(" ")
+            found[PREFIX + name] = Stored(dtype_named(dtype), _SCALED in how, _UNCAST not in how)
         return found
 
     @functools.cached_property
@@ -251,6 +254,26 @@ def _plain(value: Any, where: str) -> Any:
         return {str(name): _plain(each, where) for name, each in sorted(value.items(), key=lambda pair: str(pair[0]))}
     if isinstance(value, (torch.dtype, torch.device)):
         return None  # says how weights are stored
-    if isinstance(value, (type, FunctionType)):
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__}{_say_unnamed(value)}"
+    if isinstance(value, (type, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     raise UnsupportedModel(f"the setting of a layer ({where}) is a {type(value).__name__}")
+
+
+def _say_unnamed(function: FunctionType) -> str:
+    """What tells one function without a name from others of its module: its code, and what that names.
+
+    Raises:
+        UnsupportedModel: it knows more than those.
+    """
+    if function.__name__ != "<lambda>":
+        return ""
+    code = function.__code__
+    if function.__closure__ or function.__defaults__ or any(map(_is_code, code.co_consts)):
+        raise UnsupportedModel("a layer computes by a function without a name that knows more than its arguments")
+    return f" {code.co_code.hex()} {code.co_names} {code.co_consts}"
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, CodeType)

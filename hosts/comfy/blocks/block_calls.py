@@ -84,8 +84,8 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
-        apart: those of them that no graph of the whole call repeats: their attention was called out, or their weights
-            are stored in 8 bits.
+        apart: those of them that no graph of the whole call repeats: their attention was called out, or their engine
+            casts their weights itself.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
         without: those of them for which there is no engine in this run.
@@ -160,8 +160,8 @@ class BlockCalls:
         self._layers = [*layers_of(network).values()]
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
         """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
-        self._stored: dict[LedBlock, str | UnsupportedModel] = {}
-        """How weights of blocks lie in 8 bits; or why engines do not take them."""
+        self._stored: dict[tuple[LedBlock, torch.dtype], str | UnsupportedModel] = {}
+        """How weights of blocks lie that are cast at each call; or why engines do not take them."""
         self._at_hand: dict[LedBlock, bool] = {}
         """See `_are_at_hand`."""
         self._too_large: set[int] = set()
@@ -365,11 +365,11 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
-            if (attention := attention_outside(block.kind, options)) is not None:
+            if (attention := attention_outside(block.kind, options, arguments)) is not None:
                 arguments[ATTENTION_OUT] = True
-            if stored := self._stored_in(block):
-                arguments[STORED] = stored
             form, tensors = taken_apart(arguments)
+            if stored := self._stored_in(block, _dtype_of(tensors)):
+                form = tuple(sorted((*form, *taken_apart({STORED: stored})[0])))
         except TypeError as error:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
         except UnsupportedModel as error:
@@ -404,7 +404,7 @@ class BlockCalls:
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
-            self.share.apart += attention is not None or STORED in arguments
+            self.share.apart += attention is not None or bool(stored)
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
@@ -434,6 +434,9 @@ class BlockCalls:
             return
         with suppress(torch.OutOfMemoryError), attending_exactly(block.kind, options):
             given, named = copied(list(args), with_tensors=True), copied(kwargs, with_tensors=True)
+            if block.kind.attends is not None:
+                named = block.kind.by_name(type(block.module).forward, tuple(given), named)
+                given, named[block.kind.attends] = [], exact_attention
             self._resting += 1
             try:
                 wanted = block.plain(*given, **named)
@@ -441,18 +444,21 @@ class BlockCalls:
                 self._resting -= 1
             self._compare(offer, found, wanted)
 
-    def _stored_in(self, block: LedBlock) -> str:
-        """How the block's weights lie in 8 bits, as a form has it; looked at once a run.
+    def _stored_in(self, block: LedBlock, dtype: torch.dtype) -> str:
+        """How those of the block's weights lie that its engine casts itself, as a form has it; looked at once a run.
+
+        Args:
+            dtype: that it computes in.
 
         Raises:
             UnsupportedModel: engines do not take them.
         """
-        if (known := self._stored.get(block)) is None:
+        if (known := self._stored.get((block, dtype))) is None:
             try:
-                known = say_stored(stored_weights(block.module, self._device))
+                known = say_stored(stored_weights(block.module, self._device, dtype))
             except UnsupportedModel as error:
                 known = error
-            self._stored[block] = known
+            self._stored[block, dtype] = known
         if isinstance(known, str):
             return known
         raise UnsupportedModel(str(known))
@@ -543,7 +549,7 @@ class BlockCalls:
             offer.refuse(str(failed.error), is_final=False)
             return offer.reason
         except UnsupportedModel as error:
-            self._stored.pop(block, None)  # its weights may be others than those that were looked at
+            self._stored.clear()  # weights may be others than those that were looked at
             return str(error)
         except torch.OutOfMemoryError:
             self._too_large.add(id(offer))
@@ -676,14 +682,19 @@ def _precision_of(tensors: Sequence[torch.Tensor]) -> Precision:
     Raises:
         UnsupportedModel: engines do not compute in it.
     """
+    return precision_of(_dtype_of(tensors))
+
+
+def _dtype_of(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """Likewise, whatever it is."""
     found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    return precision_of(min(found, key=lambda dtype: dtype.itemsize, default=torch.int64))
+    return min(found, key=lambda dtype: dtype.itemsize, default=torch.int64)
 
 
 def _compared(offer: BlockOffer, found: Any, wanted: Any) -> _Trial:
     """Hold an engine's result against the block's, without waiting for either."""
     pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else [*zip(found, wanted, strict=True)]
-    results = [(one, other) for one, other in pairs if other is not None]
+    results = [(one, other) for one, other in pairs if other is not None and one is not other]
     difference = size = torch.zeros((), dtype=torch.float32, device=results[0][1].device)
     for one, other in results:
         if one.shape != other.shape or one.dtype != other.dtype:

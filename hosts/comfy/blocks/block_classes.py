@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ....core.errors import UnsupportedModel
+
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
 """Of options: what other nodes want attention computed by."""
@@ -29,6 +31,9 @@ class BlockClass:
         names: of its arguments that are given by place, for a class whose signature does not tell.
         attention: the module whose name `optimized_attention` stands for the attention of a class that does not hand
             `transformer_options` on; None for the others.
+        attends: the argument that is the function which computes attention, for a class that is given one; None for
+            the others.
+        keeps: the argument that the block writes into for its next call; None where it has none.
     """
 
     module: str
@@ -36,6 +41,8 @@ class BlockClass:
     open_axes: Mapping[str, tuple[int, ...]]
     names: tuple[str, ...] = ()
     attention: str | None = None
+    attends: str | None = None
+    keeps: str | None = None
 
     def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The arguments of a call by name, without those that have their defaults; and its `transformer_options`.
@@ -45,21 +52,31 @@ class BlockClass:
 
         Raises:
             TypeError: it takes no such arguments.
+            UnsupportedModel: it is to keep something for its next call.
         """
-        names, defaults = _parameters_of(method)
-        names = self.names or names
+        _, defaults = _parameters_of(method)
+        given = self.by_name(method, args, kwargs)
+        options = given.pop(OPTIONS, None)
+        found = {name: value for name, value in given.items() if name not in defaults or value is not defaults[name]}
+        if self.keeps in found:
+            raise UnsupportedModel("it keeps what it computes for its next call")
+        return found, options
+
+    def by_name(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call by name.
+
+        Raises:
+            TypeError: it takes no such arguments.
+        """
+        names = self.names or _parameters_of(method)[0]
         if len(args) > len(names):
             raise TypeError("more arguments than the block takes")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        options = given.pop(OPTIONS, None)
-        return {
-            name: value for name, value in given.items() if name not in defaults or value is not defaults[name]
-        }, options
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     @cached_property
     def has_attention(self) -> bool:
         """Whether it computes any attention."""
-        return self.takes_options or self.attention is not None
+        return self.takes_options or self.attention is not None or self.attends is not None
 
     @cached_property
     def takes_options(self) -> bool:
@@ -95,6 +112,8 @@ _UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
 _ATTENTION = "comfy.ldm.modules.attention"
 _FLUX = "comfy.ldm.flux.layers"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
+_LLAMA = "comfy.text_encoders.llama"
+_TOLD = "optimized_attention"
 
 BLOCK_CLASSES = (
     # UNets of SD1.x, SD2, SDXL, and their ControlNets
@@ -149,6 +168,26 @@ BLOCK_CLASSES = (
     BlockClass(_VAE, "Downsample", {"x": (0, 2, 3)}),
     # TAESD
     BlockClass("comfy.taesd.taesd", "Block", {"x": (0, 2, 3)}),
+    # Text encoders: CLIP-L, CLIP-G
+    BlockClass("comfy.clip_model", "CLIPLayer", {"x": (0, 1), "mask": (0, 1, 2, 3)}, attends=_TOLD),
+    # T5-XXL, UMT5
+    BlockClass(
+        "comfy.text_encoders.t5",
+        "T5Block",
+        {"x": (0, 1), "mask": (0, 1, 2, 3), "past_bias": (0, 2, 3)},
+        attends=_TOLD,
+    ),
+    # Llama, Mistral, Qwen 2.5 and 3; Gemma 2 and 3
+    *(
+        BlockClass(
+            _LLAMA,
+            name,
+            {"x": (0, 1), "attention_mask": (0, 1, 2, 3), "freqs_cis": (0, 1, 2)},
+            attends=_TOLD,
+            keeps="past_key_value",
+        )
+        for name in ("TransformerBlock", "TransformerBlockGemma2")
+    ),
 )
 
 _BY_PLACE = {row.place: row for row in BLOCK_CLASSES}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 from ..models.diffusion_model import plain_attention, scaled_dot_product_attention
@@ -61,7 +60,9 @@ _EXACT = frozenset(f"attention_{name}" for name in ("basic", "flash", "pytorch",
 """ComfyUI's ways to compute attention itself. Those that round it (SageAttention, comfy-kitchen) are called out."""
 
 
-def attention_outside(kind: BlockClass, options: Mapping[str, Any] | None) -> Callable[..., Any] | None:
+def attention_outside(
+    kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any]
+) -> Callable[..., Any] | None:
     """What computes a block's attention in this call, in the midst of its engine: the function of ComfyUI that the
     block itself would call, with the options of its call, by which that finds another node's. None where engines
     compute what it does: it rounds nothing, and nobody replaces it.
@@ -69,10 +70,19 @@ def attention_outside(kind: BlockClass, options: Mapping[str, Any] | None) -> Ca
     Args:
         kind: of the block.
         options: `transformer_options` of the call.
+        arguments: of the call, by name; a function among them that computes attention is taken out.
+
+    Raises:
+        TypeError: the block is to be told what computes its attention, and is not.
     """
     if not kind.has_attention:
         return None
-    function = importlib.import_module(kind.attention or _ATTENTION).optimized_attention
+    if kind.attends is not None:
+        function = arguments.pop(kind.attends, None)
+        if not callable(function):
+            raise TypeError("nothing computes its attention")
+    else:
+        function = importlib.import_module(kind.attention or _ATTENTION).optimized_attention
     is_replaced = kind.takes_options and options is not None and OVERRIDE in options
     if not is_replaced and _is_exact(function):
         return None
@@ -108,7 +118,10 @@ def attending_exactly(kind: BlockClass, options: dict[str, Any] | None) -> Itera
                 options[OVERRIDE] = before
 
 
-@functools.lru_cache(maxsize=16)
-def _is_exact(function: Callable[..., Any]) -> bool:
-    plain = inspect.unwrap(function)
-    return plain.__module__ == _ATTENTION and plain.__name__ in _EXACT
+def _is_exact(function: Any) -> bool:
+    """Whether it is one of ComfyUI's, in nothing but ComfyUI's own wrapper."""
+    while isinstance(function, FunctionType) and function.__globals__.get("__name__") == _ATTENTION:
+        if (inner := function.__dict__.get("__wrapped__")) is None:
+            return function.__name__ in _EXACT
+        function = inner
+    return False

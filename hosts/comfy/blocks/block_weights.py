@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,30 +26,38 @@ _STAGED = "_v"
 _STORED_OTHERWISE = "its weights are stored otherwise than when the run began"
 
 _EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
+_SIXTEEN_BITS = torch.float16, torch.bfloat16
 
 _READS_EIGHT_BITS = 8, 9
 """The compute capability from which on NVIDIA's kernels read such weights."""
 
 
-def stored_weights(block: torch.nn.Module, device: torch.device) -> dict[str, Stored]:
-    """Which weights of a block lie in 8 bits, and are cast or multiplied by a scale at each call, by their names in it.
-    None of them where functions change any of its weights at its calls, as LoRAs do where memory is short, and on GPUs
-    whose kernels do not read them: ComfyUI casts them then.
+def stored_weights(block: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Stored]:
+    """Which weights of a block are cast or multiplied by a scale at each call, by their names in it: those in 8 bits,
+    and those in 16 where it computes in fp32, as text encoders do. None of them where functions change any of its
+    weights at its calls, as LoRAs do where memory is short: ComfyUI casts them then. So it does with 8 bits on GPUs
+    whose kernels do not read them.
+
+    Args:
+        dtype: that the block computes in.
 
     Raises:
         UnsupportedModel: ComfyUI does not cast them, but multiplies in 8 bits.
     """
     found: dict[str, Stored] = {}
-    are_cast = device.type == "cuda" and not _kernels_read_eight_bits(device)
+    are_cast = False
+    are_read = device.type != "cuda" or _kernels_read_eight_bits(device)
+    forms = (*(_EIGHT_BITS if are_read else ()), *(_SIXTEEN_BITS if dtype == torch.float32 else ()))
     for path, layer in layers_of(block).items():
         own = layer.__dict__
-        are_cast = are_cast or any(map(own.get, CHANGES))
+        if any(map(own.get, CHANGES)):
+            are_cast = True
         for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
             if tensor is None:
                 continue
             if is_quantized(tensor) or tensor.dtype in _EIGHT_BITS:
                 _check_product(layer, tensor)
-            if (stored := _stored(layer, name, tensor)) is not None:
+            if (stored := _stored(layer, name, tensor)) is not None and stored.dtype in forms:
                 found[f"{path}.{name}" if path else name] = stored
     return {} if are_cast else found
 
@@ -81,14 +89,16 @@ def _check_product(layer: Any, tensor: Any) -> None:
 
 
 def _stored(layer: Any, name: str, tensor: Any) -> Stored | None:
-    """How a weight that lies in 8 bits is stored; None for others."""
+    """How a weight that lies in 8 or 16 bits is stored; None for others."""
     if is_quantized(tensor):
         data, scale = _quantized_parts(tensor)
         is_one = data.dtype in _EIGHT_BITS and data.shape == tensor.shape and scale is not None and scale.numel() == 1
         return Stored(data.dtype, True) if is_one else None
     dtype = getattr(tensor, "_model_dtype", tensor.dtype)  # in which ComfyUI stages it
-    if dtype not in _EIGHT_BITS or type(tensor) not in PLAIN:
+    if dtype not in (*_EIGHT_BITS, *_SIXTEEN_BITS) or type(tensor) not in PLAIN:
         return None
+    if dtype in _SIXTEEN_BITS:
+        return Stored(dtype, is_cast=hasattr(type(layer), CASTS))
     return Stored(dtype, name == "weight" and getattr(layer, _OLD_SCALE, None) is not None)
 
 
@@ -145,13 +155,15 @@ class BlockWeights:
 
     Args:
         wanted: as an engine takes them.
+        stored: names of those that it casts itself.
 
     Attributes:
         nbytes: bytes of all weights of a block.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: Wanted, stored: Collection[str] = ()) -> None:
         layers: dict[tuple[str, ...], list[tuple[int, str, tuple[int, ...], torch.dtype]]] = {}
+        self._stored = {tuple(name.removeprefix(PREFIX).split(".")[:-1]) for name in stored}
         for place, (name, shape, dtype) in enumerate(wanted):
             *path, own = name.removeprefix(PREFIX).split(".")
             layers.setdefault(tuple(path), []).append((place, own, shape, dtype))
@@ -203,7 +215,7 @@ class BlockWeights:
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
                 if not is_right or tensor.device not in places or tensor.dtype != dtype:
                     if cast is None:
-                        if is_changed and any(each in _EIGHT_BITS for *_, each in parts):
+                        if is_changed and path in self._stored:
                             raise UnsupportedModel(_STORED_OTHERWISE)
                         types = {own: each for _, own, _, each in parts}
                         cast = _still_staged(layer, types, device, until)

@@ -180,5 +180,5 @@ def weights_of(block: LedBlock, offer: BlockOffer) -> BlockWeights:
     """Where the weights that an offer's engine takes lie in a block."""
     assert offer.engine is not None
     if (known := block.weights.get(offer.engine)) is None:
-        known = block.weights[offer.engine] = BlockWeights(offer.engine.weights)
+        known = block.weights[offer.engine] = BlockWeights(offer.engine.weights, offer.architecture.stored)
     return known
