@@ -100,6 +100,8 @@ class TextEncoderAcceleration:
         if not isinstance(model, torch.nn.Module) or _ENCODE in vars(model):
             return plain()
         with recorded(self.module, self._after_run), ExitStack() as ending:
+            self.module.provider.run_began()
+            ending.callback(self.module.provider.run_ended)
             session = _Session(self.module, clip, model, self._answered, ending)
             with loading_once(clip.patcher), session.leading():
                 result = plain()
@@ -171,7 +173,6 @@ class _Session:
             result, share = timer(lambda: self._answer(calls, plain), lambda: self._step_of(calls, work))
             if share.engine and not share.waiting:
                 self._answered[work] = self._step_of(calls, work)
-        times.settle()
         return result
 
     def _step_of(self, calls: list[BlockCalls], work: Hashable) -> TimedStep:

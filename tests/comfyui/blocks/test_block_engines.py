@@ -13,13 +13,14 @@ import torch
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_text_encoder import accelerate_text_encoder
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.blocks import block_classes
 from slipstream.hosts.comfy.blocks.block_classes import BLOCK_CLASSES
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.support.models import eight_bits, tiny
+from slipstream.tests.comfyui.support.models import eight_bits, tiny, tiny_text
 from slipstream.tests.tensors import distance
 
 STEPS = 4
@@ -164,3 +165,21 @@ def test_one_package_of_each_kind_serves_a_vae_at_all_sizes(provider: EngineProv
                 words = module.status.standing.blocks.split()
                 assert int(words[0]) == int(words[2]) > 0, module.status.to_json()
         assert len(provider.store.digests()) == before + 1
+
+
+@pytest.mark.slow
+def test_packages_serve_texts_of_all_lengths_and_cast_weights_in_16_bits(provider: EngineProvider) -> None:
+    """T5's layers hand on an input beside what they compute."""
+    clip = tiny_text.text_encoder("t5", dtype=torch.float16)
+    fast = accelerate_text_encoder(clip, module := AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE)))
+    known = set(provider.store.digests())
+    for words in (7, 19):
+        text = tiny_text.tokens("t5", words)
+        with torch.inference_mode():
+            for _ in range(3):
+                found = fast.encode_from_tokens(text)
+            assert 0 < distance(found, clip.encode_from_tokens(text)) < 1e-5
+        on_engines, _, total, *_ = module.status.standing.blocks.split()
+        assert on_engines == total, module.status.to_json()
+    made = [provider.store.lookup(digest) for digest in set(provider.store.digests()) - known]
+    assert made and all(entry is not None and "weights in float16" in entry.manifest.label for entry in made)

@@ -126,7 +126,7 @@ def test_layers_of_several_dtypes(part: str, provider: EngineProvider) -> None:
 def test_weights_with_a_scale_are_handed_over_with_it(provider: EngineProvider) -> None:
     model = eight_bits.scaled_fp8()
     network = model.model.diffusion_model
-    held = [block_weights.stored_weights(block, torch.device("cpu")) for block in network.joint_blocks]
+    held = [block_weights.stored_weights(block, torch.device("cpu"), torch.float32) for block in network.joint_blocks]
     assert all(any(each.is_scaled for each in stored.values()) for stored in held)
     assert all_on_engines(compared(provider, model))
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import comfy.model_management
+import nodes
 import pytest
 import torch
 
+from slipstream.core.errors import UnsupportedModel
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_text_encoder import accelerate_text_encoder
+from slipstream.hosts.comfy.blocks.block_architecture import block_digest
+from slipstream.hosts.comfy.blocks.block_classes import block_class_of
+from slipstream.hosts.comfy.models.text_stacks import ComfyTextStack, stacks_of
+from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny_text
 from slipstream.tests.comfyui.support.models.tiny_text import text_encoder, tokens
+from slipstream.tests.fakes import FakeClock
 from slipstream.tests.tensors import distance
 
 COLD = 2
@@ -86,3 +97,205 @@ def test_one_engine_takes_texts_of_any_length(kind: str, dtype: torch.dtype, pro
         assert on_engines == total == (6 if kind == "clip" else 3), module.status.to_json()
         assert provider.blocks.backend.calls == runs + total
     assert set(provider.store.digests()) == known
+
+
+def lora(clip: Clip, seed: int, strength: float = 1.0) -> Clip:
+    """As nodes for LoRAs do it."""
+    made, generator = clip.clone(), torch.Generator().manual_seed(seed)
+    weights = clip.cond_stage_model.state_dict()
+    changes = {
+        name: ("diff", (0.05 * torch.randn(weight.shape, generator=generator),))
+        for name, weight in weights.items()
+        if name.endswith(("q_proj.weight", "fc1.weight", "SelfAttention.q.weight"))
+    }
+    assert made.add_patches(changes, strength)
+    return made
+
+
+def skip_two_layers(clip: Clip) -> Clip:
+    (made,) = nodes.CLIPSetLastLayer().set_last_layer(clip, -3)
+    return made
+
+
+VARIANTS: dict[str, tuple[Callable[[Clip], Clip], Any]] = {
+    "a LoRA": (lambda clip: lora(clip, 1), tokens()),
+    "another LoRA": (lambda clip: lora(lora(clip, 2), 3, 0.5), tokens()),
+    "no LoRA again": (lambda clip: clip, tokens()),
+    "CLIP skip": (skip_two_layers, tokens()),
+    "words that count more": (lambda clip: clip, tokens(weight=1.4)),
+    "a long text": (lambda clip: clip, tokens(words=100)),
+}
+
+
+def test_loras_skipped_layers_weights_and_long_texts_reach_engines(provider: EngineProvider) -> None:
+    """Each behind one node, in turn."""
+    clip = text_encoder()
+    fast, module = warmed(provider, clip, tokens())
+    plain = encoded(clip, tokens())
+    for name, (change, text) in VARIANTS.items():
+        for _ in range(COLD):  # another batch needs engines of its own
+            encoded(change(fast), text)
+        found, wanted = encoded(change(fast), text), encoded(change(clip), text)
+        assert_same(found, wanted)
+        on_engines, total = share_of(module)
+        assert on_engines == total == 6, (name, module.status.to_json())
+        is_other = name != "no LoRA again"
+        assert is_other == (wanted[0].shape != plain[0].shape or distance(wanted[0], plain[0]) > 1e-3), name
+
+
+def test_unprojected_and_plain_calls(provider: EngineProvider) -> None:
+    """As other nodes call it."""
+    clip = text_encoder()
+    fast, module = warmed(provider, clip, tokens())
+    for options in ({"return_pooled": True}, {"return_pooled": "unprojected"}, {"return_dict": True}, {}):
+        runs = provider.blocks.backend.calls
+        found, wanted = (each.encode_from_tokens(tokens(), **options) for each in (fast, clip))
+        if isinstance(wanted, dict):
+            found, wanted = found["cond"], wanted["cond"]
+        assert_same(*((each if isinstance(each, tuple) else (each,)) for each in (found, wanted)))
+        assert provider.blocks.backend.calls == runs + 6, module.status.to_json()
+
+
+def layers_of_clip_l(clip: Clip) -> Any:
+    return clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers
+
+
+def hook_a_layer(clip: Clip) -> None:
+    layers_of_clip_l(clip)[1].mlp.fc1.register_forward_hook(lambda layer, args, out: 0.5 * out)
+
+
+def replace_a_layer(clip: Clip) -> None:
+    layer = torch.nn.Linear(64, 64)
+    layer.forward = lambda x: 0.5 * x  # type: ignore[method-assign]
+    clip.patcher.add_object_patch("clip_l.transformer.text_model.encoder.layers.1.self_attn.out_proj", layer)
+
+
+def give_a_layer_another_activation(clip: Clip) -> None:
+    layers_of_clip_l(clip)[1].mlp.activation = torch.nn.functional.silu
+
+
+@pytest.mark.parametrize("change", [hook_a_layer, replace_a_layer, give_a_layer_another_activation])
+def test_only_the_layer_that_is_changed_runs_as_it_is(change: Callable[[Clip], None], provider: EngineProvider) -> None:
+    clip = text_encoder()
+    change(clip)
+    fast, module = warmed(provider, clip, tokens())
+    found, wanted = encoded(fast, tokens()), encoded(clip, tokens())
+    assert_same(found, wanted)
+    assert distance(wanted[0], encoded(text_encoder(), tokens())[0]) > 1e-3
+    assert share_of(module) == (5, 6), module.status.to_json()
+
+
+def test_attention_of_another_extension_is_called_in_the_midst_of_engines(provider: EngineProvider) -> None:
+    clip, calls = text_encoder(), []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: Any = None) -> torch.Tensor:
+        calls.append(heads)
+        return 0.5 * v
+
+    def forward(x: torch.Tensor, mask: Any = None, intermediate_output: Any = None) -> Any:
+        for layer in layers_of_clip_l(clip):
+            x = layer(x, mask, attention)
+        return x, x
+
+    clip.cond_stage_model.clip_l.transformer.text_model.encoder.forward = forward
+    fast, module = warmed(provider, clip, tokens())
+    wanted = encoded(clip, tokens())
+    calls.clear()
+    assert_same(encoded(fast, tokens()), wanted)
+    assert len(calls) == 3 and share_of(module) == (6, 6), module.status.to_json()
+
+
+def test_weights_that_comfyui_stages_reach_engines(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamic VRAM."""
+    kind = staging.switch_on(monkeypatch)
+    clip = text_encoder("t5", dtype=torch.float16)
+    wanted = encoded(clip, tokens("t5"))
+    comfy.model_management.archive_model_dtypes(clip.cond_stage_model)
+    clip.patcher = kind(clip.cond_stage_model, staging.DEVICE, torch.device("cpu"))
+    clip.patcher.set_model_compute_dtype(torch.float32)
+    fast, module = warmed(provider, clip, tokens("t5"))
+    assert_same(encoded(fast, tokens("t5")), wanted)
+    assert share_of(module) == (3, 3), module.status.to_json()
+
+
+def test_nothing_is_left_in_the_text_encoder_or_kept_of_it(provider: EngineProvider) -> None:
+    clip = text_encoder("t5")
+    fast, module = warmed(provider, clip, tokens("t5"))
+    encoded(fast, tokens("t5"))
+    assert share_of(module) == (3, 3)
+    found = clip.cond_stage_model.named_modules()
+    assert not [name for name, layer in found if {"forward", "encode_token_weights"} & vars(layer).keys()]
+    comfy.model_management.unload_all_models()
+    gone = weakref.ref(clip.cond_stage_model)
+    del clip, fast, found
+    gc.collect()
+    assert gone() is None
+
+
+def test_engines_that_are_slower_are_not_used_any_more(tmp_path: Any) -> None:
+    class Clock(FakeClock):
+        """Each call of an engine takes 10 ms, and each text 8 besides."""
+
+        def mark(self) -> float:
+            self.now += 8
+            return self.now + 10 * provider.blocks.backend.calls
+
+    clock = Clock()
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.step_times = StepTimes(provider.store, clock_of=lambda device: clock)
+        clip = text_encoder("qwen")
+        fast, module = warmed(provider, clip, tokens("qwen"))
+        wanted = encoded(clip, tokens("qwen"))
+        for _ in range(40):
+            assert_same(encoded(fast, tokens("qwen")), wanted)
+        assert "engines of blocks take" in module.status.standing.reason, module.status.to_json()
+        assert module.status.block_calls >= 10
+        runs = provider.blocks.backend.calls
+        encoded(fast, tokens("qwen"))
+        assert provider.blocks.backend.calls == runs
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [(BackendChoice.OFF, "switched off"), (BackendChoice.TENSORRT, "choose auto or compiled")]
+)
+def test_what_the_user_chose_is_honoured(backend: BackendChoice, reason: str, provider: EngineProvider) -> None:
+    clip, module = text_encoder("t5"), AcceleratedModule(provider, Settings(backend=backend))
+    runs = provider.blocks.backend.calls
+    found, _ = encoded(accelerate_text_encoder(clip, module), tokens("t5"))
+    assert torch.equal(found, encoded(clip, tokens("t5"))[0]) and provider.blocks.backend.calls == runs
+    assert reason in module.status.standing.reason
+
+
+def test_a_text_encoder_of_another_kind_says_why_it_runs_as_it_is(provider: EngineProvider) -> None:
+    clip = text_encoder("t5")
+    clip.cond_stage_model.t5xxl.transformer.encoder = None
+    fast, module = accelerated(provider, clip)
+    with pytest.raises(TypeError):
+        encoded(clip, tokens("t5"))
+    with pytest.raises(TypeError):
+        encoded(fast, tokens("t5"))
+    assert "have no engines yet" in module.status.standing.reason
+
+
+def test_layers_that_keep_what_they_compute_run_as_they_are() -> None:
+    """Those of a text encoder that writes a text by itself, in newer ComfyUIs."""
+    _, stack = next(stacks_of(text_encoder("qwen").cond_stage_model))
+    layer = stack.layers[0]  # type: ignore[index,union-attr]
+    kind = block_class_of(layer)
+    assert kind is not None
+    given = {"x": torch.zeros(1, 2, 64), "optimized_attention": print}
+    assert kind.arguments(type(layer).forward, (), given)[0] == given
+    with pytest.raises(UnsupportedModel):
+        kind.arguments(type(layer).forward, (), {**given, "past_key_value": []})
+
+
+def test_activations_without_a_name_are_told_apart() -> None:
+    """CLIP-L's and SigLIP's are functions of the same module, both called <lambda>."""
+    found = set()
+    for activation in ("quick_gelu", "gelu_pytorch_tanh", "gelu"):
+        _, stack = next(stacks_of(tiny_text.ClipPart(activation)))
+        owner = ComfyTextStack.of(stack)
+        found |= {block_digest(owner.fresh.get_submodule("layers.0")), owner.fingerprint.architecture}
+    assert len(found) == 6

@@ -65,7 +65,7 @@ def tokens(kind: str = "clip", words: int = 7, seed: int = 1, weight: float = 1.
 _PARTS = {"t5": "t5xxl", "umt5": "t5xxl", "qwen": "qwen", "gemma": "gemma"}
 
 
-class _Clip(comfy.sd1_clip.SDClipModel):  # type: ignore[misc]
+class ClipPart(comfy.sd1_clip.SDClipModel):  # type: ignore[misc]
     def __init__(self, activation: str = "quick_gelu", **options: Any) -> None:
         special = {"start": 0, "end": 2, "pad": 2}
         config = {**_CLIP, "hidden_act": activation}
@@ -78,8 +78,8 @@ class _OfSdxl(torch.nn.Module):
     def __init__(self, device: Any = "cpu", dtype: Any = None, model_options: Any = None) -> None:
         super().__init__()
         options = {"device": device, "dtype": dtype, "model_options": model_options or {}, "layer": "hidden"}
-        self.clip_l = _Clip(layer_idx=-2, layer_norm_hidden_state=False, **options)
-        self.clip_g = _Clip("gelu", layer_idx=-2, layer_norm_hidden_state=False, **options)
+        self.clip_l = ClipPart(layer_idx=-2, layer_norm_hidden_state=False, **options)
+        self.clip_g = ClipPart(layer_idx=-2, layer_norm_hidden_state=False, **options)
         self.dtypes = {dtype}
 
     def set_clip_options(self, options: Any) -> None:
