@@ -25,6 +25,7 @@ class EngineInfo(io.ComfyNode):
                 io.AnyType.Input("after", optional=True, tooltip="Anything that the sampler has made."),
                 io.Vae.Input("vae", optional=True, tooltip="The output of Accelerate VAE."),
                 io.ControlNet.Input("control_net", optional=True, tooltip="The output of Accelerate ControlNet."),
+                io.Clip.Input("clip", optional=True, tooltip="The output of Accelerate Text Encoder."),
             ],
             outputs=[io.String.Output(display_name="info", tooltip="What the node shows, for Preview Any.")],
             is_output_node=True,
@@ -36,9 +37,12 @@ class EngineInfo(io.ComfyNode):
         return float("nan")  # counts change with every run
 
     @classmethod
-    def execute(cls, model: Any = None, after: Any = None, vae: Any = None, control_net: Any = None) -> io.NodeOutput:
+    def execute(
+        cls, model: Any = None, after: Any = None, vae: Any = None, control_net: Any = None, clip: Any = None
+    ) -> io.NodeOutput:
         from ..hosts.comfy.accelerate import accelerated_module
         from ..hosts.comfy.accelerate_controlnet import accelerated_controlnet_module
+        from ..hosts.comfy.accelerate_text_encoder import accelerated_text_encoder_module
         from ..hosts.comfy.accelerate_vae import accelerated_vae_module
         from ..hosts.comfy.node_state.status_text import describe
 
@@ -46,6 +50,7 @@ class EngineInfo(io.ComfyNode):
             (model, accelerated_module, "model", "Accelerate Model"),
             (vae, accelerated_vae_module, "VAE", "Accelerate VAE"),
             (control_net, accelerated_controlnet_module, "ControlNet", "Accelerate ControlNet"),
+            (clip, accelerated_text_encoder_module, "text encoder", "Accelerate Text Encoder"),
         )
         found = [describe(module_of(it), what, node) for it, module_of, what, node in given if it is not None]
         if model is not None and (steps := _steps_of(model)):

@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..hosts.comfy.process.saved_pictures import watch_prompts
 from .accelerate import AccelerateModel
 from .accelerate_controlnet import AccelerateControlNet
+from .accelerate_text_encoder import AccelerateTextEncoder
 from .accelerate_vae import AccelerateVAE
 from .build_engine import BuildEngine
 from .compare_images import CompareImages
@@ -27,6 +28,7 @@ class SlipstreamExtension(ComfyExtension):
             AccelerateModel,
             AccelerateControlNet,
             AccelerateVAE,
+            AccelerateTextEncoder,
             BuildEngine,
             EngineInfo,
             StepSkip,

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 _ENCODE = "encode_token_weights"
 """Of a text encoder, which ComfyUI calls once it is loaded."""
 
-_BY_BLOCKS = "text encoders have engines of layers alone"
+_BY_BLOCKS = "text encoders have engines of blocks alone"
 _UNKNOWN = "text encoders of this kind ({}) have no engines yet"
-_TENSORRT = "TensorRT has no engines for text encoders: choose auto or compiled, in the node or in Slipstream's settings"
+_TENSORRT = "TensorRT has no engines for text encoders: choose compiled in the node"
 _BY_ITSELF = "another extension encodes in ComfyUI's place, so that no engine is asked"
 
 

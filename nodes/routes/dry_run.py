@@ -75,6 +75,10 @@ def _estimate(node: dict[str, Any]) -> float | None:
     return None if seconds is None else round(seconds, 1)
 
 
-_KINDS = {"SlipstreamAccelerateControlNet": "controlnet", "SlipstreamAccelerateVAE": "vae"}
+_KINDS = {
+    "SlipstreamAccelerateControlNet": "controlnet",
+    "SlipstreamAccelerateVAE": "vae",
+    "SlipstreamAccelerateTextEncoder": "text_encoder",
+}
 
 ROUTES: list[Route] = [("POST", "/dry-run", dry_run)]

@@ -46,17 +46,24 @@ def id_of(entry: Entry) -> EngineId:
     return entry.digest, entry.manifest.created
 
 
-_BLOCKS = "blocks"
+_BLOCKS = {"step": "blocks", "call": "blocks, by calls"}
+"""What is timed → the first part of such an id."""
 
 
-def id_of_blocks(architecture: str) -> EngineId:
+def id_of_blocks(architecture: str, timed_by: str = "step") -> EngineId:
     """Of all engines of a model's blocks together, which are no entry of the store: figures last as long as the
     process.
 
     Args:
         architecture: the digest of the model's.
+        timed_by: "step" of sampling, or "call" of another network.
     """
-    return _BLOCKS, architecture
+    return _BLOCKS[timed_by], architecture
+
+
+def timed_by(engine: EngineId) -> str | None:
+    """What the figures of a model's blocks are the time of; None for another engine."""
+    return next((what for what, kind in _BLOCKS.items() if kind == engine[0]), None)
 
 
 @dataclass(frozen=True)
@@ -244,14 +251,14 @@ class StepTimes:
 
     def _note_blocks(self, step: TimedStep, speed: Speed) -> None:
         for engine in step.engines:
-            if engine[0] == _BLOCKS:
+            if timed_by(engine) is not None:
                 self._of_blocks[engine] = speed
                 if reason := self.why_not_blocks(engine):
                     log.warning("Slipstream: %s", reason)
                 self._tell()
 
     def _entries_of(self, step: TimedStep) -> list[Entry]:
-        stored = (engine for engine in step.engines if engine[0] != _BLOCKS)
+        stored = (engine for engine in step.engines if timed_by(engine) is None)
         found = [(engine, self._store.lookup(engine[0])) for engine in stored]
         return [entry for engine, entry in found if entry is not None and id_of(entry) == engine]
 
@@ -274,8 +281,8 @@ class StepTimes:
         if speed is None or not speed.retired or not self._retires:
             return None
         return (
-            f"engines of blocks take {say_precisely(speed.engine_ms)} ms a step where your model without Slipstream "
-            f"takes {say_precisely(speed.eager_ms)} ms, {BLOCKS_NOT_USED}, or until you press Build engine"
+            f"engines of blocks take {say_precisely(speed.engine_ms)} ms a {timed_by(engine)} where your model without "
+            f"Slipstream takes {say_precisely(speed.eager_ms)} ms, {BLOCKS_NOT_USED}, or until you press Build engine"
         )
 
     def speed_of_blocks(self, engine: EngineId) -> Speed | None:

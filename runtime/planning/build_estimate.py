@@ -18,6 +18,7 @@ ROLES_OF_KIND = {
     "unet": (Role.UNET,),
     "controlnet": (Role.CONTROLNET,),
     "vae": (Role.VAE_ENCODE, Role.VAE_DECODE),
+    "text_encoder": (Role.TEXT_ENCODER,),
 }
 """Kind of a model, as a node accelerates one → what its engines stand for."""
 

@@ -35,6 +35,9 @@ class Owner(Protocol):
     """The architecture of a model that has blocks; it pickles."""
 
     @property
+    def role(self) -> Role: ...
+
+    @property
     def is_part(self) -> bool:
         """Whether it is that of some of the model's layers alone."""
         ...

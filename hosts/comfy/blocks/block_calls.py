@@ -25,7 +25,7 @@ from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
 from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
-from ....core.spec import Optimize, Precision
+from ....core.spec import Optimize, Precision, Role
 from ....core.streams import wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
@@ -180,7 +180,8 @@ class BlockCalls:
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
-        self._times, self.id = module.provider.step_times, id_of_blocks(owner.fingerprint.architecture)
+        self._times = module.provider.step_times
+        self.id = id_of_blocks(owner.fingerprint.architecture, "step" if owner.role is Role.UNET else "call")
         self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
         """Offers that this run asked for."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from .prompt_links import Slot, Wiring
 
-MODEL_NODE, CONTROLNET_NODE, VAE_NODE = (
+MODEL_NODE, CONTROLNET_NODE, VAE_NODE, TEXT_ENCODER_NODE = (
     "SlipstreamAccelerateModel",
     "SlipstreamAccelerateControlNet",
     "SlipstreamAccelerateVAE",
+    "SlipstreamAccelerateTextEncoder",
 )
 
 RESULTS = {"LATENT", "IMAGE", "VIDEO", "AUDIO"}
@@ -65,6 +66,12 @@ WALKS = {
         frozenset({"VAE"}),
         frozenset(RESULTS | {"CONDITIONING"}),
         "Nothing decodes or encodes with this VAE: connect it to VAE Decode or VAE Encode, then build",
+    ),
+    TEXT_ENCODER_NODE: Walk(
+        frozenset({"CLIP"}),
+        frozenset({"CLIP"}),
+        frozenset({"CONDITIONING"}),
+        "Nothing encodes texts with this text encoder: connect it to CLIP Text Encode, then build",
     ),
 }
 

@@ -12,7 +12,7 @@ from ....core.formatting import say_times
 from ....core.spec import Precision, Role
 from ....engine_cache import Entry
 from ....runtime.building.build_queue import ENDED, BuildQueue, Ticket, TicketState
-from ....runtime.checking.step_times import BLOCKS_NOT_USED, SO_NOT_USED
+from ....runtime.checking.step_times import BLOCKS_NOT_USED, SO_NOT_USED, timed_by
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.build_estimate import say_roughly
 from ....runtime.planning.plan import say_sizes
@@ -175,9 +175,9 @@ def _by_blocks(module: AcceleratedModule, standing: Standing) -> NodeState:
     times, engines = module.provider.step_times, standing.block_engines
     speed = None if times is None or engines is None else times.speed_of_blocks(engines)
     state = NodeState("ready", "blocks", f"{standing.blocks}; {standing.reason}")
-    if speed is None:
+    if speed is None or engines is None:
         return state
-    return replace(state, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms, timed_by="step")
+    return replace(state, engine_ms=speed.engine_ms, eager_ms=speed.eager_ms, timed_by=timed_by(engines))
 
 
 def _of_ticket(ticket: Ticket, held: bool) -> NodeState:

@@ -46,8 +46,8 @@ def _as_comfyui_runs_nodes() -> Iterator[None]:
         yield
 
 
-def accelerated(provider: EngineProvider, clip: Clip) -> tuple[Clip, AcceleratedModule]:
-    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE))
+def accelerated(provider: EngineProvider, clip: Clip, by_hand: bool = False) -> tuple[Clip, AcceleratedModule]:
+    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE), by_hand)
     return accelerate_text_encoder(clip, module), module
 
 
@@ -257,8 +257,16 @@ def test_engines_that_are_slower_are_not_used_any_more(tmp_path: Any) -> None:
         assert provider.blocks.backend.calls == runs
 
 
+def test_the_button_builds_all_that_a_text_needs(tmp_path: Any) -> None:
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        clip = text_encoder("qwen")
+        fast, module = accelerated(provider, clip, by_hand=True)
+        assert_same(encoded(fast, tokens("qwen")), encoded(clip, tokens("qwen")))
+        assert share_of(module) == (3, 3) and len(provider.store.digests()) == 1
+
+
 @pytest.mark.parametrize(
-    ("backend", "reason"), [(BackendChoice.OFF, "switched off"), (BackendChoice.TENSORRT, "choose auto or compiled")]
+    ("backend", "reason"), [(BackendChoice.OFF, "switched off"), (BackendChoice.TENSORRT, "choose compiled")]
 )
 def test_what_the_user_chose_is_honoured(backend: BackendChoice, reason: str, provider: EngineProvider) -> None:
     clip, module = text_encoder("t5"), AcceleratedModule(provider, Settings(backend=backend))

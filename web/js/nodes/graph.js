@@ -5,9 +5,14 @@ export const BUILDING = [
   "SlipstreamAccelerateModel",
   "SlipstreamAccelerateControlNet",
   "SlipstreamAccelerateVAE",
+  "SlipstreamAccelerateTextEncoder",
   "SlipstreamBuildEngine",
 ];
-const KINDS = { SlipstreamAccelerateControlNet: "controlnet", SlipstreamAccelerateVAE: "vae" };
+const KINDS = {
+  SlipstreamAccelerateControlNet: "controlnet",
+  SlipstreamAccelerateVAE: "vae",
+  SlipstreamAccelerateTextEncoder: "text_encoder",
+};
 const NO_ID = "00000000-0000-0000-0000-000000000000"; // of a graph that was never saved nor queued
 
 export function isOurs(node) {

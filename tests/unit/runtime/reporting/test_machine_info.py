@@ -40,6 +40,6 @@ def test_backends_and_builds(tmp_path: Path) -> None:
             "broken": "OSError: libcuda.so: wrong ELF class",
         },
         "typical_build_s": 20.0,
-        "build_s": {"unet": 30.0, "controlnet": None, "vae": 4.0},
+        "build_s": {"unet": 30.0, "controlnet": None, "vae": 4.0, "text_encoder": None},
         "version": __version__,
     }

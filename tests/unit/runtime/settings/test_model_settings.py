@@ -140,7 +140,7 @@ def test_what_is_quantised() -> None:
     found = {role: Settings.of_text(precision="fp8").quantised_for(role) for role in Role}
     assert found == {
         **{Role.UNET: Quantised.FP8, Role.CONTROLNET: Quantised.FP8},
-        **{Role.VAE_ENCODE: None, Role.VAE_DECODE: None, Role.BLOCK: None},
+        **{Role.VAE_ENCODE: None, Role.VAE_DECODE: None, Role.TEXT_ENCODER: None, Role.BLOCK: None},
     }
 
 

@@ -18,6 +18,7 @@ MAKES = {
     "SlipstreamAccelerateModel": ("MODEL",),
     "SlipstreamAccelerateControlNet": ("CONTROL_NET",),
     "SlipstreamAccelerateVAE": ("VAE",),
+    "SlipstreamAccelerateTextEncoder": ("CLIP",),
     "SlipstreamBuildEngine": ("MODEL", "STRING"),
     "SlipstreamEngineInfo": ("STRING",),
     "SlipstreamSkipCalibrate": ("MODEL", "STRING", "IMAGE"),
@@ -270,6 +271,18 @@ def test_a_vae_leads_to_decoders_and_encoders() -> None:
     made = run(prompt, "30")
     assert sorted(ends(made)) == [["32", 0], ["6", 0]]
     assert "7" not in made.prompt and steps(made) == {"slipstream-step-1": ["4", 0]}
+
+
+def test_a_text_encoder_leads_to_what_encodes_texts() -> None:
+    prompt = text_to_image()
+    prompt["30"] = node("SlipstreamAccelerateTextEncoder", clip=["1", 1], backend="auto", build="background")
+    prompt["31"] = node("LoraLoader", model=["1", 0], clip=["30", 0])
+    with pytest.raises(ValueError, match="connect it to CLIP Text Encode"):
+        run(prompt, "30")
+    prompt["2"]["inputs"]["clip"] = ["31", 1]
+    made = run(prompt, "30")
+    assert ends(made) == [["2", 0]] and not steps(made) and set(prompt) & set(made.prompt) == {"1", "2", "30", "31"}
+    assert made.prompt["30"]["inputs"]["build"] == "first use"
 
 
 def test_what_is_switched_off_stays_as_it_is() -> None:
