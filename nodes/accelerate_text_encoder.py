@@ -25,7 +25,9 @@ class AccelerateTextEncoder(io.ComfyNode):
             "and Engine Info says why.",
             **found_by([*ENGINES, "clip", "t5", "prompt"]),
             inputs=[
-                io.Clip.Input("clip", tooltip="The text encoder to accelerate. Other nodes may go on using it as it is."),
+                io.Clip.Input(
+                    "clip", tooltip="The text encoder to accelerate. Other nodes may go on using it as it is."
+                ),
                 _backend_input(),
                 build_input(with_manual=False),
             ],
@@ -43,7 +45,7 @@ class AccelerateTextEncoder(io.ComfyNode):
 
         if clip is None:
             raise ValueError(
-                "There is no text encoder: the file that was loaded contains none. Load one by Load CLIP, then connect it"
+                "There is no text encoder: the file that was loaded contains none. Load one by Load CLIP and connect it"
             )
         return accelerated(cls, accelerate_text_encoder, clip, **chosen)
 

@@ -70,9 +70,7 @@ class BlockEngine:
         return returned if self._signature.is_list else tuple(returned)
 
 
-def _returned(
-    output: bool | int, inputs: Sequence[torch.Tensor], left: Iterator[torch.Tensor]
-) -> torch.Tensor | None:
+def _returned(output: bool | int, inputs: Sequence[torch.Tensor], left: Iterator[torch.Tensor]) -> torch.Tensor | None:
     """One entry of what a block returns, see `BlockSignature.outputs`."""
     if isinstance(output, bool):
         return next(left) if output else None

@@ -55,7 +55,8 @@ def accelerated_text_encoder_module(clip: Any) -> AcceleratedModule | None:
 
 
 def _accelerate(clip: Any, acceleration: TextEncoderAcceleration) -> None:
-    clip.__class__ = _accelerated(type(clip))
+    kind: type = type(clip)
+    clip.__class__ = _accelerated(kind)
     clip.slipstream = acceleration
 
 
@@ -79,7 +80,9 @@ class AcceleratedClip:
 
 @functools.cache
 def _accelerated(kind: type) -> type:
-    return kind if issubclass(kind, AcceleratedClip) else type(f"Accelerated{kind.__name__}", (AcceleratedClip, kind), {})
+    if issubclass(kind, AcceleratedClip):
+        return kind
+    return type(f"Accelerated{kind.__name__}", (AcceleratedClip, kind), {})
 
 
 class TextEncoderAcceleration:
@@ -97,7 +100,7 @@ class TextEncoderAcceleration:
     def encode(self, clip: Any, plain: Callable[[], Any]) -> Any:
         """What `plain` gives, which encodes by `clip`; part of another call where it is made in the midst of one."""
         model = getattr(clip, "cond_stage_model", None)
-        if not isinstance(model, torch.nn.Module) or _ENCODE in vars(model):
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, _ENCODE) or _is_led(model):
             return plain()
         with recorded(self.module, self._after_run), ExitStack() as ending:
             self.module.provider.run_began()
@@ -107,6 +110,12 @@ class TextEncoderAcceleration:
                 result = plain()
             session.tell_if_not_asked()
             return result
+
+
+def _is_led(model: torch.nn.Module) -> bool:
+    """Whether the text encoder encodes by a session of ours."""
+    method = getattr(vars(model).get(_ENCODE), "func", None)
+    return isinstance(getattr(method, "__self__", None), _Session)
 
 
 class _Session:
@@ -126,7 +135,6 @@ class _Session:
         ending: ExitStack,
     ) -> None:
         self._module, self._patcher, self._model = module, clip.patcher, model
-        self._plain: Callable[..., Any] = getattr(type(model), _ENCODE)
         self._answered, self._ending = answered, ending
         self._is_asked = False
         self._settings = replace(module.settings, optimize=Optimize.BLOCKS)
@@ -138,20 +146,25 @@ class _Session:
     def leading(self) -> Iterator[None]:
         """Meanwhile the model encodes by `_encode`."""
         own = vars(self._model)
-        own[_ENCODE] = self._encode
+        others = own.get(_ENCODE)
+        own[_ENCODE] = functools.partial(self._encode, getattr(self._model, _ENCODE))
         try:
             yield
         finally:
-            own.pop(_ENCODE, None)
+            if others is None:
+                del own[_ENCODE]
+            else:
+                own[_ENCODE] = others
 
     def tell_if_not_asked(self) -> None:
         """Another extension computes in the model's place."""
         if not self._is_asked:
             self._module.count_eager(_BY_ITSELF)
 
-    def _encode(self, *args: Any, **kwargs: Any) -> Any:
+    def _encode(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ComfyUI's method gives, or that of another extension which took its place."""
         self._is_asked = True
-        plain = functools.partial(self._plain, self._model, *args, **kwargs)
+        plain = functools.partial(method, *args, **kwargs)
         if isinstance(calls := self._calls, str):
             self._module.count_eager(calls)
             return plain()
@@ -213,9 +226,8 @@ class _Session:
                 reason = str(error)
                 continue
             in_place = functools.partial(weights_in_place, self._patcher, stack, ending=self._ending)
-            found.append(
-                BlockCalls(stack, owner, self._device, self._module, self._settings, in_place, self._ending)
-            )
+            parts = stack, owner, self._device, self._module, self._settings
+            found.append(BlockCalls(*parts, in_place, self._ending, is_seldom_called=True))
         return found or reason
 
 
@@ -246,13 +258,20 @@ def _share_of(calls: list[BlockCalls]) -> BlockShare:
 
 
 def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """How many tokens each part of a text has, in which texts that take as long are alike."""
-    given = args[0] if args else next(iter(kwargs.values()), None)
+    """How many tokens each part of a text has, roughly: texts for which that is equal take as long."""
+    given: Any = args[0] if args else next(iter(kwargs.values()), ())
     parts = given if isinstance(given, Mapping) else {"": given}
     try:
-        return tuple((name, tuple(map(len, chunks)), _are_weighted(chunks)) for name, chunks in parts.items())
+        return tuple(
+            (name, tuple(-(-len(chunk) // _ALIKE) for chunk in chunks), _are_weighted(chunks))
+            for name, chunks in parts.items()
+        )
     except (IndexError, TypeError):
         return None
+
+
+_ALIKE = 64
+"""Tokens."""
 
 
 def _are_weighted(chunks: Any) -> bool:

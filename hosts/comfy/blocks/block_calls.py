@@ -64,6 +64,9 @@ _TF32 = 5e-3
 _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
 
+_SIZES = 2
+"""In how many sizes an engine is compared before it serves in others unseen, where calls are few."""
+
 _FRUITLESS_CALLS = 4
 """Calls of one shape in which no block had an engine, or hope of one: the run's other calls of that shape are left to
 the model, since asking takes time at each."""
@@ -140,6 +143,8 @@ class BlockCalls:
         in_place: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
             the length of the run.
         ending: closed when the run is over.
+        is_seldom_called: its calls are few, and of ever other sizes. An engine serves in one more size at once where it
+            gave what the block itself gave in several others.
 
     Attributes:
         id: see `id_of_blocks`.
@@ -154,8 +159,10 @@ class BlockCalls:
         settings: Settings,
         in_place: Callable[[torch.dtype], Weights],
         ending: ExitStack,
+        is_seldom_called: bool = False,
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
+        self._is_seldom_called = is_seldom_called
         self._in_place: Callable[[torch.dtype], Weights] = functools.cache(in_place)
         self._layers = [*layers_of(network).values()]
         self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
@@ -379,6 +386,8 @@ class BlockCalls:
             return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
+        if offer is None and self._is_seldom_called:
+            offer = self._by_other_sizes(block, form, tensors, inputs)
         if offer is None or self._is_to_be_asked_for_again(offer):
             if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
                 return self._plain(block, args, kwargs, _CAST)
@@ -486,9 +495,7 @@ class BlockCalls:
 
     def _ask(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any) -> BlockOffer:
         """Have an engine looked for, and built where the settings say so."""
-        example = {name: tuple(tensor.shape) for name, tensor in zip(tensor_names(form), tensors, strict=True)}
-        open_axes = {name: _open_axes(block, name, shape) for name, shape in example.items()}
-        architecture = ComfyBlock(self._owner, block.path, form, example, open_axes)
+        architecture = self._architecture(block, form, tensors)
         dtypes = tuple(tensor.dtype for tensor in tensors)
         try:
             precision = _precision_of(tensors)
@@ -504,6 +511,30 @@ class BlockCalls:
         self._asked[id(offer)] = offer
         self._tried.pop(id(offer), None)  # of one that was forgotten
         return offer
+
+    def _architecture(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor]) -> ComfyBlock:
+        example = {name: tuple(tensor.shape) for name, tensor in zip(tensor_names(form), tensors, strict=True)}
+        open_axes = {name: _open_axes(block, name, shape) for name, shape in example.items()}
+        return ComfyBlock(self._owner, block.path, form, example, open_axes)
+
+    def _by_other_sizes(
+        self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any
+    ) -> BlockOffer | None:
+        """An engine that is known from calls of several other sizes, and takes this one; None where there is none."""
+        alike = form, self._device, self._settings.effort
+        known = [
+            offer
+            for (other, _, *rest), offer in block.offers.items()
+            if (other, *rest) == alike and offer.is_trusted and not self._engines.is_refused(offer)
+        ]
+        for engine, count in Counter(offer.engine for offer in known).items():
+            if engine is not None and count >= _SIZES and engine.accepts(inputs):
+                model = next(offer for offer in known if offer.engine is engine)
+                architecture = self._architecture(block, form, tensors)
+                found = replace(model, architecture=architecture, inputs=inputs)
+                block.keep((form, inputs, self._device, self._settings.effort), found)
+                return found
+        return None
 
     def _may_be_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
         try:

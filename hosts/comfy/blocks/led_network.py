@@ -133,7 +133,7 @@ class LedNetwork:
 
     def _changed(self, network: torch.nn.Module) -> dict[str, str]:
         """What others changed in blocks, in words, by the blocks' paths."""
-        account = live_model(network, self.owner, self.owner.is_part)  # type: ignore[arg-type]
+        account = live_model(network, self.owner, self.owner.is_part)
         if account.why_changed() is None:
             return {}
         reasons = ((block.path, account.why_changed(block.path)) for block in self.blocks)
