@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.hooks
 import comfy.model_management
+import comfy.sd
 import pytest
 import torch
 
@@ -355,3 +356,20 @@ def test_weight_hooks_that_change_the_text_encoder_in_the_midst_of_a_text(provid
         found = scheduled(fast)
         assert_same(found, wanted)
         assert module.status.block_calls > before
+
+
+def test_layers_that_comfyui_injects_a_lora_into_run_as_they_are(provider: EngineProvider) -> None:
+    """Load LoRA (bypass), which computes beside the weights."""
+    load = getattr(comfy.sd, "load_bypass_lora_for_models", None)
+    if load is None:
+        pytest.skip("this ComfyUI has no LoRAs that are injected")
+    clip, name = text_encoder(), "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    parts = {f"{name}.lora_up.weight": torch.ones(128, 2) * 0.1, f"{name}.lora_down.weight": torch.ones(2, 64) * 0.1}
+    fast, module = warmed(provider, clip, tokens())
+    plain, wanted = encoded(clip, tokens()), encoded(load(None, clip, parts, 1.0, 1.0)[1], tokens())
+    assert distance(wanted[0], plain[0]) > 1e-3
+    for _ in range(2):
+        assert_same(encoded(load(None, fast, parts, 1.0, 1.0)[1], tokens()), wanted)
+        assert share_of(module) == (5, 6), module.status.to_json()
+        assert_same(encoded(fast, tokens()), plain)  # ComfyUI leaves a method of its own on the layer
+        assert share_of(module) == (5, 6), module.status.to_json()
