@@ -363,3 +363,22 @@ def test_a_click_compiles_and_the_next_picture_is_made_by_the_engine(real: Page,
     assert "calls on engines: 4, on your model: 0" in info_of(made), info_of(made)
     assert difference(made, real.client.run(plain)) < 1e-4
     assert real.state(model)["text"] == "compiled fp32 · 64×64 · ready"
+
+
+@pytest.mark.slow
+def test_a_click_builds_what_a_text_encoder_needs_and_the_next_text_is_encoded_by_it(real: Page, model_files) -> None:
+    def text(words: str) -> tuple[Graph, Node]:
+        graph = Graph()
+        clip = graph.add("CLIPLoader", clip_name=model_files.text_encoder(), type="stable_diffusion")
+        clip = graph.add("SlipstreamAccelerateTextEncoder", clip=clip, backend="auto", build="background")
+        conditioning = graph.add("CLIPTextEncode", clip=clip, text=words)
+        graph.add("SlipstreamEngineInfo", clip=clip, after=conditioning)
+        return graph, clip
+
+    graph, clip = text("a red circle")
+    run = real.client.wait(real.click(graph, clip), 600)
+    assert run.ok, run.error
+    info = info_of(real.client.run(text("a large yellow star left of a black ring")[0]))
+    assert "12 of 12 calls of blocks on engines" in info, info
+    assert real.state(clip)["text"] == "blocks"
+    assert [label for label in real.engines() if "CLIP CLIPLayer 768" in label]

@@ -18,6 +18,9 @@ from pathlib import Path
 
 from .client import ComfyClient
 
+FOLDERS = "checkpoints", "controlnet", "diffusion_models", "loras", "text_encoders", "vae"
+"""Of model files."""
+
 ROOT = Path(__file__).resolve().parents[3]
 TESTING_PACK = Path(__file__).resolve().parent / "testing_pack"
 WINDOWS = os.name == "nt"
@@ -193,7 +196,7 @@ def _link(source: Path, target: Path) -> None:
 
 def _write_settings(base: Path, models: Path) -> None:
     lines = ["slipstream_tests:", f"  base_path: {json.dumps(models.as_posix())}"]
-    lines += [f"  {name}: {name}" for name in ("checkpoints", "controlnet", "diffusion_models", "loras", "vae")]
+    lines += [f"  {name}: {name}" for name in FOLDERS]
     (base / "models.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     # Else a first-run dialog covers the page when a browser opens it.
     settings = {"Comfy.TutorialCompleted": True, "Comfy.Notification.ShowVersionUpdates": False}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import comfy.ops
+import comfy.sd1_clip
 import comfy.utils
 import torch
 from comfy.cldm.cldm import ControlNet
+from comfy.clip_model import CLIPTextModel
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy.taesd.taesd import TAESD
 from safetensors.torch import save_file
 
 from slipstream.demo.model import comfy_unet_config
 
+from ..server import FOLDERS
 from .architectures import SD2, SD15, SDXL, Family
-from .weights import randomise_controlnet, randomise_taesd, randomise_unet
+from .weights import randomise, randomise_controlnet, randomise_taesd, randomise_unet
 
 FAMILIES = {family.name: family for family in (SD15, SD2, SDXL)}
 LORA_RANK = 4
@@ -32,7 +36,7 @@ class ModelFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("checkpoints", "controlnet", "diffusion_models", "loras", "vae"):
+        for name in FOLDERS:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def checkpoint(self, family: str = "sd15", seed: int = 1) -> str:
@@ -63,6 +67,17 @@ class ModelFiles:
             return _prefixed("control_model.", _controlnet(FAMILIES[family], seed))
 
         return self._made("controlnet", f"{family}-{seed}", tensors)
+
+    def text_encoder(self, seed: int = 1) -> str:
+        """Make CLIP-L at its real size for CLIPLoader, which knows it by its widths."""
+
+        def tensors() -> Tensors:
+            config = json.loads((Path(comfy.sd1_clip.__file__).parent / "sd1_clip_config.json").read_text())
+            model = CLIPTextModel(config, torch.float32, "cpu", comfy.ops.disable_weight_init)
+            randomise(model, seed)
+            return _half(model.state_dict())
+
+        return self._made("text_encoders", f"clip-l-{seed}", tensors)
 
     def lora(self, family: str = "sd15", seed: int = 1) -> str:
         """Make a LoRA for LoraLoaderModelOnly, over attention, projections and convolutions."""
