@@ -13,6 +13,7 @@ _OURS = (
     "SlipstreamAccelerateModel",
     "SlipstreamAccelerateControlNet",
     "SlipstreamAccelerateVAE",
+    "SlipstreamAccelerateTextEncoder",
     "SlipstreamBuildEngine",
 )
 _NOTES = ("Note", "MarkdownNote")
