@@ -54,15 +54,30 @@ class BlockEngine:
         Raises:
             UnsupportedModel: it is called by what computes its own attention.
         """
+        return self.returned(self.compute(inputs, weights), inputs)
+
+    def compute(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The fresh tensors among what the block returns, in their order.
+
+        Raises:
+            UnsupportedModel: it is called by what computes its own attention.
+        """
         given = [*map(as_laid_out, inputs), *weights]
         with self._lock:  # the package knows one caller at a time
             if self._is_called:
                 raise UnsupportedModel("the block is called in the midst of its own attention")
             self._is_called = True
             try:
-                results = self._run(given)
+                return self._run(given)
             finally:
                 self._is_called = False
+
+    def returned(self, results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """What the block returns.
+
+        Args:
+            results: of `compute`, for these inputs.
+        """
         if self._signature.outputs is None:
             return results[0]
         left = iter(results)

@@ -50,15 +50,16 @@ _BLOCKS = {"step": "blocks", "call": "blocks, by calls"}
 """What is timed → the first part of such an id."""
 
 
-def id_of_blocks(architecture: str, timed_by: str = "step") -> EngineId:
+def id_of_blocks(architecture: str, timed_by: str = "step", patches: Iterable[str] = ()) -> EngineId:
     """Of all engines of a model's blocks together, which are no entry of the store: figures last as long as the
     process.
 
     Args:
         architecture: the digest of the model's.
         timed_by: "step" of sampling, or "call" of another network.
+        patches: what other nodes change in the model: it decides what of it engines compute, and how fast that is.
     """
-    return _BLOCKS[timed_by], architecture
+    return _BLOCKS[timed_by], ", ".join((architecture, *patches))
 
 
 def timed_by(engine: EngineId) -> str | None:

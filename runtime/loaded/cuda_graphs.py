@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 _GRAPHS_KEPT = 4
 """Sets of shapes of one engine between which one may change without another capture."""
 
+_MANY_KEPT = 512
+"""Of functions that share their buffers."""
+
 _PASSES = 4
 """Calls, at most, until a call needs no memory that an earlier one had not set aside."""
 
@@ -40,6 +43,9 @@ _Call = tuple[Hashable, tuple[tuple[str, torch.Size, torch.dtype, torch.device],
 
 Compute = Callable[..., Tensors]
 """Takes tensors by name and gives tensors by name."""
+
+_Buffers = weakref.WeakValueDictionary[Hashable, torch.Tensor]
+"""Those that graphs share, by what is copied there."""
 
 
 _local = threading.local()
@@ -90,12 +96,18 @@ class CudaGraphs:
 
     Work is done on streams of its own, joined with the caller's by events: never on the default stream, and without
     waiting on the host. The graphs run one after the other, so they compute in the same memory.
+
+    Args:
+        are_many: they are those of many small functions, which share the buffers that they read and write as well; no
+            tensor of theirs is constant.
     """
 
-    def __init__(self, device: torch.device, graphing: Graphing | None = None) -> None:
+    def __init__(self, device: torch.device, graphing: Graphing | None = None, are_many: bool = False) -> None:
         self._device = device
         self._graphing = graphing or Graphing()
         self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
+        self._kept = _MANY_KEPT if are_many else _GRAPHS_KEPT
+        self._shared: _Buffers | None = weakref.WeakValueDictionary() if are_many else None
         self._arena: Arena | None = None
         self._hopeless: set[Hashable] = set()
 
@@ -108,7 +120,8 @@ class CudaGraphs:
     def bytes(self) -> int:
         """Device memory of all graphs together, in bytes."""
         computed_in = self._arena.bytes if self._arena else 0
-        return computed_in + sum(graph.bytes for graph in self._graphs.values())
+        buffers = {id(tensor): tensor.nbytes for graph in self._graphs.values() for tensor in graph.buffers}
+        return computed_in + sum(buffers.values())
 
     def run(
         self,
@@ -145,8 +158,19 @@ class CudaGraphs:
 
     def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
         """Whether `run` would replay what was captured before."""
-        known = self._graphs.get(_call_of(tensors, what))
-        return known is not None and known.generation == generation
+        return self._held(generation, _call_of(tensors, what)) is not None
+
+    def replayed(self, generation: Hashable, tensors: Tensors, what: Hashable) -> Tensors | None:
+        """What `run` would give by what was captured before; None where it would capture first."""
+        call = _call_of(tensors, what)
+        if (graph := self._held(generation, call)) is None:
+            return None
+        self._graphs.move_to_end(call)
+        return graph.replay(tensors)
+
+    def _held(self, generation: Hashable, call: _Call) -> _Graph | None:
+        known = self._graphs.get(call)
+        return known if known is not None and known.generation == generation else None
 
     def forget(self, what: Hashable, for_good: bool = False) -> None:
         """Drop the graphs of one function.
@@ -239,9 +263,9 @@ class CudaGraphs:
             if not self._graphs:
                 self.drop()
             raise
-        if len(self._graphs) >= _GRAPHS_KEPT:
+        if len(self._graphs) >= self._kept:
             self._close([next(iter(self._graphs))])
-        self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant)
+        self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant, self._shared)
         return self._graphs[call]
 
 
@@ -303,16 +327,23 @@ class _Graph:
         like: its results, on the meta device.
         arena: in which it computes; shared with graphs that never run at the same time.
         constant: see `CudaGraphs.run`.
+        shared: buffers of graphs that never run at the same time either; None: it has its own.
     """
 
     def __init__(
-        self, inputs: Tensors, like: Tensors, device: torch.device, arena: Arena, constant: frozenset[str]
+        self,
+        inputs: Tensors,
+        like: Tensors,
+        device: torch.device,
+        arena: Arena,
+        constant: frozenset[str],
+        shared: _Buffers | None = None,
     ) -> None:
         self._device = device
         # Results leave the arena for ordinary memory, which the next replay does not write to.
         with torch.cuda.stream(torch.cuda.default_stream(device)):  # see `capture_stream`
-            self._inputs = {name: torch.empty_like(tensor) for name, tensor in inputs.items()}
-            self._outputs = {name: torch.empty_like(tensor, device=device) for name, tensor in like.items()}
+            self._inputs = {name: _buffer(name, tensor, device, shared) for name, tensor in inputs.items()}
+            self._outputs = {name: _buffer(f"{name} given", each, device, shared) for name, each in like.items()}
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
@@ -323,9 +354,10 @@ class _Graph:
         self.generation: Hashable = None
 
     @property
-    def bytes(self) -> int:
-        """Device memory in bytes, without that which it computes in."""
-        return sum(tensor.nbytes for tensor in (*self._inputs.values(), *self._outputs.values()))
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """What it reads and writes, without what it computes in."""
+        yield from self._inputs.values()
+        yield from self._outputs.values()
 
     def capture(
         self, compute: Compute, generation: Hashable, library: CaptureLibrary, stream: torch.cuda.Stream
@@ -387,6 +419,17 @@ class _Graph:
         if self._graph is not None:
             self._graph.close()
             self._graph = None
+
+
+def _buffer(name: str, like: torch.Tensor, device: torch.device, shared: _Buffers | None) -> torch.Tensor:
+    """Memory for tensors such as `like`; on the device where that is on none."""
+    where = device if like.is_meta else like.device
+    if shared is None:
+        return torch.empty_like(like, device=where)
+    place = name, like.shape, like.stride(), like.dtype, where
+    if (found := shared.get(place)) is None:
+        found = shared[place] = torch.empty_like(like, device=where)
+    return found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole calls of networks whose blocks are on engines, kept from one picture to the next."""
+"""CUDA graphs of networks whose blocks are on engines, kept from one picture to the next."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _NETWORKS_KEPT = 2
 class _Kept:
     """
     Attributes:
+        wholes: of whole calls of the network.
+        parts: of calls of its blocks.
         canaries: by the digests of the engines that are captured together.
         lock: held while the graphs are used, or dropped.
     """
@@ -30,9 +32,18 @@ class _Kept:
     network: ref[torch.nn.Module]
     device: torch.device
     graphing: Graphing
-    graphs: CudaGraphs
+    wholes: CudaGraphs
+    parts: CudaGraphs
     canaries: dict[frozenset[str], EngineCanary] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def bytes(self) -> int:
+        return self.wholes.bytes + self.parts.bytes
+
+    def drop(self) -> None:
+        self.wholes.drop()
+        self.parts.drop()
 
 
 class NetworkGraphs:
@@ -72,12 +83,13 @@ class NetworkGraphs:
 
     @contextmanager
     def using(
-        self, network: torch.nn.Module, device: torch.device, digests: frozenset[str]
+        self, network: torch.nn.Module, device: torch.device, digests: frozenset[str], parts: bool = False
     ) -> Iterator[CudaGraphs | None]:
         """Where whole calls of a network are captured and replayed; None where they cannot be, or another thread does.
 
         Args:
             digests: of the engines that take part. Should a capture end the process, none is captured with them again.
+            parts: calls of its blocks are wanted instead, one by one.
         """
         kept = self._kept_for(network, device)
         if not kept.lock.acquire(blocking=False):
@@ -88,7 +100,8 @@ class NetworkGraphs:
             if canary is None or canary.is_outdated:
                 canary = kept.canaries[digests] = EngineCanary(self._canary, *sorted(digests))
             kept.graphing.canary = canary
-            yield kept.graphs if kept.graphs.are_possible else None
+            graphs = kept.parts if parts else kept.wholes
+            yield graphs if graphs.are_possible else None
         finally:
             kept.lock.release()
 
@@ -105,7 +118,7 @@ class NetworkGraphs:
     def device_bytes(self, device: torch.device) -> int:
         """Device memory of all graphs, in bytes."""
         with self._lock:
-            return sum(kept.graphs.bytes for kept in self._kept.values() if kept.device == device)
+            return sum(kept.bytes for kept in self._kept.values() if kept.device == device)
 
     def free(self, device: torch.device, wanted: float) -> int:
         """Drop graphs that no run uses, those that were used longest ago first.
@@ -117,7 +130,7 @@ class NetworkGraphs:
         with self._lock:
             for number, kept in [*self._kept.items()]:
                 if freed < wanted and kept.device == device and number not in self._running:
-                    held = kept.graphs.bytes
+                    held = kept.bytes
                     self._drop([number])
                     freed += 0 if number in self._kept else held
         return freed
@@ -131,7 +144,8 @@ class NetworkGraphs:
                 known = None
             if known is None:
                 graphing = Graphing(self._capture_library)
-                known = _Kept(ref(network), device, graphing, CudaGraphs(device, graphing))
+                wholes, parts = CudaGraphs(device, graphing), CudaGraphs(device, graphing, are_many=True)
+                known = _Kept(ref(network), device, graphing, wholes, parts)
                 self._kept[number] = known
             self._kept.move_to_end(number)
             return known
@@ -144,6 +158,6 @@ class NetworkGraphs:
                 continue
             try:
                 del self._kept[number]
-                kept.graphs.drop()
+                kept.drop()
             finally:
                 kept.lock.release()

@@ -43,10 +43,12 @@ from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
-from .block_patches import attending_exactly, attention_outside, exact_attention, why_patched
+from .block_patches import attending_exactly, attention_outside, exact_attention, patches_in, why_patched
 from .block_weights import are_staged, stored_weights
+from .graphed_blocks import GraphedBlocks
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
+from .trials import Trial, compared, read
 
 log = logging.getLogger(__name__)
 
@@ -120,20 +122,6 @@ class BlockShare:
         return f"{self.engine} of {self.total} calls of blocks on engines"
 
 
-@dataclass
-class _Trial:
-    """An engine's result beside that of the block itself.
-
-    Attributes:
-        error: the relative error, not read yet: NaN where any value is not finite.
-        is_finite: whether the block's own values are, not read yet.
-    """
-
-    offer: BlockOffer
-    error: torch.Tensor
-    is_finite: torch.Tensor
-
-
 class BlockCalls:
     """The calls of one network's blocks.
 
@@ -145,6 +133,7 @@ class BlockCalls:
         ending: closed when the run is over.
         is_seldom_called: its calls are few, and of ever other sizes. An engine serves in one more size at once where it
             gave what the block itself gave in several others.
+        patches: see `id_of_blocks`.
 
     Attributes:
         id: see `id_of_blocks`.
@@ -160,6 +149,7 @@ class BlockCalls:
         in_place: Callable[[torch.dtype], Weights],
         ending: ExitStack,
         is_seldom_called: bool = False,
+        patches: Iterable[str] = (),
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
         self._is_seldom_called = is_seldom_called
@@ -177,6 +167,9 @@ class BlockCalls:
         self._is_held = False
         self._led: LedNetwork | None = None
         self._graphed: GraphedNetwork | None = None
+        self._graphed_blocks: GraphedBlocks | None = None
+        self._is_by_parts = False
+        """Whether the call that is made now may have blocks replayed one by one."""
         self._reads: frozenset[str] = frozenset()
         self._served: dict[int, BlockOffer] = {}
         """Offers whose engines computed blocks in the last call of the network."""
@@ -188,12 +181,14 @@ class BlockCalls:
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
         self._times = module.provider.step_times
-        self.id = id_of_blocks(owner.fingerprint.architecture, "step" if owner.role is Role.UNET else "call")
+        timed_by = "step" if owner.role is Role.UNET else "call"
+        self.id = id_of_blocks(owner.fingerprint.architecture, timed_by, patches)
         self._places = places_of(device)
         self._asked: dict[int, BlockOffer] = {}
         """Offers that this run asked for."""
         self._wished: dict[int, BlockOffer] = {}
-        self._trials: dict[int, _Trial] = {}
+        self._trials: dict[int, tuple[BlockOffer, Trial]] = {}
+        """By the offers' ids: their engines' results beside those of the blocks."""
         self._tried: Counter[int] = Counter()
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
@@ -218,16 +213,24 @@ class BlockCalls:
         """Give their memory back: an engine of the whole network serves."""
         self._module.provider.pool.networks.drop(self._network)
 
-    def __call__(self, compute: Callable[[], _Result], is_unchanged: bool = False, shape: Hashable = None) -> _Result:
+    def __call__(
+        self,
+        compute: Callable[[], _Result],
+        is_unchanged: bool = False,
+        shape: Hashable = None,
+        by_parts: bool = True,
+    ) -> _Result:
         """What `compute` gives, which calls the network; by hand again until it is known which engines serve.
 
         Args:
             is_unchanged: it was found just now that nothing of the network was changed.
             shape: of the call, where all calls of that shape call the same blocks.
+            by_parts: calls of single blocks may be CUDA graphs, since there will be none of the whole.
         """
         if self.is_fruitless(shape):
             self.passed(self._fruitless[shape][-1])
             return compute()
+        self._is_by_parts = by_parts and self._is_often_called and self.may_have_graphs(shape)
         result = self._computing(compute, is_unchanged)
         if shape is not None and self.share.is_fruitless and not self._hooks.by_hand:
             self._fruitless.setdefault(shape, []).append(self.share.why_none)
@@ -236,6 +239,11 @@ class BlockCalls:
                 break
             result = self._computing(compute)
         return result
+
+    @property
+    def _is_often_called(self) -> bool:
+        """Whether it is called in each step, so that what a capture takes is soon repaid."""
+        return self._owner.role in (Role.UNET, Role.CONTROLNET)
 
     def is_fruitless(self, shape: Hashable) -> bool:
         """Whether the run's other calls of this shape are left to the model, whose blocks have no engines."""
@@ -262,22 +270,26 @@ class BlockCalls:
         if self._hooks.by_hand:
             graphed.forget()
             return self(compute, True, shape)
-        if not self._is_running:  # not sooner: while the model is loaded its graphs may give way
-            self._is_running = True
-            self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
+        self._keep_graphs()
         self._check_weights()
         was_held = self._is_held
-        found = graphed(call, lambda: self(compute, True, shape))
+        found = graphed(call, lambda: self(compute, True, shape, by_parts=False))
         if not was_held:
             self._check_weights()  # of what it began with
         if found is not None:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute, True, shape)
+        result = self(compute, True, shape, by_parts=False)
         if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
             graphed.note(call, self._served, self.share.engine)
         return result
+
+    def _keep_graphs(self) -> None:
+        """For the rest of the run; not sooner: while the model is loaded its graphs may give way."""
+        if not self._is_running:
+            self._is_running = True
+            self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
 
     def _graphs(self) -> GraphedNetwork | None:
         """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
@@ -310,6 +322,8 @@ class BlockCalls:
         self.share.eager.update(changed.values())
         self._say_reasons()
         self._settle()
+        if self._graphed_blocks is not None:
+            self._graphed_blocks.settle()
         self._tell_builds()
         if self._settings.policy is BuildPolicy.FIRST_USE or self._hooks.by_hand:
             self._wait()
@@ -424,7 +438,7 @@ class BlockCalls:
     def _compare(self, offer: BlockOffer, found: Any, wanted: Any) -> None:
         """Hold an engine's result against the block's; where memory does not suffice for that, a later one."""
         with suppress(torch.OutOfMemoryError):
-            self._trials[id(offer)] = _compared(offer, found, wanted)
+            self._trials[id(offer)] = offer, compared(found, wanted)
 
     def _try_with_exact_attention(
         self,
@@ -565,6 +579,9 @@ class BlockCalls:
                     return _CAST
                 if attention is not None:
                     until.enter_context(attention_by(functools.partial(self._attend, attention)))
+                if offer.is_trusted and attention is None and weights is self._given.get((block, offer.engine)):
+                    if (found := self._replayed(block, offer, tensors, weights)) is not None:
+                        return found
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -590,6 +607,17 @@ class BlockCalls:
             reason = f"its engine failed ({type(error).__name__}: {error})"
             self._engines.refuse(offer, reason)
             return reason
+
+    def _replayed(
+        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], weights: list[torch.Tensor]
+    ) -> Any:
+        """What the engine gives, by a CUDA graph of this block alone; None where there is none."""
+        if not self._is_by_parts or self._hooks.by_hand or self._led is None:
+            return None
+        if self._graphed_blocks is None:
+            self._keep_graphs()
+            self._graphed_blocks = GraphedBlocks(self._network, self._device, self._module, self._led.parts)
+        return self._graphed_blocks(block, offer, tensors, weights)
 
     def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
         """Attention in the midst of an engine; blocks that it calls compute themselves."""
@@ -639,11 +667,8 @@ class BlockCalls:
     def _settle(self) -> None:
         """Read what this call's trials gave: one wait for all of them."""
         trials, self._trials = [*self._trials.values()], {}
-        if not trials:
-            return
-        read = torch.stack([torch.stack([trial.error, trial.is_finite]) for trial in trials]).tolist()
-        for trial, (error, is_finite) in zip(trials, read, strict=True):
-            offer, limit = trial.offer, self._limit(trial.offer)
+        for (offer, _), (error, is_finite) in zip(trials, read([trial for _, trial in trials]), strict=True):
+            limit = self._limit(offer)
             self._tried[id(offer)] += 1
             if error <= limit:
                 offer.is_trusted = True
@@ -694,7 +719,9 @@ def block_calls_of(
         return None  # stores hold engines of whole models
     in_place = functools.partial(weights_in_place, patcher, network, ending=ending)
     owner = cast(Owner, source.architecture)
-    return BlockCalls(network, owner, source.device, module, settings.for_blocks, in_place, ending)
+    options = getattr(patcher, "model_options", {}).get("transformer_options", {})
+    parts = network, owner, source.device, module, settings.for_blocks
+    return BlockCalls(*parts, in_place, ending, patches=patches_in(options))
 
 
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
@@ -721,22 +748,3 @@ def _dtype_of(tensors: Sequence[torch.Tensor]) -> torch.dtype:
     """Likewise, whatever it is."""
     found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     return min(found, key=lambda dtype: dtype.itemsize, default=torch.int64)
-
-
-def _compared(offer: BlockOffer, found: Any, wanted: Any) -> _Trial:
-    """Hold an engine's result against the block's, without waiting for either."""
-    pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else [*zip(found, wanted, strict=True)]
-    results = [(one, other) for one, other in pairs if other is not None and one is not other]
-    difference = size = torch.zeros((), dtype=torch.float32, device=results[0][1].device)
-    for one, other in results:
-        if one.shape != other.shape or one.dtype != other.dtype:
-            difference = difference + torch.inf
-        else:
-            difference = difference + _square(one - other)
-        size = size + _square(other)
-    return _Trial(offer, (difference / size.clamp_min(1e-30)).sqrt(), size.isfinite().float())
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of all squares in fp32, without a copy: a VAE's features may fill a large part of the memory."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()

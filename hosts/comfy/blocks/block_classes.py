@@ -118,6 +118,7 @@ _TOLD = "optimized_attention"
 BLOCK_CLASSES = (
     # UNets of SD1.x, SD2, SDXL, and their ControlNets
     BlockClass(_ATTENTION, "BasicTransformerBlock", {"x": (0, 1), "context": (0, 1)}),
+    BlockClass(_ATTENTION, "CrossAttention", {"x": (0, 1), "context": (0, 1), "value": (0, 1)}),
     BlockClass(_ATTENTION, "FeedForward", {"x": (0, 1)}),
     BlockClass(_UNET, "ResBlock", {"x": (0, 2, 3), "emb": (0,)}),
     # Flux.1, Flux.2

@@ -44,6 +44,20 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
     return None
 
 
+def patches_in(options: Mapping[str, Any]) -> Iterator[str]:
+    """What other nodes put into the options of a run, by its names and by how many parts of the model it concerns.
+
+    Args:
+        options: `transformer_options`.
+    """
+    for name in sorted(options.keys() - FACTS):
+        value = options[name]
+        if name in (_PATCHES, _REPLACE) and isinstance(value, Mapping):
+            yield from (f"{each} {len(value[each])}" for each in sorted(value) if value[each])
+        else:
+            yield name
+
+
 def _is_here(replacements: Mapping[Any, Any], options: Mapping[str, Any]) -> bool:
     """Whether any replacement is for the block that is called; UNets tell a block which one it is."""
     if not replacements:

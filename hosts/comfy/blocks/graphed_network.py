@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,43 +56,54 @@ class _NotByEngines(SlipstreamError):
     """A block of the copy has no engine that has proved itself."""
 
 
-@dataclass
-class WholeCall:
+class Captured:
+    """Calls that are captured once they are made often.
+
+    Attributes:
+        directly: calls since the last capture that were made without a graph.
+        replays: of the last capture.
+        compared: replays that gave what the call gave without a graph.
+        is_refused: there will be no graph in this process.
+    """
+
+    def __init__(self) -> None:
+        self.directly = self.replays = self.compared = 0
+        self.is_refused = False
+        self._wait = _CALLS_BEFORE
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there were as many calls without a graph as come before the next capture."""
+        return self.directly >= self._wait
+
+    def begin(self) -> None:
+        """Note that a graph is made, in the place of one that may have had to go too early."""
+        if self.replays:
+            self._wait = _CALLS_BEFORE if self.replays >= _REPAID else min(2 * self._wait, _MOST_CALLS_BEFORE)
+        self.directly = self.replays = self.compared = 0
+
+    def put_off(self) -> None:
+        """Have no graph for a long while."""
+        self.directly, self._wait = 0, _MOST_CALLS_BEFORE
+
+
+class WholeCall(Captured):
     """Calls of a network in one form, of which engines computed all blocks.
 
     Attributes:
         offers: of these engines, each once.
         blocks: calls of blocks in one call of the network.
-        by_blocks: calls since the last capture that were made without a graph.
-        wait: so many of them come before the next one.
-        replays: of the last capture.
-        compared: replays that gave what the blocks gave.
-        is_refused: there will be no graph in this process.
     """
 
-    offers: tuple[BlockOffer, ...]
-    blocks: int
-    by_blocks: int = 0
-    wait: int = _CALLS_BEFORE
-    replays: int = 0
-    compared: int = 0
-    is_refused: bool = False
+    def __init__(self, offers: tuple[BlockOffer, ...], blocks: int) -> None:
+        super().__init__()
+        self.offers, self.blocks = offers, blocks
 
     def has_engines(self, engines: BlockEngines) -> bool:
         """Whether there may be a graph, as each engine is there and proved itself."""
         if self.is_refused or any(map(engines.is_refused, self.offers)):
             return False
         return all(offer.engine is not None and offer.is_trusted for offer in self.offers)
-
-    def begin_capture(self) -> None:
-        """Note that a graph is made, in the place of one that may have had to go too early."""
-        if self.replays:
-            self.wait = _CALLS_BEFORE if self.replays >= _REPAID else min(2 * self.wait, _MOST_CALLS_BEFORE)
-        self.by_blocks = self.replays = self.compared = 0
-
-    def put_off(self) -> None:
-        """Have no graph for a long while."""
-        self.by_blocks, self.wait = 0, _MOST_CALLS_BEFORE
 
 
 class GraphedNetwork:
@@ -133,7 +143,7 @@ class GraphedNetwork:
             while len(self._wholes) >= _FORMS_KEPT:
                 del self._wholes[next(iter(self._wholes))]
             whole = self._wholes[kind] = WholeCall(served, blocks)
-        whole.by_blocks += 1
+        whole.directly += 1
 
     def __call__(self, call: Tensors, by_blocks: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, WholeCall] | None:
         """What the network gives, by its graph; None where it has none, nor gets one now.
@@ -167,9 +177,9 @@ class GraphedNetwork:
         generation = addresses, tuple(id(offer.engine) for offer in whole.offers)
         is_new = not graphs.holds(generation, call, kind)
         if is_new:
-            if whole.by_blocks < whole.wait or not leaves_memory(self._device):
+            if not whole.is_due or not leaves_memory(self._device):
                 return None
-            whole.begin_capture()
+            whole.begin()
         watch = MemoryWatch(self._device)
         try:
             result = self._replayed(whole, graphs, generation, call, kind, weights)

@@ -87,6 +87,7 @@ class LedNetwork:
     Attributes:
         reads: all names that the network's code knows.
         wholes: what is known of the network's calls, for `GraphedNetwork`.
+        parts: what is known of its blocks' calls, for `GraphedBlocks`.
     """
 
     def __init__(self, network: torch.nn.Module, owner: Owner) -> None:
@@ -95,6 +96,7 @@ class LedNetwork:
         self.blocks = [*_blocks_of(network, owner)]
         self.reads = _names_known(network)
         self.wholes: dict[Any, Any] = {}
+        self.parts: dict[Any, Any] = {}
 
     @functools.cached_property
     def copied(self) -> NetworkCopy:

@@ -17,6 +17,7 @@ from ....runtime.checking.step_timers import StepTimer, on_purpose
 from ....runtime.checking.step_times import EngineId, StepTimes, TimedStep
 from ....runtime.loaded.device_memory import MemoryWatch, give_back_unused
 from ....runtime.module import AcceleratedModule, Answer, Run
+from ..blocks.block_patches import patches_in
 from ..process.build_waiting import waiting_hooks
 from ..process.free_memory import available
 from .call_wrappers import put_outermost, wrappers_of
@@ -196,7 +197,9 @@ def _name_of(sampler: Any) -> str:
 def others_in(model_options: dict[str, Any]) -> Iterator[str]:
     """What other nodes put into the options of a run, by its names."""
     yield from sorted(name for name, value in model_options.items() if value is not None)
-    for kind, wrappers in sorted(model_options.get("transformer_options", {}).get("wrappers", {}).items()):
+    options = model_options.get("transformer_options", {})
+    yield from patches_in(options)
+    for kind, wrappers in sorted(options.get("wrappers", {}).items()):
         yield from (f"{kind} {name}" for name, each in wrappers.items() if each)
 
 

@@ -1,0 +1,150 @@
+"""Calls of single blocks as one CUDA graph each, where the network's own call is none. Reduces launch overhead.
+
+Where another node computes in the midst of a network, its code may not be captured, and the host launches a block's
+kernels one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on. What
+the first replay gives is compared with what the engine gives, before any picture is made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ....core.formatting import say_share
+from ....core.protocols import Tensors
+from ....runtime.blocks.block_engines import BlockOffer
+from ....runtime.checking.rounding_switches import rounding_switches
+from ....runtime.checking.verify import ROUNDING
+from ....runtime.loaded.cuda_graphs import CudaGraphs
+from ....runtime.loaded.device_memory import MemoryWatch
+from ....runtime.module import AcceleratedModule
+from ..process.dynamic_vram import leaves_memory
+from .graphed_network import Captured
+from .led_network import LedBlock
+from .trials import Trial, compared, read
+
+log = logging.getLogger(__name__)
+
+_NAMES = tuple(f"{place:02}" for place in range(100))
+"""Of a call's tensors."""
+
+_FORMS_KEPT = 1024
+"""Of one network's calls of blocks."""
+
+
+class GraphedBlocks:
+    """The calls of one network's blocks in one sampling run.
+
+    Args:
+        known: of earlier runs, which stays as long as the network has these blocks.
+    """
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        device: torch.device,
+        module: AcceleratedModule,
+        known: dict[Any, Captured],
+    ) -> None:
+        self._network, self._device, self._pool = network, device, module.provider.pool
+        self._known = known
+        self._addresses: dict[int, tuple[list[torch.Tensor], tuple[int, ...]]] = {}
+        """Of lists of weights that this run hands to engines, by the list's id."""
+        self._trials: list[tuple[Captured, BlockOffer, Trial]] = []
+        self._is_full = False
+
+    def __call__(
+        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], weights: list[torch.Tensor]
+    ) -> Any:
+        """What the engine of an offer gives, by a graph; None where there is none, nor one to be made now.
+
+        Args:
+            weights: as the engine takes them, which lie there for the rest of the run; the same list at each call.
+        """
+        if len(tensors) > len(_NAMES):
+            return None
+        what = block.path, offer.digest, rounding_switches()
+        call = what, offer.inputs
+        captured = self._known.get(call)
+        if captured is None:
+            while len(self._known) >= _FORMS_KEPT:
+                del self._known[next(iter(self._known))]
+            captured = self._known[call] = Captured()
+        if captured.is_refused:
+            return None
+        with self._pool.networks.using(self._network, self._device, frozenset((offer.digest,)), parts=True) as graphs:
+            return None if graphs is None else self._by_graph(captured, graphs, what, offer, tensors, weights)
+
+    def settle(self) -> None:
+        """Read what this call's comparisons gave: one wait for all of them."""
+        trials, self._trials = self._trials, []
+        for (captured, offer, _), (error, is_finite) in zip(trials, read([each for *_, each in trials]), strict=True):
+            limit = ROUNDING[offer.precision]
+            if error <= limit:
+                captured.compared += 1
+            elif not is_finite:  # nothing can be compared with that
+                captured.put_off()
+            else:
+                captured.is_refused = True
+                log.warning(
+                    "Slipstream: the CUDA graph of %s differs from its engine by %s (allowed: %s) and is not used",
+                    offer.architecture.fingerprint.architecture_name, say_share(error), say_share(limit),
+                )  # fmt: skip
+
+    def _by_graph(
+        self,
+        captured: Captured,
+        graphs: CudaGraphs,
+        what: Any,
+        offer: BlockOffer,
+        tensors: Sequence[torch.Tensor],
+        weights: list[torch.Tensor],
+    ) -> Any:
+        engine = offer.engine
+        assert engine is not None
+        generation, named = (id(engine), self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
+        if captured.compared and (found := graphs.replayed(generation, named, what)) is not None:
+            captured.replays += 1
+            return engine.returned([*found.values()], tensors)
+        if not captured.is_due or self._is_full or any(captured is each for each, *_ in self._trials):
+            captured.directly += 1
+            return None
+        if not leaves_memory(self._device):
+            self._is_full = True
+            return None
+        captured.begin()
+        watch = MemoryWatch(self._device)
+        try:
+            compute = functools.partial(_computed, engine, weights)
+            found = graphs.run(compute, generation, named, what, or_raise=True)
+            wanted = engine.compute(tensors, weights)
+            self._trials.append((captured, offer, compared([*found.values()], wanted)))
+            return engine.returned(wanted, tensors)
+        except Exception as error:  # whatever compiled code raises: the engine goes on without a graph
+            if watch.ran_out(error):
+                self._is_full = True
+                captured.put_off()
+                graphs.drop()
+            else:
+                log.info("Slipstream: calls of a block are not replayed as a CUDA graph: %s", error)
+                captured.is_refused = True
+                graphs.forget(what)
+            return None
+        finally:
+            self._pool.on_change(self._device)
+
+    def _addresses_of(self, weights: list[torch.Tensor]) -> tuple[int, ...]:
+        """Where weights lie; looked up once a run."""
+        if (known := self._addresses.get(id(weights))) is None:
+            known = self._addresses[id(weights)] = weights, tuple([tensor.data_ptr() for tensor in weights])
+        return known[1]
+
+
+def _computed(engine: Any, weights: list[torch.Tensor], **tensors: torch.Tensor) -> Tensors:
+    """What an engine gives, by the places of its results."""
+    results = engine.compute([*tensors.values()], weights)
+    return dict(zip(_NAMES, results, strict=False))
