@@ -119,7 +119,7 @@ class Answer:
 
     Attributes:
         engine: None for the plain model.
-        is_vetoed: no engine might have answered.
+        is_vetoed: no engine might have answered, nor those of blocks.
     """
 
     engine: EngineId | None = None
@@ -274,9 +274,8 @@ class Run:
         status = self._module.status
         if isinstance(by_blocks, ByBlocks):
             status.count_blocks(reason, by_blocks.share, by_blocks.engine)
-            engine = by_blocks.engine if veto is None else None
-            return Answer(engine, is_vetoed=engine is None)
-        if veto is None and by_blocks != reason:
+            return Answer(by_blocks.engine, is_vetoed=by_blocks.engine is None)
+        if by_blocks != reason:
             fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
             is_new, reason = status.explain_eager(reason, fuller), fuller
         if is_new:

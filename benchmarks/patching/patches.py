@@ -80,7 +80,7 @@ PATCHES = {
     patch.name: patch
     for patch in (
         Patch("ip-adapter", "IPAdapter Embeds", "ComfyUI_IPAdapter_plus", Node("IPAdapterEmbeds", _IP_ADAPTER)),
-        Patch("hypertile", "HyperTile", "", Node("HyperTile")),
+        Patch("hypertile", "HyperTile", "", Node("HyperTile", {"max_depth": 2})),
         Patch("pag", "PerturbedAttentionGuidance", "", Node("PerturbedAttentionGuidance")),
         Patch("first-block-cache", "Apply First Block Cache", "Comfy-WaveSpeed", Node(
             "ApplyFBCacheOnModel", {"residual_diff_threshold": 0.2})),

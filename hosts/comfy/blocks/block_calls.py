@@ -223,7 +223,7 @@ class BlockCalls:
         """What `compute` gives, which calls the network; by hand again until it is known which engines serve.
 
         Args:
-            is_unchanged: it was found just now that nothing of the network was changed.
+            is_unchanged: it was found just now that nothing of the network was changed, its weights included.
             shape: of the call, where all calls of that shape call the same blocks.
             by_parts: calls of single blocks may be CUDA graphs, since there will be none of the whole.
         """
@@ -316,7 +316,10 @@ class BlockCalls:
         if isinstance(led, str):
             self.share.eager[led] += 1
             return compute()
-        self._check_weights()
+        if not is_unchanged:
+            self._check_weights()
+        if self._graphed_blocks is not None:
+            self._graphed_blocks.begin()
         with led.leading(self._network, self._lead, is_unchanged) as changed:
             result = compute()
         self.share.eager.update(changed.values())
@@ -387,6 +390,8 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
+            if options and (reason := why_patched(options, block.reads)):
+                return self._plain(block, args, kwargs, reason)
             if (attention := attention_outside(block.kind, options, arguments)) is not None:
                 arguments[ATTENTION_OUT] = True
             form, tensors = taken_apart(arguments)
@@ -396,8 +401,6 @@ class BlockCalls:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
         except UnsupportedModel as error:
             return self._plain(block, args, kwargs, str(error))
-        if options and (reason := why_patched(options, block.reads)):
-            return self._plain(block, args, kwargs, reason)
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
         if offer is None and self._is_seldom_called:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,11 @@ class GraphedBlocks:
         """Of lists of weights that this run hands to engines, by the list's id."""
         self._trials: list[tuple[Captured, BlockOffer, Trial]] = []
         self._is_full = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A call of the network begins."""
+        self._switches = rounding_switches()
 
     def __call__(
         self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], weights: list[torch.Tensor]
@@ -67,7 +72,7 @@ class GraphedBlocks:
         """
         if len(tensors) > len(_NAMES):
             return None
-        what = block.path, offer.digest, rounding_switches()
+        what = block.path, offer.digest, self._switches
         call = what, offer.inputs
         captured = self._known.get(call)
         if captured is None:
@@ -99,7 +104,7 @@ class GraphedBlocks:
         self,
         captured: Captured,
         graphs: CudaGraphs,
-        what: Any,
+        what: Hashable,
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         weights: list[torch.Tensor],
@@ -107,9 +112,13 @@ class GraphedBlocks:
         engine = offer.engine
         assert engine is not None
         generation, named = (id(engine), self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
-        if captured.compared and (found := graphs.replayed(generation, named, what)) is not None:
-            captured.replays += 1
-            return engine.returned([*found.values()], tensors)
+        try:
+            if captured.compared and (found := graphs.replayed(generation, named, what)) is not None:
+                captured.replays += 1
+                return engine.returned([*found.values()], tensors)
+        except Exception as error:
+            self._refuse(captured, graphs, what, error)
+            return None
         if not captured.is_due or self._is_full or any(captured is each for each, *_ in self._trials):
             captured.directly += 1
             return None
@@ -130,12 +139,16 @@ class GraphedBlocks:
                 captured.put_off()
                 graphs.drop()
             else:
-                log.info("Slipstream: calls of a block are not replayed as a CUDA graph: %s", error)
-                captured.is_refused = True
-                graphs.forget(what)
+                self._refuse(captured, graphs, what, error)
             return None
         finally:
             self._pool.on_change(self._device)
+
+    @staticmethod
+    def _refuse(captured: Captured, graphs: CudaGraphs, what: Hashable, error: Exception) -> None:
+        log.info("Slipstream: calls of a block are not replayed as a CUDA graph: %s", error)
+        captured.is_refused = True
+        graphs.forget(what)
 
     def _addresses_of(self, weights: list[torch.Tensor]) -> tuple[int, ...]:
         """Where weights lie; looked up once a run."""

@@ -77,6 +77,8 @@ class ModelCalls:
         self.options: dict[str, Any] = {}
         self.kinds: list[Hashable] = []
         self._in_whole_step = False
+        self._is_unchanged = False
+        """Whether it was found in this call that nobody changed the model."""
         self._wholes: dict[CallShape, bool] = {}
         self._kind: ModelClass = source.architecture.kind
         self._run_veto = run_veto
@@ -98,6 +100,7 @@ class ModelCalls:
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
+        self._is_unchanged = False
         no_blocks = self._why_no_blocks(module, inputs)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
@@ -158,6 +161,7 @@ class ModelCalls:
     def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:
             return veto
+        self._is_unchanged = True
         if module is not self.source.unet:
             return _OTHER_GPU
         if BLOCK_CACHE in self.options:
@@ -209,7 +213,7 @@ class ModelCalls:
             self._blocks.passed(why_not)
             return self._plain(plain, args, kwargs)
         if tensors_alone is None or self.engines_only:
-            return self._blocks(lambda: self._plain(plain, args, kwargs), shape=shape)
+            return self._blocks(lambda: self._plain(plain, args, kwargs), self._is_unchanged, shape)
         call = functools.partial(self._undisturbed, plain, args, kwargs)
         return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options, shape)}
 

@@ -15,7 +15,9 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks import block_patches, block_weights, led_network
 from slipstream.hosts.comfy.process import dynamic_vram
+from slipstream.hosts.comfy.run.model_calls import ModelCalls
 from slipstream.runtime.blocks.block_engines import BlockOffer
+from slipstream.runtime.checking.step_timers import is_on_purpose
 from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
@@ -24,6 +26,7 @@ from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.fakes import FakeClock
 from slipstream.tests.tensors import distance
 
 BY_BLOCKS = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
@@ -564,6 +567,33 @@ def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch
     for call in (0, 1, 1, 2):
         block.keep(call, offers[call])
     assert block.offers == {1: offers[1], 2: offers[2]}
+
+
+def test_blocks_that_are_slower_beside_another_nodes_patch_give_way_there_alone(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, by_model, model = FakeClock(), ModelCalls._plain, tiny.model()
+
+    def plain(calls: Any, *args: Any) -> Any:
+        slow = 50.0 if calls.options.get("patches") else 10.0
+        clock.now += 30.0 if is_on_purpose() else slow
+        return by_model(calls, *args)
+
+    monkeypatch.setattr(ModelCalls, "_plain", plain)
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.step_times = StepTimes(provider.store, {}, lambda device: clock)
+        fast, module = accelerated(provider, model)
+
+        def by_blocks(patcher: Any) -> int:
+            before = module.status.block_calls
+            tiny.sample(patcher, steps=12)
+            return module.status.block_calls - before
+
+        assert by_blocks(fast)
+        beside = [by_blocks(patched(fast, "skips")) for _ in range(9)]
+        assert beside[0] and not beside[-1], beside
+        assert any("50.0 ms a step" in reason for reason in module.status.to_json()["reasons"])
+        assert by_blocks(fast) >= 10 and not by_blocks(patched(fast, "skips"))
 
 
 def test_build_engine_makes_the_engines_of_all_blocks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
