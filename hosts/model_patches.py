@@ -35,11 +35,9 @@ def why_not_these_tensors(tensors: Iterable[torch.Tensor]) -> str | None:
 def why_not_these_options(options: Mapping[str, Any]) -> str | None:
     """Reasons in a call's `transformer_options`."""
     patches = options.get("patches", {})
-    if any(patches.values()) and not _are_idle(patches, options):
-        names = sorted(name for name, those in patches.items() if those)
+    if (names := _names_in(patches)) and not _are_idle(patches, options):
         return f"another node patches the model ({', '.join(names)})"
-    if any(options.get("patches_replace", {}).values()):
-        names = sorted(name for name, patches in options["patches_replace"].items() if patches)
+    if names := _names_in(options.get("patches_replace", {})):
         return f"another node replaces parts of the model ({', '.join(names)}), as IP-Adapter and PAG do"
     if "optimized_attention_override" in options:
         return "another node replaces the attention function"
@@ -48,12 +46,23 @@ def why_not_these_options(options: Mapping[str, Any]) -> str | None:
     return None
 
 
+def is_there(patches: Any) -> bool:
+    """Whether there are any patches, whatever it is that others put there."""
+    return isinstance(patches, torch.Tensor) or bool(patches)
+
+
+def _names_in(patches: Mapping[Any, Any]) -> list[str]:
+    return sorted(str(name) for name, those in patches.items() if is_there(those))
+
+
 _DEEP_SHRINK = "comfy_extras.nodes_model_downscale"
 
 
-def _are_idle(patches: Mapping[str, Iterable[Any]], options: Mapping[str, Any]) -> bool:
+def _are_idle(patches: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether all patches are those of Kohya Deep Shrink, at a noise level at which it leaves everything as it is."""
-    functions = [each for those in patches.values() for each in those]
+    functions: list[Any] = [
+        each for those in patches.values() for each in (those if isinstance(those, list) else [those])
+    ]
     if any(getattr(each, "__globals__", {}).get("__name__") != _DEEP_SHRINK for each in functions):
         return False
     sigmas = options.get("sigmas")

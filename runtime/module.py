@@ -134,10 +134,12 @@ class ByBlocks:
         share: how much of it, in words.
         engine: see `id_of_blocks`; None where the call took part in anything that is no ordinary call, such as a
             comparison.
+        is_steady: all calls such as this one are the same work, also where no engine of the whole model may answer.
     """
 
     share: str
     engine: EngineId | None
+    is_steady: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,8 @@ class Run:
         status = self._module.status
         if isinstance(by_blocks, ByBlocks):
             status.count_blocks(reason, by_blocks.share, by_blocks.engine)
-            return Answer(by_blocks.engine, is_vetoed=by_blocks.engine is None)
+            engine = by_blocks.engine if veto is None or by_blocks.is_steady else None
+            return Answer(engine, is_vetoed=engine is None)
         if by_blocks != reason:
             fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
             is_new, reason = status.explain_eager(reason, fuller), fuller

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from ...core.errors import SlipstreamError
 from ...core.spec import Optimize
 from ...runtime.checking.step_timers import CallTimer
 from ...runtime.checking.step_times import TimedStep
 from ...runtime.module import AcceleratedModule, ByBlocks, say_plain
 from ...runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, Settings
-from .blocks.block_calls import BlockCalls, BlockShare
+from .blocks.block_calls import CALLS_BY_HAND, BlockCalls, BlockShare
 from .models.text_stacks import ComfyTextStack, stacks_of
 from .process.dynamic_vram import loading_once, weights_in_place
 from .run.run_start import RunRecorder, recorded
@@ -147,11 +146,13 @@ class _Session:
         """Meanwhile the model encodes by `_encode`."""
         own = vars(self._model)
         others = own.get(_ENCODE)
-        own[_ENCODE] = functools.partial(self._encode, getattr(self._model, _ENCODE))
+        ours = own[_ENCODE] = functools.partial(self._encode, getattr(self._model, _ENCODE))
         try:
             yield
         finally:
-            if others is None:
+            if own.get(_ENCODE) is not ours:  # another extension put its own there meanwhile, or took ours away
+                pass
+            elif others is None:
                 del own[_ENCODE]
             else:
                 own[_ENCODE] = others
@@ -168,10 +169,10 @@ class _Session:
         if isinstance(calls := self._calls, str):
             self._module.count_eager(calls)
             return plain()
-        work = (*(each.id for each in calls), str(self._device), _shape_of(args, kwargs))
-        if self._timer is None:
+        shape = _shape_of(args, kwargs)
+        if self._timer is None or shape is None:
             return self._answer(calls, plain)[0]
-        return self._timed(self._timer, calls, plain, work)
+        return self._timed(self._timer, calls, plain, (*(each.id for each in calls), str(self._device), shape))
 
     def _timed(self, timer: CallTimer, calls: list[BlockCalls], plain: Callable[[], Any], work: Hashable) -> Any:
         """One text, by the model itself now and then, so that engines serve only where they are faster."""
@@ -199,8 +200,12 @@ class _Session:
         """What `plain` gives, and how much of it engines computed."""
         compute, status = plain, self._module.status
         for each in calls:
-            compute = functools.partial(each, compute)
+            compute = functools.partial(each.once, compute)
         result, share = compute(), _share_of(calls)
+        for _ in range(CALLS_BY_HAND if self._module.by_hand else 0):
+            if not share.waiting:
+                break
+            result, share = compute(), _share_of(calls)
         if not share.engine:
             if status.count_eager(share.why_none) and not share.waiting:
                 say_plain(share.why_none)
@@ -222,7 +227,7 @@ class _Session:
             try:
                 owner = ComfyTextStack.of(stack)
                 owner.fingerprint  # noqa: B018  code that cannot be read is a reason too
-            except SlipstreamError as error:
+            except Exception as error:  # whatever the code of another extension raises, which took a class's place
                 reason = str(error)
                 continue
             in_place = functools.partial(weights_in_place, self._patcher, stack, ending=self._ending)
@@ -266,7 +271,7 @@ def _shape_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
             (name, tuple(-(-len(chunk) // _ALIKE) for chunk in chunks), _are_weighted(chunks))
             for name, chunks in parts.items()
         )
-    except (IndexError, TypeError):
+    except Exception:  # whatever another extension's tokens raise
         return None
 
 

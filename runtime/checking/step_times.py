@@ -133,7 +133,7 @@ class StepTimes:
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
         """Of the model, by the work, from before an engine was suspected: for figures alone."""
         self._unwritten: dict[EngineId, Speed] = {}
-        self._of_blocks: dict[EngineId, Speed] = {}
+        self._of_blocks: OrderedDict[EngineId, Speed] = OrderedDict()
         self._lock = threading.RLock()
 
     # Measuring
@@ -254,6 +254,7 @@ class StepTimes:
         for engine in step.engines:
             if timed_by(engine) is not None:
                 self._of_blocks[engine] = speed
+                _keep(self._of_blocks, engine)
                 if reason := self.why_not_blocks(engine):
                     log.warning("Slipstream: %s", reason)
                 self._tell()

@@ -120,7 +120,7 @@ class CudaGraphs:
     def bytes(self) -> int:
         """Device memory of all graphs together, in bytes."""
         computed_in = self._arena.bytes if self._arena else 0
-        buffers = {id(tensor): tensor.nbytes for graph in self._graphs.values() for tensor in graph.buffers}
+        buffers = {id(tensor): tensor.nbytes for graph in [*self._graphs.values()] for tensor in graph.buffers}
         return computed_in + sum(buffers.values())
 
     def run(

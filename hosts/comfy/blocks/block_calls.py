@@ -73,7 +73,7 @@ _FRUITLESS_CALLS = 4
 """Calls of one shape in which no block had an engine, or hope of one: the run's other calls of that shape are left to
 the model, since asking takes time at each."""
 
-_CALLS_BY_HAND = 8
+CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
 
 _CAST = "ComfyUI casts its weights at each call"
@@ -168,6 +168,8 @@ class BlockCalls:
         self._led: LedNetwork | None = None
         self._graphed: GraphedNetwork | None = None
         self._graphed_blocks: GraphedBlocks | None = None
+        self._is_steady = False
+        """Whether all calls such as the last one are the same work, whatever other nodes do in them."""
         self._is_by_parts = False
         """Whether the call that is made now may have blocks replayed one by one."""
         self._reads: frozenset[str] = frozenset()
@@ -227,17 +229,18 @@ class BlockCalls:
             shape: of the call, where all calls of that shape call the same blocks.
             by_parts: calls of single blocks may be CUDA graphs, since there will be none of the whole.
         """
+        self._is_steady = is_unchanged and shape is not None
         if self.is_fruitless(shape):
             self.passed(self._fruitless[shape][-1])
             return compute()
         self._is_by_parts = by_parts and self._is_often_called and self.may_have_graphs(shape)
-        result = self._computing(compute, is_unchanged)
+        result = self.once(compute, is_unchanged)
         if shape is not None and self.share.is_fruitless and not self._hooks.by_hand:
             self._fruitless.setdefault(shape, []).append(self.share.why_none)
-        for _ in range(_CALLS_BY_HAND if self._hooks.by_hand else 0):
+        for _ in range(CALLS_BY_HAND if self._hooks.by_hand else 0):
             if not self.share.waiting:
                 break
-            result = self._computing(compute)
+            result = self.once(compute)
         return result
 
     @property
@@ -306,7 +309,8 @@ class BlockCalls:
             return False
         return self._settings.levers.one_graph and self._module.provider.pool.networks.may_be_had(self._device)
 
-    def _computing(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
+    def once(self, compute: Callable[[], _Result], is_unchanged: bool = False) -> _Result:
+        """The same, by hand too without another call."""
         self.share = BlockShare()
         self._served.clear()
         if (reason := self._why_not()) is not None:
@@ -318,7 +322,9 @@ class BlockCalls:
             return compute()
         if not is_unchanged:
             self._check_weights()
-        if self._graphed_blocks is not None:
+        if self._hooks.by_hand:
+            led.parts.clear()  # what was refused a graph is tried again
+        elif self._graphed_blocks is not None:
             self._graphed_blocks.begin()
         with led.leading(self._network, self._lead, is_unchanged) as changed:
             result = compute()
@@ -352,7 +358,7 @@ class BlockCalls:
         self._status.count_calls_of_blocks(self.share.engine, self.share.total)
         if not self.share.engine:
             return self.share.why_none
-        return ByBlocks(str(self.share), None if self.share.waiting else self.id)
+        return ByBlocks(str(self.share), None if self.share.waiting else self.id, self._is_steady)
 
     @property
     def digests(self) -> list[str]:
@@ -662,6 +668,8 @@ class BlockCalls:
     def _check_weights(self) -> None:
         """Look weights up anew, at each call, once others changed them in the midst of the run."""
         if self._is_held and self._hold.why_changed(self._layers):
+            if self._graphed_blocks is not None:
+                self._graphed_blocks.forget_weights()
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
             self._stored.clear()

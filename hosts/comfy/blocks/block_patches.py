@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
+from ...model_patches import is_there
 from ..models.diffusion_model import plain_attention, scaled_dot_product_attention
 from .block_classes import OPTIONS, OVERRIDE, BlockClass
 
@@ -34,7 +35,7 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
             continue
         value = options[name]
         if name == _PATCHES:
-            if patch := next((each for each in value if value[each] and each in reads), None):
+            if patch := next((each for each in value if each in reads and is_there(value[each])), None):
                 return f"another node patches it ({patch})"
         elif name == _REPLACE:
             if replaced := next((each for each in value if each in reads and _is_here(value[each], options)), None):
@@ -44,18 +45,25 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
     return None
 
 
-def patches_in(options: Mapping[str, Any]) -> Iterator[str]:
+def patches_in(options: Any) -> list[str]:
     """What other nodes put into the options of a run, by its names and by how many parts of the model it concerns.
 
     Args:
-        options: `transformer_options`.
+        options: `transformer_options`, with whatever others put there.
     """
-    for name in sorted(options.keys() - FACTS):
-        value = options[name]
+    found: list[str] = []
+    for name, value in options.items() if isinstance(options, Mapping) else ():
         if name in (_PATCHES, _REPLACE) and isinstance(value, Mapping):
-            yield from (f"{each} {len(value[each])}" for each in sorted(value) if value[each])
-        else:
-            yield name
+            counts = {str(each): _count(given) for each, given in value.items()}
+            found += (f"{each} {count}" for each, count in counts.items() if count)
+        elif name not in FACTS:
+            found.append(str(name))
+    return sorted(found)
+
+
+def _count(given: Any) -> int:
+    """How many patches there are; one where they are not counted."""
+    return len(given) if isinstance(given, (list, tuple, Mapping, Set)) else 1
 
 
 def _is_here(replacements: Mapping[Any, Any], options: Mapping[str, Any]) -> bool:

@@ -84,6 +84,10 @@ class GraphedBlocks:
         with self._pool.networks.using(self._network, self._device, frozenset((offer.digest,)), parts=True) as graphs:
             return None if graphs is None else self._by_graph(captured, graphs, what, offer, tensors, weights)
 
+    def forget_weights(self) -> None:
+        """Others changed them in the midst of the run: those of before may go."""
+        self._addresses.clear()
+
     def settle(self) -> None:
         """Read what this call's comparisons gave: one wait for all of them."""
         trials, self._trials = self._trials, []
@@ -111,7 +115,7 @@ class GraphedBlocks:
     ) -> Any:
         engine = offer.engine
         assert engine is not None
-        generation, named = (id(engine), self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
+        generation, named = (engine, self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
         try:
             if captured.compared and (found := graphs.replayed(generation, named, what)) is not None:
                 captured.replays += 1

@@ -68,7 +68,7 @@ class Captured:
 
     def __init__(self) -> None:
         self.directly = self.replays = self.compared = 0
-        self.is_refused = False
+        self.is_refused = self._was_captured = False
         self._wait = _CALLS_BEFORE
 
     @property
@@ -78,9 +78,10 @@ class Captured:
 
     def begin(self) -> None:
         """Note that a graph is made, in the place of one that may have had to go too early."""
-        if self.replays:
+        if self._was_captured:
             self._wait = _CALLS_BEFORE if self.replays >= _REPAID else min(2 * self._wait, _MOST_CALLS_BEFORE)
         self.directly = self.replays = self.compared = 0
+        self._was_captured = True
 
     def put_off(self) -> None:
         """Have no graph for a long while."""

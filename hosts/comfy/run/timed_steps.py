@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -196,11 +196,11 @@ def _name_of(sampler: Any) -> str:
 
 def others_in(model_options: dict[str, Any]) -> Iterator[str]:
     """What other nodes put into the options of a run, by its names."""
-    yield from sorted(name for name, value in model_options.items() if value is not None)
-    options = model_options.get("transformer_options", {})
+    yield from sorted(str(name) for name, value in model_options.items() if value is not None)
+    options = model_options.get("transformer_options") or {}
     yield from patches_in(options)
-    for kind, wrappers in sorted(options.get("wrappers", {}).items()):
-        yield from (f"{kind} {name}" for name, each in wrappers.items() if each)
+    wrappers: Mapping[Any, Any] = options.get("wrappers") or {}
+    yield from sorted(f"{kind} {name}" for kind, named in wrappers.items() for name, each in named.items() if each)
 
 
 def has_memory(guider: Any, x: torch.Tensor) -> bool:

@@ -569,6 +569,23 @@ def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch
     assert block.offers == {1: offers[1], 2: offers[2]}
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{1: "x", "a": "y"}, {("a", 1): "x", 2: None}, {"patches": {1: [min], "a": []}}, {"patches": {"a": torch.ones(2)}}],
+    ids=str,
+)
+def test_whatever_others_put_into_options_ends_no_picture(options: dict[Any, Any], provider: EngineProvider) -> None:
+    def given(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.model_options["transformer_options"].update(options)
+        return clone
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    assert distance(tiny.sample(given(fast), steps=STEPS), tiny.sample(given(model), steps=STEPS)) < 1e-5
+    assert module.status.block_calls
+
+
 def test_blocks_that_are_slower_beside_another_nodes_patch_give_way_there_alone(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

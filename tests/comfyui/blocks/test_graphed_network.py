@@ -6,6 +6,8 @@ again, with the addresses of its capture. In a CUDA GPU's server: tests/comfyui/
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -227,6 +229,29 @@ def test_a_blocks_graph_that_is_wrong_is_not_used(
     assert "differs from its engine" in caplog.text
 
 
+def test_weights_that_moved_in_the_midst_of_a_picture_may_go(provider: EngineProvider, graphs: HostGraphs) -> None:
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    moved: list[Any] = []
+
+    def exchange(step: int, *_: Any) -> None:
+        if step == 6:
+            moved.extend(weakref.ref(each.weight) for each in _attentions(model))
+            for each in _attentions(model):
+                each.weight = torch.nn.Parameter(each.weight.detach().clone(), requires_grad=False)
+        elif step == 8:
+            gc.collect()
+            moved.append(sum(known() is not None for known in moved))
+
+    found = tiny.sample(patched(fast, "skips"), steps=STEPS + 1, callback=exchange)
+    assert distance(found, tiny.sample(patched(model, "skips"), steps=STEPS + 1)) < 1e-5
+    assert graphs.parts.replays and len(moved) > 2 and moved[-1] == 0
+
+
+def _attentions(model: Any) -> list[Any]:
+    return [layer for name, layer in model.model.diffusion_model.named_modules() if name.endswith("attn1.to_q")]
+
+
 @pytest.mark.parametrize("error", [CaptureError("no"), torch.OutOfMemoryError("no"), RuntimeError("no")], ids=repr)
 def test_a_blocks_capture_that_fails_leaves_it_to_its_engine(
     error: Exception, provider: EngineProvider, graphs: HostGraphs
@@ -359,13 +384,13 @@ def test_memory_that_runs_out_beside_a_graph_ends_the_graph_alone(
     tiny.sample(fast, steps=3)
     wanted = tiny.sample(model, steps=STEPS)
     with monkeypatch.context() as patch:
-        patch.setattr(BlockCalls, "_computing", _failing_once(graphs))
+        patch.setattr(BlockCalls, "once", _failing_once(graphs))
         assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
     assert (graphs.captures, graphs.replays) == (1, 1) and module.status.eager_calls <= 2
 
 
 def _failing_once(graphs: HostGraphs) -> Any:
-    computing, failed = BlockCalls._computing, []
+    computing, failed = BlockCalls.once, []
 
     def failing(self: Any, *args: Any) -> Any:
         if graphs.captures and not failed:

@@ -234,6 +234,27 @@ def test_nothing_is_left_in_the_text_encoder_or_kept_of_it(provider: EngineProvi
     assert gone() is None
 
 
+def test_an_extension_that_takes_its_method_away_again_ends_no_text(provider: EngineProvider) -> None:
+    clip = text_encoder("t5")
+    fast, module = warmed(provider, clip, tokens("t5"))
+    model, inner = clip.cond_stage_model, clip.cond_stage_model.t5xxl
+    forward = inner.forward
+
+    def replacing(*args: Any, **kwargs: Any) -> Any:
+        vars(model)["encode_token_weights"] = type(model).encode_token_weights.__get__(model)
+        del vars(model)["encode_token_weights"]
+        return forward(*args, **kwargs)
+
+    wanted = encoded(clip, tokens("t5"))
+    inner.forward = replacing
+    try:
+        assert_same(encoded(fast, tokens("t5")), wanted)
+    finally:
+        del inner.forward
+    assert_same(encoded(fast, tokens("t5")), wanted)
+    assert share_of(module) == (3, 3)
+
+
 def test_engines_that_are_slower_are_not_used_any_more(tmp_path: Any) -> None:
     class Clock(FakeClock):
         """Each call of an engine takes 10 ms, and each text 8 besides."""
