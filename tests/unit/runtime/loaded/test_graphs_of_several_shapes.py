@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -77,11 +79,17 @@ class Graph:
     replays: list[int] = []
     open: list[int] = []
     error: BaseException | None = None
-    bytes = 10
 
     def __init__(
-        self, inputs: Tensors, like: Tensors, device: torch.device, memory: Memory, constant: frozenset[str]
+        self,
+        inputs: Tensors,
+        like: Tensors,
+        device: torch.device,
+        memory: Memory,
+        constant: frozenset[str],
+        shared: object = None,
     ) -> None:
+        self.buffers = [torch.empty(10, dtype=torch.int8)]
         self.size = len(inputs["x"])
         self.generation = -1
         self._memory = memory
@@ -259,3 +267,21 @@ def test_parts_of_a_larger_graph_have_none_of_their_own(engine: GraphedEngine, g
     assert graphs.captures == []
     compute(engine, 2)
     assert graphs.captures == [2]
+
+
+def test_many_small_functions_share_buffers_and_are_all_kept(graphs: type[Graph]) -> None:
+    many = CudaGraphs(CUDA, Always(), are_many=True)
+    for what in range(20):
+        many.run(Engine(), 1, {"x": torch.ones(2)}, what)
+    found = many.replayed(1, {"x": torch.ones(2)}, 3)
+    assert found is not None and len(graphs.captures) == len(graphs.open) == 20
+    assert many.replayed(2, {"x": torch.ones(2)}, 3) is many.replayed(1, {"x": torch.ones(3)}, 3) is None
+    shared: Any = WeakValueDictionary()
+    cpu = torch.device("cpu")
+    first = cuda_graphs._buffer("x", torch.ones(2), cpu, shared)
+    assert cuda_graphs._buffer("x", torch.zeros(2), cpu, shared) is first
+    for name, other in (("y", torch.ones(2)), ("x", torch.ones(3)), ("x", torch.ones(2).half())):
+        assert cuda_graphs._buffer(name, other, cpu, shared) is not first
+    assert cuda_graphs._buffer("x", torch.ones(2), cpu, None) is not first
+    del first
+    assert not shared
