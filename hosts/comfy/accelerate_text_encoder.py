@@ -223,7 +223,7 @@ class _Session:
             return reason
         found: list[BlockCalls] = []
         reason = _UNKNOWN.format(type(self._model).__name__)
-        for _, stack in stacks_of(self._model):
+        for stack in stacks_of(self._model):
             try:
                 owner = ComfyTextStack.of(stack)
                 owner.fingerprint  # noqa: B018  code that cannot be read is a reason too

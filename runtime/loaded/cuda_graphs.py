@@ -145,10 +145,8 @@ class CudaGraphs:
             RuntimeError: see `or_raise`.
         """
         call = _call_of(tensors, what)
-        if what not in self._hopeless:
-            known = self._graphs.get(call)
-            if known is None or known.generation != generation:
-                self._capture(call, compute, generation, tensors, constant, or_raise)
+        if what not in self._hopeless and self._held(generation, call) is None:
+            self._capture(call, compute, generation, tensors, constant, or_raise)
         if (graph := self._graphs.get(call)) is None:
             if or_raise:
                 raise CaptureError("it cannot be a CUDA graph")

@@ -126,11 +126,9 @@ _STACKS = (
 _BY_PLACE = {(row.module, row.name): row for row in _STACKS}
 
 
-def stacks_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All stacks in a live text encoder, with their paths in it; what belongs to a stack of another class is none."""
-    for path, layer in layers_of(model).items():
-        if _place_of(layer) in _BY_PLACE:
-            yield path, layer
+def stacks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """All stacks in a live text encoder; what belongs to a stack of another class is none."""
+    return (layer for layer in layers_of(model).values() if _place_of(layer) in _BY_PLACE)
 
 
 def _place_of(layer: torch.nn.Module) -> tuple[str, str]:

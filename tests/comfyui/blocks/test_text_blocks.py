@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import comfy.hooks
@@ -36,16 +36,12 @@ COLD = 2
 Clip = Any
 
 
-@pytest.fixture(scope="module")
-def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
-    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
-        yield made
+pytestmark = pytest.mark.usefixtures("as_comfyui_runs_nodes")
 
 
-@pytest.fixture(autouse=True)
-def _as_comfyui_runs_nodes() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
+@pytest.fixture
+def provider(shared_provider: EngineProvider) -> EngineProvider:
+    return shared_provider
 
 
 def accelerated(provider: EngineProvider, clip: Clip, by_hand: bool = False) -> tuple[Clip, AcceleratedModule]:
@@ -310,7 +306,7 @@ def test_a_text_encoder_of_another_kind_says_why_it_runs_as_it_is(provider: Engi
 
 def test_layers_that_keep_what_they_compute_run_as_they_are() -> None:
     """Those of a text encoder that writes a text by itself, in newer ComfyUIs."""
-    _, stack = next(stacks_of(text_encoder("qwen").cond_stage_model))
+    stack = next(stacks_of(text_encoder("qwen").cond_stage_model))
     layer = stack.layers[0]  # type: ignore[index,union-attr]
     kind = block_class_of(layer)
     assert kind is not None
@@ -324,7 +320,7 @@ def test_activations_without_a_name_are_told_apart() -> None:
     """CLIP-L's and SigLIP's are functions of the same module, both called <lambda>."""
     found = set()
     for activation in ("quick_gelu", "gelu_pytorch_tanh", "gelu"):
-        _, stack = next(stacks_of(tiny_text.ClipPart(activation)))
+        stack = next(stacks_of(tiny_text.ClipPart(activation)))
         owner = ComfyTextStack.of(stack)
         found |= {block_digest(owner.fresh.get_submodule("layers.0")), owner.fingerprint.architecture}
     assert len(found) == 6

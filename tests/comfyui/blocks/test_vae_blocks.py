@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,16 +34,12 @@ KINDS = {"vae": tiny.vae, "without convolutions around latents": lambda: tiny.va
 Vae = Any
 
 
-@pytest.fixture(scope="module")
-def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvider]:
-    with quick_block_provider(EngineStore(tmp_path_factory.mktemp("blocks"))) as made:
-        yield made
+pytestmark = pytest.mark.usefixtures("as_comfyui_runs_nodes")
 
 
-@pytest.fixture(autouse=True)
-def _as_comfyui_runs_nodes() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
+@pytest.fixture
+def provider(shared_provider: EngineProvider) -> EngineProvider:
+    return shared_provider
 
 
 def accelerated(provider: EngineProvider, vae: Vae, settings: Settings = BY_BLOCKS) -> tuple[Vae, AcceleratedModule]:
