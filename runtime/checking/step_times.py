@@ -36,7 +36,7 @@ _SLOWER, _MS_SLOWER = 1.03, 0.2
 """By how much an engine must be slower: times as long, and ms besides."""
 _CHANGED = 0.05
 """By what share a time must have changed to be written down again."""
-_TRIES, _RUNS_BETWEEN = 3, 200
+_TRIES, _MOST_TRIES, _RUNS_BETWEEN = 3, 12, 200
 
 EngineId = tuple[str, str]
 """An engine's digest, and when it was built: one that is built anew is another."""
@@ -194,14 +194,17 @@ class StepTimes:
     def is_due(self, step: TimedStep) -> bool:
         """Whether a run that does this work by engines should do some of it without, to compare.
 
-        Ask once a run. It is at most in three runs, until enough is known, and in one of 200 from then on.
+        Ask once a run. It is at most in three runs, until enough is known, in up to twelve where engines seem slower
+        and noise may explain it, and in one of 200 from then on.
         """
         with self._lock:
             turns = self._turns.setdefault(step.work, _Turns())
             _keep(self._turns, step.work)
             turns.runs += 1
-            is_unknown = len(self._samples.get(TimedStep(step.work), ())) < _LEAST_EAGER and turns.tries < _TRIES
-            if not self._compares or not (is_unknown or turns.runs - turns.last >= _RUNS_BETWEEN):
+            ours, plain = (self._samples.get(each, ()) for each in (step, TimedStep(step.work)))
+            is_unknown = len(plain) < _LEAST_EAGER and turns.tries < _TRIES
+            is_open = turns.tries < _MOST_TRIES and seems_slower(ours, plain)
+            if not self._compares or not (is_unknown or is_open or turns.runs - turns.last >= _RUNS_BETWEEN):
                 return False
             turns.tries, turns.last = turns.tries + 1, turns.runs
             return True
@@ -336,9 +339,17 @@ def is_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:
     Args:
         engine, eager: milliseconds, at least two of each.
     """
-    shortest, middle, _ = quantiles(engine, n=4, method="inclusive")
-    _, usual, longest = quantiles(eager, n=4, method="inclusive")
-    return middle > _SLOWER * usual + _MS_SLOWER and shortest > longest
+    shortest, longest = (quantiles(each, n=4, method="inclusive")[at] for each, at in ((engine, 0), (eager, 2)))
+    return seems_slower(engine, eager) and shortest > longest
+
+
+def seems_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:
+    """Whether the median of steps with an engine is longer than that of the model's own, be it by noise or not.
+
+    Args:
+        engine, eager: milliseconds; where there are none of either it does not seem so.
+    """
+    return bool(engine and eager) and median(engine) > _SLOWER * median(eager) + _MS_SLOWER
 
 
 def why_retired(manifest: Manifest) -> str | None:
