@@ -37,6 +37,7 @@ _SLOWER, _MS_SLOWER = 1.03, 0.2
 _CHANGED = 0.05
 """By what share a time must have changed to be written down again."""
 _TRIES, _MOST_TRIES, _RUNS_BETWEEN = 3, 12, 200
+"""Runs in which steps are computed on purpose: until enough is known, while engines seem slower, and one of so many."""
 
 EngineId = tuple[str, str]
 """An engine's digest, and when it was built: one that is built anew is another."""
@@ -194,8 +195,8 @@ class StepTimes:
     def is_due(self, step: TimedStep) -> bool:
         """Whether a run that does this work by engines should do some of it without, to compare.
 
-        Ask once a run. It is at most in three runs, until enough is known, in up to twelve where engines seem slower
-        and noise may explain it, and in one of 200 from then on.
+        Ask once a run. It is at most in three runs, until enough is known, in up to twelve while engines seem slower,
+        which may be noise, and in one of 200 from then on.
         """
         with self._lock:
             turns = self._turns.setdefault(step.work, _Turns())
@@ -339,15 +340,16 @@ def is_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:
     Args:
         engine, eager: milliseconds, at least two of each.
     """
-    shortest, longest = (quantiles(each, n=4, method="inclusive")[at] for each, at in ((engine, 0), (eager, 2)))
+    shortest, *_ = quantiles(engine, n=4, method="inclusive")
+    *_, longest = quantiles(eager, n=4, method="inclusive")
     return seems_slower(engine, eager) and shortest > longest
 
 
 def seems_slower(engine: Sequence[float], eager: Sequence[float]) -> bool:
-    """Whether the median of steps with an engine is longer than that of the model's own, be it by noise or not.
+    """Whether the median step with an engine takes longer than the model's own, which may be noise.
 
     Args:
-        engine, eager: milliseconds; where there are none of either it does not seem so.
+        engine, eager: milliseconds; False where either is empty.
     """
     return bool(engine and eager) and median(engine) > _SLOWER * median(eager) + _MS_SLOWER
 

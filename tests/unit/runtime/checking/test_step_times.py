@@ -491,7 +491,7 @@ def test_what_is_slower_side_by_side_is_retired(
 def test_what_seems_slower_is_timed_until_noise_explains_it_no_more(
     provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
 ) -> None:
-    """As with IP-Adapter beside a slow CPU: one of the model's first three steps took as long as those by blocks."""
+    """One of the model's first three steps took longer than all of the engine's."""
     step = TimedStep(WORK, (engine,))
     for took in (30.0, 31.0, 62.0):
         assert times.is_due(step)
