@@ -204,7 +204,7 @@ class StepTimes:
             turns.runs += 1
             ours, plain = (self._samples.get(each, ()) for each in (step, TimedStep(step.work)))
             is_unknown = len(plain) < _LEAST_EAGER and turns.tries < _TRIES
-            is_open = turns.tries < _MOST_TRIES and seems_slower(ours, plain)
+            is_open = self._retires and turns.tries < _MOST_TRIES and seems_slower(ours, plain)
             if not self._compares or not (is_unknown or is_open or turns.runs - turns.last >= _RUNS_BETWEEN):
                 return False
             turns.tries, turns.last = turns.tries + 1, turns.runs

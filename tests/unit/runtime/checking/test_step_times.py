@@ -511,6 +511,15 @@ def test_what_noise_explains_for_long_is_left_alone(times: StepTimes, engine: En
     assert turns(times, step, 150) == [*range(1, 13)]
 
 
+def test_where_no_engine_is_retired_none_is_timed_again_for_it(
+    times: StepTimes, store: EngineStore, engine: EngineId
+) -> None:
+    times, step = StepTimes(store, VERSIONS, times.clock_of, retires=False), TimedStep(WORK, (engine,))
+    measure(times, step, *[45.0] * 20)
+    measure(times, PLAIN, *[30.0] * 3)
+    assert turns(times, step, 150) == []
+
+
 @pytest.mark.parametrize("way", ["memory ran out", "switched off", "a VAE"])
 def test_where_the_model_computes_nothing_any_more_no_engine_is_retired(
     provider: EngineProvider, engine: EngineId, source: FakeSource, way: str, clock: FakeClock
