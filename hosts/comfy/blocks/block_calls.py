@@ -107,6 +107,19 @@ class BlockShare:
         """All calls."""
         return self.engine + self.waiting + self.eager.total()
 
+    def add(self, other: BlockShare) -> None:
+        """Count those of another one as well."""
+        self.engine += other.engine
+        self.apart += other.apart
+        self.waiting += other.waiting
+        self.without += other.without
+        self.eager.update(other.eager)
+
+    @property
+    def is_by_engines_alone(self) -> bool:
+        """Whether engines computed all blocks, and a graph may repeat all of it."""
+        return self.engine > 0 and not (self.apart or self.waiting or self.eager)
+
     @property
     def is_fruitless(self) -> bool:
         """Whether no block will have an engine in this run, for calls like this one."""
@@ -168,6 +181,9 @@ class BlockCalls:
         self._led: LedNetwork | None = None
         self._graphed: GraphedNetwork | None = None
         self._graphed_blocks: GraphedBlocks | None = None
+        self._graphed_groups: dict[LedBlock, GraphedNetwork] = {}
+        self._without_graph: set[LedBlock] = set()
+        """Groups of whose blocks not all were on engines in their last call."""
         self._is_steady = False
         """Whether all calls such as the last one are the same work, whatever other nodes do in them."""
         self._is_by_parts = False
@@ -284,7 +300,7 @@ class BlockCalls:
             self.share = BlockShare(whole.blocks)
             return result
         result = self(compute, True, shape, by_parts=False)
-        if self.share.engine and not (self.share.apart or self.share.waiting or self.share.eager):
+        if self.share.is_by_engines_alone:
             graphed.note(call, self._served, self.share.engine)
         return result
 
@@ -324,9 +340,10 @@ class BlockCalls:
             self._check_weights()
         if self._hooks.by_hand:
             led.parts.clear()  # what was refused a graph is tried again
+            led.wholes.clear()
         elif self._graphed_blocks is not None:
             self._graphed_blocks.begin()
-        with led.leading(self._network, self._lead, is_unchanged) as changed:
+        with led.leading(self._network, self._lead, self._lead_group, is_unchanged) as changed:
             result = compute()
         self.share.eager.update(changed.values())
         self._say_reasons()
@@ -443,6 +460,61 @@ class BlockCalls:
         wanted = self._rest(block, args, kwargs)
         self._compare(offer, found, wanted)
         return wanted
+
+    def _lead_group(self, group: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute one call of a layer around blocks: as one CUDA graph, where that of the network is none."""
+        graphed = self._graphs_of(group)
+        if graphed is None or self._resting:
+            return group.plain(*args, **kwargs)
+        try:
+            call, options = group.kind.arguments(type(group.module).forward, args, kwargs)
+        except TypeError:
+            return group.plain(*args, **kwargs)
+        if not options or not _is_alone(group, call, options):
+            return group.plain(*args, **kwargs)
+        computed = self.share.engine
+        if (found := graphed(call, lambda: self._apart(group, args, kwargs)[0])) is not None:
+            result, whole = found
+            self.share.engine = computed + whole.blocks
+            self._served |= {id(offer): offer for offer in whole.offers}
+            options.update(whole.left)
+            return result
+        by_parts = group in self._without_graph or not graphed.may_have_graph(call)
+        result, share, served = self._apart(group, args, kwargs, by_parts)
+        if share.is_by_engines_alone:
+            self._without_graph.discard(group)
+            graphed.note(call, served, share.engine, {name: options[name] for name in group.kind.writes})
+        else:
+            self._without_graph.add(group)
+        return result
+
+    def _apart(
+        self, group: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], by_parts: bool = False
+    ) -> tuple[Any, BlockShare, dict[int, BlockOffer]]:
+        """What a layer around blocks gives, and what engines had to do with that.
+
+        Args:
+            by_parts: calls of single blocks may be CUDA graphs.
+        """
+        share, served = self.share, self._served
+        self.share, self._served, self._is_by_parts = BlockShare(), {}, by_parts
+        try:
+            return group.plain(*args, **kwargs), self.share, self._served
+        finally:
+            share.add(self.share)
+            served.update(self._served)
+            self.share, self._served, self._is_by_parts = share, served, True
+
+    def _graphs_of(self, group: LedBlock) -> GraphedNetwork | None:
+        """Those of the calls of a layer around blocks; None where there are none in this call of the network."""
+        if not self._is_by_parts or self._hooks.by_hand or self._led is None:
+            return None
+        if group not in self._graphed_groups:
+            self._keep_graphs()
+            self._graphed_groups[group] = GraphedNetwork(
+                self._network, self._led, self._device, self._module, self._settings, self._lying, group.path
+            )
+        return self._graphed_groups[group]
 
     def _compare(self, offer: BlockOffer, found: Any, wanted: Any) -> None:
         """Hold an engine's result against the block's; where memory does not suffice for that, a later one."""
@@ -738,6 +810,15 @@ def block_calls_of(
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
     """The builds, each once: blocks of a kind share theirs."""
     return [*dict.fromkeys(each.ticket for each in awaited if each.ticket is not None)]
+
+
+def _is_alone(group: LedBlock, call: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether nothing but the tensors of a call has to do with what a layer around blocks gives."""
+    if any(not isinstance(value, torch.Tensor) or value.requires_grad for value in call.values()):
+        return False
+    if why_patched(options, group.reads, is_group=True) is not None:
+        return False
+    return attention_outside(group.kind, options, {}) is None
 
 
 def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """ComfyUI's classes of blocks that engines can stand for: one row of `BLOCK_CLASSES` each.
 
 A block inside of another one is computed by the other's engine; it has its turn where the other one runs as it is.
+`GROUP_CLASSES` are layers around several blocks, which have no engine of their own.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class BlockClass:
         attends: the argument that is the function which computes attention, for a class that is given one; None for
             the others.
         keeps: the argument that the block writes into for its next call; None where it has none.
+        writes: of `transformer_options`, what a call leaves there for other nodes to look at.
     """
 
     module: str
@@ -43,6 +45,7 @@ class BlockClass:
     attention: str | None = None
     attends: str | None = None
     keeps: str | None = None
+    writes: tuple[str, ...] = ()
 
     def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The arguments of a call by name, without those that have their defaults; and its `transformer_options`.
@@ -191,10 +194,24 @@ BLOCK_CLASSES = (
     ),
 )
 
-_BY_PLACE = {row.place: row for row in BLOCK_CLASSES}
+GROUP_CLASSES = (
+    # UNets of SD1.x, SD2, SDXL, and their ControlNets
+    BlockClass(_ATTENTION, "SpatialTransformer", {}, writes=("activations_shape", "block_index")),
+)
+
+_BLOCKS, _GROUPS = ({row.place: row for row in rows} for rows in (BLOCK_CLASSES, GROUP_CLASSES))
 
 
 def block_class_of(module: object) -> BlockClass | None:
     """The row of a module; None where it is of another class, a subclass included."""
+    return _BLOCKS.get(_place_of(module))
+
+
+def group_class_of(module: object) -> BlockClass | None:
+    """The same for a layer around several blocks."""
+    return _GROUPS.get(_place_of(module))
+
+
+def _place_of(module: object) -> tuple[str, str]:
     kind = type(module)
-    return _BY_PLACE.get((kind.__module__, kind.__qualname__))
+    return kind.__module__, kind.__qualname__

@@ -23,12 +23,13 @@ FACTS = frozenset(
 """What a call is told for patches to look at; a block by itself computes the same whatever it is."""
 
 
-def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
+def why_patched(options: Mapping[str, Any], reads: Set[str], is_group: bool = False) -> str | None:
     """Why a block has to run as it is in this call, in words; None where nothing but attention is another one's.
 
     Args:
         options: `transformer_options` of the call.
         reads: all names that the block's code knows.
+        is_group: it is a layer around blocks.
     """
     for name in options:
         if name in FACTS or name == OVERRIDE or name not in reads:
@@ -38,7 +39,9 @@ def why_patched(options: Mapping[str, Any], reads: Set[str]) -> str | None:
             if patch := next((each for each in value if each in reads and is_there(value[each])), None):
                 return f"another node patches it ({patch})"
         elif name == _REPLACE:
-            if replaced := next((each for each in value if each in reads and _is_here(value[each], options)), None):
+            if replaced := next(
+                (each for each in value if each in reads and _is_here(value[each], options, is_group)), None
+            ):
                 return f"another node replaces a part of it ({replaced})"
         else:
             return f"it is told {name!r}, which engines do not take"
@@ -66,13 +69,16 @@ def _count(given: Any) -> int:
     return len(given) if isinstance(given, (list, tuple, Mapping, Set)) else 1
 
 
-def _is_here(replacements: Mapping[Any, Any], options: Mapping[str, Any]) -> bool:
-    """Whether any replacement is for the block that is called; UNets tell a block which one it is."""
+def _is_here(replacements: Mapping[Any, Any], options: Mapping[str, Any], is_group: bool = False) -> bool:
+    """Whether any replacement is for the block that is called, or for one in the group that is; UNets tell a block
+    which one it is, and groups which blocks they lie in."""
     if not replacements:
         return False
     block = options.get(_BLOCK)
     if block is None:
         return True
+    if is_group:
+        return any(not isinstance(each, tuple) or each[:2] == tuple(block[:2]) for each in replacements)
     return block in replacements or (*block[:2], options.get(_INDEX, 0)) in replacements
 
 

@@ -4,6 +4,8 @@ A call whose blocks all ran on engines is computed once more by a copy of the ne
 host's code with layers of its own, which hold no weights but compute with the live model's where they lie, and engines
 in the place of blocks. So neither other nodes' code nor ComfyUI's staging of weights can be part of a capture. What
 the graph gives is compared with what the blocks give, twice, before a picture is made of it.
+
+So it is with a layer around several blocks, where another node computes elsewhere in the network.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ _REPAID = 32
 
 _MOST_CALLS_BEFORE = 256
 
-_FORMS_KEPT = 64
-"""Of one network's calls."""
+_FORMS_KEPT = 512
+"""Of the calls of one network and of its groups."""
 
 _COMPARED = 2
 """Replays that are held against blocks: the second one shows whether the first left anything behind."""
@@ -89,16 +91,17 @@ class Captured:
 
 
 class WholeCall(Captured):
-    """Calls of a network in one form, of which engines computed all blocks.
+    """Calls of a network, or of one group, in one form, of which engines computed all blocks.
 
     Attributes:
         offers: of these engines, each once.
-        blocks: calls of blocks in one call of the network.
+        blocks: calls of blocks in one such call.
+        left: what it leaves in `transformer_options`.
     """
 
-    def __init__(self, offers: tuple[BlockOffer, ...], blocks: int) -> None:
+    def __init__(self, offers: tuple[BlockOffer, ...], blocks: int, left: Mapping[str, Any]) -> None:
         super().__init__()
-        self.offers, self.blocks = offers, blocks
+        self.offers, self.blocks, self.left = offers, blocks, left
 
     def has_engines(self, engines: BlockEngines) -> bool:
         """Whether there may be a graph, as each engine is there and proved itself."""
@@ -108,10 +111,11 @@ class WholeCall(Captured):
 
 
 class GraphedNetwork:
-    """The whole calls of one network in one sampling run.
+    """The whole calls of one network, or of one group in it, in one sampling run.
 
     Args:
         led: the network's blocks, which stay while it has these.
+        path: of the group; empty for the network.
         weights: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
             as long as it gives the same ones.
     """
@@ -124,37 +128,42 @@ class GraphedNetwork:
         module: AcceleratedModule,
         settings: Settings,
         weights: Callable[[torch.dtype], Mapping[str, torch.Tensor]],
+        path: str = "",
     ) -> None:
-        self._network, self._led, self._device = network, led, device
+        self._network, self._led, self._device, self._path = network, led, device, path
         self._wholes: dict[Hashable, WholeCall] = led.wholes
         self._pool, self._engines = module.provider.pool, module.provider.blocks
         self._effort, self._weights, self._places = settings.effort, weights, places_of(device)
         self._found: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor] | None] = {}, None
+        self._addresses: tuple[int, ...] = ()
+        """Of the weights; looked up once a run: what others move in its midst lies elsewhere, see `BlockCalls`."""
 
     def forget(self) -> None:
         """Try again what was refused: somebody asks for it."""
         self._wholes.clear()
         self._pool.networks.drop(self._network)
 
-    def note(self, call: Tensors, offers: Mapping[int, BlockOffer], blocks: int) -> None:
+    def note(
+        self, call: Tensors, offers: Mapping[int, BlockOffer], blocks: int, left: Mapping[str, Any] | None = None
+    ) -> None:
         """Note a call of which engines computed all blocks."""
-        kind, served = _kind_of(call), tuple(offers.values())
+        kind, served = self._kind_of(call), tuple(offers.values())
         whole = self._wholes.get(kind)
         if whole is None or [*map(id, whole.offers)] != [*map(id, served)]:
             while len(self._wholes) >= _FORMS_KEPT:
                 del self._wholes[next(iter(self._wholes))]
-            whole = self._wholes[kind] = WholeCall(served, blocks)
+            whole = self._wholes[kind] = WholeCall(served, blocks, left or {})
         whole.directly += 1
 
     def __call__(self, call: Tensors, by_blocks: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, WholeCall] | None:
         """What the network gives, by its graph; None where it has none, nor gets one now.
 
         Args:
-            call: the tensors that the network is given, by name, residuals of ControlNets among them. Nothing else
-                may have to do with its result.
+            call: the tensors that it is given, by name, residuals of ControlNets among them. Nothing else may have to
+                do with its result.
             by_blocks: computes the same call without a graph.
         """
-        kind = _kind_of(call)
+        kind = self._kind_of(call)
         whole = self._wholes.get(kind)
         if whole is None or not whole.has_engines(self._engines):
             return None
@@ -162,8 +171,13 @@ class GraphedNetwork:
         if weights is None or any(tensor.device not in self._places for tensor in call.values()):
             return None
         digests = frozenset(offer.digest for offer in whole.offers)
-        with self._pool.networks.using(self._network, self._device, digests) as graphs:
+        with self._pool.networks.using(self._network, self._device, digests, parts=bool(self._path)) as graphs:
             return None if graphs is None else self._by_graph(whole, graphs, kind, call, weights, by_blocks)
+
+    def may_have_graph(self, call: Tensors) -> bool:
+        """Whether there is a graph of calls like this one, or may be one once they are made more often."""
+        whole = self._wholes.get(self._kind_of(call))
+        return whole is None or (whole.has_engines(self._engines) and self._weights_for(whole) is not None)
 
     def _by_graph(
         self,
@@ -174,8 +188,7 @@ class GraphedNetwork:
         weights: Mapping[str, torch.Tensor],
         by_blocks: Callable[[], torch.Tensor],
     ) -> tuple[torch.Tensor, WholeCall] | None:
-        addresses = tuple([*map(torch.Tensor.data_ptr, weights.values())])
-        generation = addresses, tuple(id(offer.engine) for offer in whole.offers)
+        generation = self._addresses, tuple(id(offer.engine) for offer in whole.offers)
         is_new = not graphs.holds(generation, call, kind)
         if is_new:
             if not whole.is_due or not leaves_memory(self._device):
@@ -194,11 +207,15 @@ class GraphedNetwork:
             raise
         except Exception as error:  # whatever the host's code raises: the blocks' engines go on without a graph
             if watch.ran_out(error):
-                log.warning("Slipstream: memory does not suffice for the model's call as one CUDA graph")
+                if not self._path:
+                    log.warning("Slipstream: memory does not suffice for the model's call as one CUDA graph")
                 whole.put_off()
                 graphs.drop()
             else:
-                log.info("Slipstream: the model's call is not replayed as one CUDA graph: %s", error)
+                if self._path:
+                    log.info("Slipstream: calls of a block are not replayed as a CUDA graph: %s", error)
+                else:
+                    log.info("Slipstream: the model's call is not replayed as one CUDA graph: %s", error)
                 self._refuse(whole, graphs, kind)
             return None
         finally:
@@ -251,17 +268,24 @@ class GraphedNetwork:
         error = relative_error({"out": result}, {"out": wanted})
         if error <= limit:
             whole.compared += 1
-            if whole.compared == _COMPARED:
+            if whole.compared == _COMPARED and not self._path:
                 log.info("Slipstream: %s calls of blocks on engines are one CUDA graph from here on", whole.blocks)
         elif not bool(wanted.isfinite().all()):  # nothing can be compared with that
             whole.put_off()
             graphs.forget(kind)
         else:
-            log.warning(
-                "Slipstream: the model's call as one CUDA graph differs from its blocks by %s (allowed: %s) and is "
-                "not used",
-                say_share(error), say_share(limit),
-            )  # fmt: skip
+            apart, allowed = say_share(error), say_share(limit)
+            if self._path:
+                log.warning(
+                    "Slipstream: the CUDA graph of %s differs from its engine by %s (allowed: %s) and is not used",
+                    self._path, apart, allowed,
+                )  # fmt: skip
+            else:
+                log.warning(
+                    "Slipstream: the model's call as one CUDA graph differs from its blocks by %s (allowed: %s) and is "
+                    "not used",
+                    apart, allowed,
+                )  # fmt: skip
             self._refuse(whole, graphs, kind)
         return wanted
 
@@ -270,20 +294,20 @@ class GraphedNetwork:
         graphs.forget(kind, for_good=True)
 
     def _weights_for(self, whole: WholeCall) -> Mapping[str, torch.Tensor] | None:
-        """All weights of the network, by name; None where not all lie where they stay, in the dtype that is wanted."""
+        """All weights that the call computes with, by name; None where not all lie where they stay, in the dtype that is wanted."""
         dtypes = {dtype_of(offer.precision) for offer in whole.offers}
         if len(dtypes) != 1:
             return None
         dtype = dtypes.pop()
         lying = self._weights(dtype)
-        if lying is self._found[0]:
-            return self._found[1]
-        self._found = lying, self._all_of(lying, dtype)
+        if lying is not self._found[0]:
+            self._found = lying, self._all_of(lying, dtype)
+            self._addresses = tuple([*map(torch.Tensor.data_ptr, (self._found[1] or {}).values())])
         return self._found[1]
 
     def _all_of(self, lying: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Mapping[str, torch.Tensor] | None:
         found: dict[str, torch.Tensor] = {}
-        for name, place in self._led.copied.weights.items():
+        for name, place in self._led.copied.weights_in(self._path).items():
             tensor = lying.get(name)
             if tensor is None or tensor.shape != place.shape or tensor.dtype != dtype:
                 log.debug("Slipstream: no CUDA graph of the model's call, as %s does not lie where it stays", name)
@@ -292,7 +316,7 @@ class GraphedNetwork:
         return found
 
     def _compute(self, whole: WholeCall, weights: Mapping[str, torch.Tensor], **call: torch.Tensor) -> Tensors:
-        """The network's call by its copy.
+        """The call by the network's copy.
 
         Raises:
             _NotByEngines: a block's call is none that its engine is known to compute.
@@ -313,12 +337,15 @@ class GraphedNetwork:
             return offer.engine(tensors, given)
 
         copied = self._led.copied
-        calls = {block.path: functools.partial(lead, block) for block in self._led.blocks}
+        start = f"{self._path}." if self._path else ""
+        blocks = (block for block in self._led.blocks if block.path.startswith(start))
+        calls = {block.path: functools.partial(lead, block) for block in blocks}
         with copied.holding(weights), copied.leading(calls):
+            if self._path:
+                return {"out": copied.network.get_submodule(self._path)(**call, transformer_options={})}
             args, rest = split_inputs(call)
             return {"out": copied.network(*args, **rest, transformer_options={})}
 
-
-def _kind_of(call: Tensors) -> Hashable:
-    """Equal for calls that are the same work, in the same state of torch's switches."""
-    return CallShape.of(call), rounding_switches()
+    def _kind_of(self, call: Tensors) -> Hashable:
+        """Equal for calls that are the same work, in the same state of torch's switches."""
+        return self._path, CallShape.of(call), rounding_switches()

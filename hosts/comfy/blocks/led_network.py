@@ -19,7 +19,7 @@ from ...architecture import Remembered
 from ...live_model.account import live_model, names_read
 from ...live_model.layer_walk import layers_of
 from .block_architecture import Owner, block_digest
-from .block_classes import BlockClass, block_class_of
+from .block_classes import BlockClass, block_class_of, group_class_of
 from .block_weights import BlockWeights
 from .network_copy import NetworkCopy
 
@@ -85,6 +85,7 @@ class LedNetwork:
         owner: the network's architecture.
 
     Attributes:
+        groups: layers around several of the blocks.
         reads: all names that the network's code knows.
         wholes: what is known of the network's calls, for `GraphedNetwork`.
         parts: what is known of its blocks' calls, for `GraphedBlocks`.
@@ -94,6 +95,7 @@ class LedNetwork:
         self.owner = owner
         self._lock = threading.Lock()
         self.blocks = [*_blocks_of(network, owner)]
+        self.groups = [*_groups_of(network, owner)]
         self.reads = _names_known(network)
         self.wholes: dict[Any, Any] = {}
         self.parts: dict[Any, Any] = {}
@@ -106,11 +108,14 @@ class LedNetwork:
     def is_of(self, network: torch.nn.Module) -> bool:
         """Whether the network still has these blocks."""
         layers = layers_of(network)
-        return all(layers.get(block.path) is block.module for block in self.blocks)
+        return all(layers.get(block.path) is block.module for block in (*self.blocks, *self.groups))
 
     @contextmanager
-    def leading(self, network: torch.nn.Module, lead: Lead, is_unchanged: bool = False) -> Iterator[dict[str, str]]:
-        """Meanwhile calls of the blocks in this thread go to `lead`; gives why some of them do not, by path.
+    def leading(
+        self, network: torch.nn.Module, lead: Lead, lead_group: Lead, is_unchanged: bool = False
+    ) -> Iterator[dict[str, str]]:
+        """Meanwhile calls of the blocks in this thread go to `lead`, and those of groups to `lead_group`; gives why
+        some blocks' do not, by path.
 
         Args:
             is_unchanged: it was found just now that nothing of the network was changed.
@@ -123,22 +128,23 @@ class LedNetwork:
         led: list[LedBlock] = []
         try:
             changed = {} if is_unchanged else self._changed(network)
-            for block in self.blocks:
-                if block.path not in changed and _FORWARD not in block.module.__dict__:
-                    led.append(block)
-                    block.begin(lead)
-            yield changed
+            for blocks, calls in ((self.blocks, lead), (self.groups, lead_group)):
+                for block in blocks:
+                    if block.path not in changed and _FORWARD not in block.module.__dict__:
+                        led.append(block)
+                        block.begin(calls)
+            yield {block.path: changed[block.path] for block in self.blocks if block.path in changed}
         finally:
             for block in led:
                 block.end()
             self._lock.release()
 
     def _changed(self, network: torch.nn.Module) -> dict[str, str]:
-        """What others changed in blocks, in words, by the blocks' paths."""
+        """What others changed in blocks and groups, in words, by their paths."""
         account = live_model(network, self.owner, self.owner.is_part)
         if account.why_changed() is None:
             return {}
-        reasons = ((block.path, account.why_changed(block.path)) for block in self.blocks)
+        reasons = ((block.path, account.why_changed(block.path)) for block in (*self.blocks, *self.groups))
         return {path: reason for path, reason in reasons if reason is not None}
 
 
@@ -170,6 +176,14 @@ def _blocks_of(network: torch.nn.Module, owner: Owner) -> Iterator[LedBlock]:
         if digest not in facts:
             facts[digest] = _names_known(module), {}, {}
         yield LedBlock(path, module, kind, facts[digest])
+
+
+def _groups_of(network: torch.nn.Module, owner: Owner) -> Iterator[LedBlock]:
+    fresh = layers_of(owner.fresh)
+    for path, module in layers_of(network).items():
+        kind = group_class_of(module)
+        if kind is not None and type(fresh.get(path)) is type(module):
+            yield LedBlock(path, module, kind, (_names_known(module), {}, {}))
 
 
 def _names_known(block: torch.nn.Module) -> frozenset[str]:

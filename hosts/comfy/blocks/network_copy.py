@@ -29,9 +29,17 @@ class NetworkCopy:
         self.network = copy.deepcopy(fresh)
         self._layers = layers_of(self.network)
         self.weights = dict(tensors_of(self._layers))
+        self._weights_in: dict[str, Mapping[str, torch.Tensor]] = {}
         for layer in self._layers.values():
             if (call := in_channels_last(layer)) is not None:
                 layer.__dict__["forward"] = call
+
+    def weights_in(self, path: str) -> Mapping[str, torch.Tensor]:
+        """Those of a layer and of what lies in it, by name; of all for an empty path."""
+        if path not in self._weights_in:
+            start = f"{path}." if path else ""
+            self._weights_in[path] = {name: each for name, each in self.weights.items() if name.startswith(start)}
+        return self._weights_in[path]
 
     @contextmanager
     def holding(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -40,7 +48,7 @@ class NetworkCopy:
         try:
             yield
         finally:
-            self._hold(self.weights)
+            self._hold({name: self.weights[name] for name in weights})
 
     @contextmanager
     def leading(self, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:

@@ -225,8 +225,110 @@ def test_a_blocks_graph_that_is_wrong_is_not_used(
     for _ in range(2):
         assert distance(tiny.sample(patched(fast, "skips"), steps=STEPS), wanted) < 1e-5
     on_engines, total = share_of(module)
-    assert graphs.parts.captures == graphs.parts.replays == on_engines == total
-    assert "differs from its engine" in caplog.text
+    groups = len(_groups(model))
+    assert graphs.parts.captures == graphs.parts.replays == on_engines + groups and on_engines == total
+    assert caplog.text.count("differs from its engine") == on_engines + groups
+
+
+class Watching:
+    """A patch behind each output block that changes skips, and notes what options tell it."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def __call__(self, h: torch.Tensor, skip: torch.Tensor, options: dict[str, Any]) -> Any:
+        self.told.append({name: options.get(name) for name in ("block", "block_index", "activations_shape")})
+        return 1.1 * h, 0.9 * skip
+
+
+def watched(patcher: Any, watching: Watching) -> Any:
+    clone = patcher.clone()
+    clone.set_model_output_block_patch(watching)
+    return clone
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_blocks_that_follow_one_another_are_one_graph_where_others_patch_elsewhere(
+    family: str, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(family, depth=3)
+    fast, module = accelerated(provider, model)
+    here, there = Watching(), Watching()
+    wanted = tiny.sample(watched(model, there), family, steps=STEPS)
+    assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
+    assert distance(tiny.sample(watched(fast, here), family, steps=STEPS), wanted) < 1e-5
+    captures, replays, first = graphs.parts.captures, graphs.parts.replays, module.status.block_calls
+    assert distance(tiny.sample(watched(fast, here), family, steps=STEPS), wanted) < 1e-5
+    on_engines, total = share_of(module)
+    others = total - 3 * len(_groups(model))
+    assert on_engines == total and module.status.block_calls == first + STEPS
+    assert graphs.parts.captures == captures
+    assert graphs.parts.replays - replays == STEPS * (others + len(_groups(model)))
+    assert here.told == 2 * there.told
+
+
+def test_a_group_in_which_others_patch_is_left_to_its_blocks(provider: EngineProvider, graphs: HostGraphs) -> None:
+    model = tiny.model(depth=3)
+    fast, module = accelerated(provider, model)
+
+    def inside(patcher: Any, block: Any = None) -> Any:
+        clone = watched(patcher, Watching())
+        clone.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0, block)
+        return clone
+
+    tiny.sample(watched(fast, Watching()), steps=STEPS)
+    for block in (None, 1):
+        wanted = tiny.sample(inside(model, block), steps=STEPS)
+        for _ in range(2):
+            replays = graphs.parts.replays
+            assert distance(tiny.sample(inside(fast, block), steps=STEPS), wanted) < 1e-5
+        on_engines, total = share_of(module)
+        groups, blocks = len(_groups(model)), 3 * len(_groups(model))
+        itself = 3 if block is None else 1  # whose feed forward and other attention are on engines
+        assert on_engines == total - itself and total == 8 + blocks + 2 * itself
+        assert graphs.parts.replays - replays == STEPS * (8 + groups - 1 + (3 - itself) + 2 * itself)
+
+
+def test_an_override_of_attention_is_not_passed_over_by_a_groups_graph(
+    provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(depth=2)
+    fast, _ = accelerated(provider, model)
+    for _ in range(2):
+        tiny.sample(patched(fast, "skips"), steps=STEPS)
+    assert graphs.parts.replays
+    wanted = tiny.sample(patched(patched(model, "skips"), "attention function"), steps=STEPS)
+    found = tiny.sample(patched(patched(fast, "skips"), "attention function"), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(patched(model, "skips"), steps=STEPS))
+
+
+@pytest.mark.parametrize("what", ["a hook", "its own norm"])
+def test_a_group_that_others_changed_is_left_to_its_blocks(
+    what: str, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(depth=2)
+    fast, module = accelerated(provider, model)
+    for _ in range(2):
+        tiny.sample(patched(fast, "skips"), steps=STEPS)
+    group = _groups(model)[0]
+    usual = tiny.sample(patched(model, "skips"), steps=STEPS)
+    if what == "a hook":
+        handle = group.proj_in.register_forward_hook(lambda layer, args, out: 0.5 * out)
+    else:
+        group.norm.forward = lambda x: 0.5 * type(group.norm).forward(group.norm, x)
+    found, wanted = tiny.sample(patched(fast, "skips"), steps=STEPS), tiny.sample(patched(model, "skips"), steps=STEPS)
+    if what == "a hook":
+        handle.remove()
+    else:
+        del group.norm.forward
+    assert distance(found, wanted) < 1e-5 < 1e-4 < distance(wanted, usual)
+    on_engines, total = share_of(module)
+    assert on_engines == total
+    assert distance(tiny.sample(patched(fast, "skips"), steps=STEPS), usual) < 1e-5
+
+
+def _groups(model: Any) -> list[Any]:
+    return [layer for layer in model.model.diffusion_model.modules() if isinstance(layer, SpatialTransformer)]
 
 
 def test_weights_that_moved_in_the_midst_of_a_picture_may_go(provider: EngineProvider, graphs: HostGraphs) -> None:

@@ -43,10 +43,14 @@ OF_BLOCKS = {TINY_LUMINA.name: TINY_LUMINA}
 _TRANSFORMERS = {**TRANSFORMERS, **OF_BLOCKS}
 
 
-def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> Any:
-    """Return a `ModelPatcher` over a tiny UNet of a family: "sd15", "sd2" or "sdxl"."""
+def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False, depth: int = 1) -> Any:
+    """Return a `ModelPatcher` over a tiny UNet of a family: "sd15", "sd2" or "sdxl".
+
+    Args:
+        depth: how many blocks each of its transformers has.
+    """
     shape = FAMILIES[family]
-    config = CONFIGS[family]({**shape.config(), "dtype": torch.float32})
+    config = CONFIGS[family]({**_deepened(shape.config(), depth), "dtype": torch.float32})
     config.unet_config.update(shape.heads)
     kind = comfy.model_base.ModelType.V_PREDICTION if v_prediction else comfy.model_base.ModelType.EPS
     base = comfy.model_base.SDXL if family.startswith("sdxl") else comfy.model_base.BaseModel
@@ -55,6 +59,15 @@ def model(family: str = "sd15", seed: int = 1, v_prediction: bool = False) -> An
     return comfy.model_patcher.ModelPatcher(
         made, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device()
     )
+
+
+def _deepened(config: dict[str, Any], depth: int) -> dict[str, Any]:
+    """A UNet's config with so many blocks where it has one."""
+    depths = {name: value for name, value in config.items() if name.startswith("transformer_depth")}
+    more = {
+        name: [depth * each for each in value] if isinstance(value, list) else depth for name, value in depths.items()
+    }
+    return {**config, **more}
 
 
 def transformer(family: str, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
