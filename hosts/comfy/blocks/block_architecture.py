@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -25,7 +25,8 @@ from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
 from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
-from .block_classes import OPTIONS, OVERRIDE, BlockClass, block_class_of
+from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of
+from .block_patches import BLOCK, PATCHES, REPLACE
 
 PREFIX = "block."
 """Of every weight's name in the traced program."""
@@ -58,6 +59,9 @@ class Owner(Protocol):
 ATTENTION_OUT = "attention_out"
 """Of a form: beside the block's own arguments, where its attention is called out of its package."""
 
+PLACES_OUT = "places_out"
+"""Of a form, likewise: the places that are called out, see `BlockClass`."""
+
 
 STORED = "weights_stored"
 """Of a form, likewise: which weights are handed over as they are stored, as `say_stored` has it."""
@@ -75,7 +79,7 @@ _SCALED, _UNCAST = "scaled", "uncast"
 
 
 def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Takes the place of ComfyUI's attention in a trace; a call out leads back to it, see `attention_outside`.
+    """Takes the place of ComfyUI's attention in a trace; a call out leads back to it, see `computed_outside`.
 
     Raises:
         UnsupportedModel: the block tells its attention more than it is told itself.
@@ -107,8 +111,24 @@ def _attention_shape(
     return [batch, heads, tokens, width] if skip_output_reshape else [batch, tokens, heads * width]
 
 
+def _with_places_out(places: Sequence[str]) -> dict[str, Any]:
+    """Options of a block at some of whose places functions are called that are called out."""
+    here = "traced", 0
+    functions = {place: functools.partial(_called_out, place) for place in places}
+    return {
+        BLOCK: here,
+        PATCHES: {place: [function] for place, function in functions.items()},
+        REPLACE: {place: {here: function} for place, function in functions.items()},
+    }
+
+
+def _called_out(place: str, *args: Any) -> torch.Tensor:
+    *tensors, _ = args
+    return call_out([*tensors[0].shape], tensors, {PLACE: place})
+
+
 class BlockGraph(torch.nn.Module):
-    """The block as it is traced: plain attention, or one that is called out, and no patches."""
+    """The block as it is traced: plain attention, or one that is called out, and no patches but such as are."""
 
     def __init__(self, block: torch.nn.Module, kind: BlockClass) -> None:
         super().__init__()
@@ -118,13 +138,14 @@ class BlockGraph(torch.nn.Module):
     def forward(self, **arguments: Any) -> Any:
         """
         Args:
-            arguments: of the block, by name; and `ATTENTION_OUT` and `STORED`.
+            arguments: of the block, by name; and `ATTENTION_OUT`, `PLACES_OUT` and `STORED`.
         """
         arguments.pop(STORED, None)
+        places = arguments.pop(PLACES_OUT, "").split()
         is_out = arguments.pop(ATTENTION_OUT, False)
         attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
-            arguments[OPTIONS] = {OVERRIDE: attention}
+            arguments[OPTIONS] = {OVERRIDE: attention, **(_with_places_out(places) if places else {})}
         if self._kind.attends is not None:
             arguments[self._kind.attends] = functools.partial(attention, None)
         with plain_operators(), plain_attention(self._kind.attention, attention):
@@ -177,6 +198,7 @@ class ComfyBlock:
         name = f"{self._owner.fingerprint.architecture_name} {type(block).__name__}{_say_width(block)}"
         if any(argument == ATTENTION_OUT for argument, _ in self.form):
             name += ", attention outside"
+        name += "".join(f", {node[2]} outside" for argument, node in self.form if argument == PLACES_OUT)
         if self.stored:
             name += f", weights in {' and '.join(sorted({dtype_name(each.dtype) for each in self.stored.values()}))}"
         return fingerprint_of(digest, name, block)

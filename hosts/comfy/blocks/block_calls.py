@@ -42,9 +42,10 @@ from ...stand_in import copied
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
-from .block_architecture import ATTENTION_OUT, STORED, ComfyBlock, Owner, say_stored
-from .block_patches import attending_exactly, attention_outside, exact_attention, patches_in, why_patched
+from .block_architecture import STORED, ComfyBlock, Owner, say_stored
+from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, stored_weights
+from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
 from .graphed_network import GraphedNetwork
 from .led_network import LedBlock, LedNetwork, led_network, weights_of
@@ -413,10 +414,11 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
-            if options and (reason := why_patched(options, block.reads)):
+            outside = outside_of(block.kind, options, arguments)
+            if options and (reason := why_patched(options, block.reads, outside.places if outside else ())):
                 return self._plain(block, args, kwargs, reason)
-            if (attention := attention_outside(block.kind, options, arguments)) is not None:
-                arguments[ATTENTION_OUT] = True
+            if outside is not None:
+                arguments |= outside.form
             form, tensors = taken_apart(arguments)
             if stored := self._stored_in(block, _dtype_of(tensors)):
                 form = tuple(sorted((*form, *taken_apart({STORED: stored})[0])))
@@ -446,15 +448,15 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
-        if attention is not None and not offer.is_trusted:
-            self._try_with_exact_attention(block, offer, tensors, options, args, kwargs)
+        if outside is not None and not offer.is_trusted:
+            self._try_with_stand_ins(block, offer, tensors, options, outside, args, kwargs)
             return self._rest(block, args, kwargs)
-        found = self._computed(block, offer, tensors, attention)
+        found = self._computed(block, offer, tensors, outside.called(offer.told) if outside else None)
         if isinstance(found, str):
             return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
-            self.share.apart += attention is not None or bool(stored)
+            self.share.apart += outside is not None or bool(stored)
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
@@ -521,33 +523,49 @@ class BlockCalls:
         with suppress(torch.OutOfMemoryError):
             self._trials[id(offer)] = offer, compared(found, wanted)
 
-    def _try_with_exact_attention(
+    def _try_with_stand_ins(
         self,
         block: LedBlock,
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         options: dict[str, Any] | None,
+        outside: Outside,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Compare an engine that calls attention out with its block, both with the same exact attention.
+        """Compare an engine that calls something out with its block, both with stand-ins for what is called out.
 
-        Another node's may count its calls, or add noise: it is called once, by the block, for the picture.
+        Another node's function may count its calls, or add noise: it is called once, by the block, for the picture.
         """
-        found = self._computed(block, offer, tensors, exact_attention)
-        if isinstance(found, str):
-            return
-        with suppress(torch.OutOfMemoryError), attending_exactly(block.kind, options):
+        stand_ins = StandIns(block.kind, outside)
+        with suppress(torch.OutOfMemoryError):
+            try:
+                wanted = self._with_stand_ins(block, stand_ins, options, args, kwargs)
+            except UnsupportedModel as error:
+                return offer.refuse(str(error), is_final=False)
+            found = self._computed(block, offer, tensors, stand_ins.in_the_engine)
+            if not isinstance(found, str):
+                offer.told = stand_ins.told
+                self._compare(offer, found, wanted)
+
+    def _with_stand_ins(
+        self,
+        block: LedBlock,
+        stand_ins: StandIns,
+        options: dict[str, Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        with stand_ins.in_the_block(options):
             given, named = copied(list(args), with_tensors=True), copied(kwargs, with_tensors=True)
             if block.kind.attends is not None:
                 named = block.kind.by_name(type(block.module).forward, tuple(given), named)
                 given, named[block.kind.attends] = [], exact_attention
             self._resting += 1
             try:
-                wanted = block.plain(*given, **named)
+                return block.plain(*given, **named)
             finally:
                 self._resting -= 1
-            self._compare(offer, found, wanted)
 
     def _stored_in(self, block: LedBlock, dtype: torch.dtype) -> str:
         """How those of the block's weights lie that its engine casts itself, as a form has it; looked at once a run.
@@ -818,7 +836,7 @@ def _is_alone(group: LedBlock, call: Mapping[str, Any], options: Mapping[str, An
         return False
     if why_patched(options, group.reads, is_group=True) is not None:
         return False
-    return attention_outside(group.kind, options, {}) is None
+    return outside_of(group.kind, options, {}) is None
 
 
 def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from ....core.errors import UnsupportedModel
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
 """Of options: what other nodes want attention computed by."""
+PLACE = "place"
+"""Of a call out of an engine: where in the block it is, see `BlockClass`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class BlockClass:
         attends: the argument that is the function which computes attention, for a class that is given one; None for
             the others.
         keeps: the argument that the block writes into for its next call; None where it has none.
+        places: names in `patches` and `patches_replace`, of `transformer_options`, at which other nodes' functions are
+            given tensors, and options, and give one tensor such as the first, which the block does not use otherwise.
         writes: of `transformer_options`, what a call leaves there for other nodes to look at.
     """
 
@@ -45,6 +49,7 @@ class BlockClass:
     attention: str | None = None
     attends: str | None = None
     keeps: str | None = None
+    places: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
     def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -120,13 +125,28 @@ _TOLD = "optimized_attention"
 
 BLOCK_CLASSES = (
     # UNets of SD1.x, SD2, SDXL, and their ControlNets
-    BlockClass(_ATTENTION, "BasicTransformerBlock", {"x": (0, 1), "context": (0, 1)}),
+    BlockClass(
+        _ATTENTION,
+        "BasicTransformerBlock",
+        {"x": (0, 1), "context": (0, 1)},
+        places=("attn1", "attn1_output_patch", "middle_patch", "attn2", "attn2_output_patch"),
+    ),
     BlockClass(_ATTENTION, "CrossAttention", {"x": (0, 1), "context": (0, 1), "value": (0, 1)}),
     BlockClass(_ATTENTION, "FeedForward", {"x": (0, 1)}),
     BlockClass(_UNET, "ResBlock", {"x": (0, 2, 3), "emb": (0,)}),
     # Flux.1, Flux.2
-    BlockClass(_FLUX, "DoubleStreamBlock", {"img": (0, 1), "txt": (0, 1), "vec": (0,), "pe": (0, 2)}),
-    BlockClass(_FLUX, "SingleStreamBlock", {"x": (0, 1), "vec": (0,), "pe": (0, 2)}),
+    BlockClass(
+        _FLUX,
+        "DoubleStreamBlock",
+        {"img": (0, 1), "txt": (0, 1), "vec": (0,), "pe": (0, 2)},
+        places=("attn1_output_patch",),
+    ),
+    BlockClass(
+        _FLUX,
+        "SingleStreamBlock",
+        {"x": (0, 1), "vec": (0,), "pe": (0, 2)},
+        places=("attn1_output_patch",),
+    ),
     # SD3, SD3.5
     BlockClass(
         "comfy.ldm.modules.diffusionmodules.mmdit",

@@ -294,7 +294,7 @@ class GraphedNetwork:
         graphs.forget(kind, for_good=True)
 
     def _weights_for(self, whole: WholeCall) -> Mapping[str, torch.Tensor] | None:
-        """All weights that the call computes with, by name; None where not all lie where they stay, in the dtype that is wanted."""
+        """All weights of the call, by name; None where not all lie where they stay, in the dtype that is wanted."""
         dtypes = {dtype_of(offer.precision) for offer in whole.offers}
         if len(dtypes) != 1:
             return None

@@ -13,7 +13,7 @@ from slipstream.core.spec import Optimize, Precision
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
-from slipstream.hosts.comfy.blocks import block_patches, block_weights, led_network
+from slipstream.hosts.comfy.blocks import block_weights, computed_outside, led_network
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.hosts.comfy.run.model_calls import ModelCalls
 from slipstream.runtime.blocks.block_engines import BlockOffer
@@ -117,7 +117,7 @@ def patched(patcher: Any, how: str) -> Any:
 
 
 PATCHES = {
-    "attention input": 0.5, "attention output": 0.5, "one attention": 0.9, "every attention over the text": 0.5,
+    "attention input": 0.5, "attention output": 1.0, "one attention": 1.0, "every attention over the text": 1.0,
     "skips": 1.0, "attention function": 1.0,
 }  # fmt: skip
 """What another node does, and the least share of the calls of blocks that engines still compute."""
@@ -250,6 +250,179 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+class AtPlaces:
+    """Functions in the place of attention and behind it, as IP-Adapter and NAG have them, that note what they are told.
+
+    Args:
+        writes: into what they are given, and keep it.
+    """
+
+    def __init__(self, writes: bool = False) -> None:
+        self.calls: list[Any] = []
+        self._writes, self._kept = writes, []
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        from comfy.ldm.modules.attention import optimized_attention
+
+        self._note((q, k, v), extra)
+        found = optimized_attention(q, k, v, extra["n_heads"])
+        if self._writes:
+            q.copy_(0.5 * found)
+            k.zero_()
+            v.zero_()
+            return q
+        return 0.5 * found
+
+    def follow(self, n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        self._note((n,), extra)
+        return n.mul_(0.8) if self._writes else 0.8 * n
+
+    def _note(self, tensors: tuple[torch.Tensor, ...], extra: dict[str, Any]) -> None:
+        if self._writes:
+            self._kept += tensors
+        told = {name: value for name, value in extra.items() if name not in ("callbacks", "wrappers", "uuids")}
+        self.calls.append(([each.clone() for each in tensors], told, torch.is_inference_mode_enabled()))
+
+    def on(self, patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn1_replace(self.attend, "input", 1, 0)
+        clone.set_model_attn2_replace(self.attend, "middle", 0)
+        clone.set_model_attn2_replace(self.attend, "output", 3)
+        clone.set_model_attn1_output_patch(self.follow)
+        clone.set_model_attn1_output_patch(lambda n, extra: n + 0.01)
+        clone.set_model_attn2_output_patch(self.follow)
+        clone.set_model_patch(self.follow, "middle_patch")
+        return clone
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["", "writing"])
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_functions_of_other_nodes_are_called_in_the_midst_of_engines_as_in_blocks(
+    family: str, writes: bool, provider: EngineProvider
+) -> None:
+    model = tiny.model(family)
+    fast, module = accelerated(provider, model)
+    first, here, there = AtPlaces(writes), AtPlaces(writes), AtPlaces(writes)
+    wanted = tiny.sample(there.on(model), family, steps=STEPS)
+    assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
+    assert distance(tiny.sample(first.on(fast), family, steps=STEPS), wanted) < 1e-5
+    before = module.status.to_json()
+    assert distance(tiny.sample(here.on(fast), family, steps=STEPS), wanted) < 1e-5
+    counted = module.status.since(before)
+    assert counted["blocks_on_engines"] == counted["blocks"] > 0
+    assert len(first.calls) == len(here.calls) == len(there.calls) > 0
+    for one, other in zip(here.calls, there.calls, strict=True):
+        assert same(one[1], other[1]) and one[2] == other[2]
+        assert all(map(same, one[0], other[0])) and len(one[0]) == len(other[0])
+
+
+def test_functions_behind_a_transformers_attention_are_called_in_the_midst_of_engines(
+    provider: EngineProvider,
+) -> None:
+    """As NAG has them: Flux's blocks tell them where the picture's tokens are."""
+    model = tiny.transformer("flux")
+    fast, module = accelerated(provider, model)
+
+    def on(patcher: Any, told: list[Any]) -> Any:
+        def follow(n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            told.append((n.shape, extra.get("img_slice"), extra["block_type"], extra["block_index"]))
+            first, last = extra.get("img_slice") or (0, n.shape[1])
+            n[:, first:last] *= 0.5
+            return n
+
+        clone = patcher.clone()
+        clone.set_model_attn1_output_patch(follow)
+        return clone
+
+    here: list[Any] = []
+    there: list[Any] = []
+    wanted = tiny.sample(on(model, there), "flux", steps=STEPS)
+    if not there:
+        pytest.skip("this ComfyUI's Flux calls no such functions")
+    assert distance(wanted, tiny.sample(model, "flux", steps=STEPS)) > 1e-3
+    for _ in range(2):
+        here.clear()
+        assert distance(tiny.sample(on(fast, here), "flux", steps=STEPS), wanted) < 1e-5
+        assert here == there
+    on_engines, total = share_of(module)
+    assert on_engines == total > 0
+
+
+@pytest.mark.parametrize("how", ["another shape", "another kind", "raises", "no memory"])
+def test_a_function_that_engines_cannot_call_out_leaves_its_block_to_the_model(
+    how: str, provider: EngineProvider
+) -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    calls: list[bool] = []
+
+    def follow(n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        calls.append(True)
+        if how == "another shape":
+            return n[:, :1]
+        if how == "another kind":
+            return (0.5 * n).as_subclass(Odd)
+        if len(calls) > 20 and not failed:
+            failed.append(len(calls))
+            raise torch.OutOfMemoryError("no") if how == "no memory" else ValueError("its own")
+        return 0.5 * n
+
+    def on(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn2_output_patch(follow)
+        return clone
+
+    failed: list[int] = [0]
+    wanted = tiny.sample(on(model), steps=STEPS)
+    calls.clear()
+    failed.clear()
+    if how == "raises":
+        tiny.sample(on(fast), steps=STEPS)
+        with pytest.raises(ValueError, match="its own"):
+            for _ in range(3):
+                tiny.sample(on(fast), steps=STEPS)
+        assert failed == [len(calls)] and not forwards(model)
+        return
+    for _ in range(2):
+        assert distance(tiny.sample(on(fast), steps=STEPS), wanted) < 1e-5
+    on_engines, total = share_of(module)
+    assert module.status.block_calls and (on_engines == total) == (how == "no memory")
+
+
+def test_what_changes_tokens_before_attention_is_left_to_the_block(provider: EngineProvider) -> None:
+    """As HyperTile and token merging do: they divide the tokens before it, and put them together behind it."""
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def on(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn1_patch(lambda n, context, value, extra: (*[n.unflatten(1, (2, -1)).flatten(0, 1)] * 3,))
+        clone.set_model_attn1_output_patch(lambda n, extra: n.unflatten(0, (-1, 2)).flatten(1, 2))
+        return clone
+
+    found, wanted = tiny.sample(on(fast), steps=STEPS), tiny.sample(on(model), steps=STEPS)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+    on_engines, total = share_of(module)
+    assert on_engines == total - 3
+
+
+def test_a_block_that_tells_what_engines_cannot_is_left_to_the_model(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(computed_outside, "_HEADS", "heads")
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    how = "every attention over the text"
+    with caplog.at_level("INFO"):
+        found = tiny.sample(patched(fast, how), steps=STEPS)
+    assert distance(found, tiny.sample(patched(model, how), steps=STEPS)) < 1e-5
+    on_engines, total = share_of(module)
+    assert on_engines < total and "how many heads" in caplog.text
+
+
 def test_an_override_may_hand_back_what_it_was_given(provider: EngineProvider) -> None:
     """As perturbed attention does."""
     model = tiny.transformer("wan")
@@ -329,7 +502,7 @@ def test_attention_that_rounds_is_computed_by_comfyui_itself(
 ) -> None:
     """As where ComfyUI was started with SageAttention or comfy-kitchen's, which are none of these on a CPU."""
     known = set(provider.store.digests())
-    monkeypatch.setattr(block_patches, "_EXACT", frozenset())
+    monkeypatch.setattr(computed_outside, "_EXACT", frozenset())
     for family in ("qwen", "pixart"):
         model = tiny.transformer(family)
         fast, module = accelerated(provider, model)

@@ -133,6 +133,39 @@ def test_a_package_calls_attention_out(provider: EngineProvider) -> None:
     assert distance(tiny.sample(fast, "wan", **sizes), tiny.sample(model, "wan", **sizes)) < 1e-5
 
 
+def test_a_package_calls_functions_of_other_nodes_out(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As IP-Adapter and NAG have them; these write into what they are given, and keep it."""
+    only = {row.place: row for row in BLOCK_CLASSES if row.name == "BasicTransformerBlock"}
+    monkeypatch.setattr(block_classes, "_BLOCKS", only)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        q.mul_(1 + v.mean(1, keepdim=True))
+        k.zero_()
+        kept.extend((tensor, tensor.clone()) for tensor in (q, k, v))
+        return q
+
+    def follow(n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        kept.append((n, n.mul_(0.5).clone()))
+        return n
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    for patcher in (fast, model):
+        for place in (("input", 1), ("middle", 0), ("output", 3)):
+            patcher.set_model_attn2_replace(attend, *place)
+        patcher.set_model_attn1_output_patch(follow)
+    for size in (64, 128):
+        before = module.status.to_json()
+        found = tiny.sample(fast, steps=STEPS, size=size)
+        assert 0 < distance(found, tiny.sample(model, steps=STEPS, size=size)) < 1e-5
+        assert module.status.since(before)["blocks_on_engines"] >= 3 * (STEPS - 2), module.status.to_json()
+    assert all(torch.equal(tensor, clone) for tensor, clone in kept) and len(kept) > 50
+    assert any("attn1_output_patch attn2 outside" in entry.manifest.label for entry in provider.store.list())
+
+
 @pytest.mark.slow
 def test_packages_cast_weights_that_are_stored_in_eight_bits(provider: EngineProvider) -> None:
     known = set(provider.store.digests())
@@ -156,7 +189,7 @@ def test_one_package_of_each_kind_serves_a_vae_at_all_sizes(provider: EngineProv
         module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
         fast, before = accelerate_vae(vae, module), len(provider.store.digests())
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-            patch.setattr(block_classes, "_BY_PLACE", only)
+            patch.setattr(block_classes, "_BLOCKS", only)
             for size in (8, 12):
                 z = torch.randn(1, 4, size, size, generator=torch.Generator().manual_seed(1))
                 for _ in range(3):

@@ -1,0 +1,235 @@
+"""What others compute in the midst of a block's engine: its attention, and what other nodes' functions do in it.
+
+ComfyUI's blocks hand tensors to functions of other nodes: in the place of an attention, as IP-Adapter has it, or behind
+one. An engine calls them out as it calls attention out, see `attention_out`, and computes the rest of the block.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ....compile_backend.blocks.attention_out import Attention
+from ....compile_backend.blocks.call_form import taken_apart
+from ....core.errors import UnsupportedModel
+from ...stand_in import copied
+from ..models.diffusion_model import plain_attention, scaled_dot_product_attention
+from .block_architecture import ATTENTION_OUT, PLACES_OUT
+from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass
+from .block_patches import PATCHES, REPLACE, key_of_block
+
+Told = Mapping[str, tuple[frozenset[str], dict[str, Any]]]
+"""What a block tells the functions at a place: which of its options it keeps to itself, and what it adds to them."""
+
+_HEADS = "n_heads"
+"""What a block tells whoever replaces its attention."""
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What others compute in one call of a block.
+
+    Attributes:
+        attention: what computes its attention; None where engines compute what it does.
+        places: names of the places at which other nodes' functions compute.
+        options: `transformer_options` of the call.
+    """
+
+    attention: Attention | None
+    places: tuple[str, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What it adds to the arguments of a call."""
+        form: dict[str, Any] = {ATTENTION_OUT: True} if self.attention is not None else {}
+        return {**form, PLACES_OUT: " ".join(self.places)} if self.places else form
+
+    def called(self, told: Told) -> Attention:
+        """What the block's engine calls out to, in this call."""
+        extra: dict[str, Any] = {}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = kwargs.pop(PLACE, None)
+            if place is None:
+                assert self.attention is not None
+                return self.attention(*args, **kwargs)
+            kept, added = told[place]
+            if not extra:
+                extra.update((name, value) for name, value in self.options.items() if name not in kept)
+            extra.update(copied(added))
+            return self._at(place, [tensor.clone() for tensor in args], extra)
+
+        return call
+
+    def _at(self, place: str, tensors: Sequence[torch.Tensor], extra: dict[str, Any]) -> Any:
+        """What the functions at a place give; tensors are their own, which they may keep, or write into."""
+        if replacements := self.options.get(REPLACE, {}).get(place):
+            return replacements[key_of_block(replacements, self.options)](*tensors, extra)
+        (found,) = tensors
+        for function in self.options[PATCHES][place]:
+            found = function(found, extra)
+        return found
+
+
+def outside_of(kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any]) -> Outside | None:
+    """What others compute in a call of a block; None where its engine computes all.
+
+    Args:
+        kind: of the block.
+        options: `transformer_options` of the call.
+        arguments: of the call, by name; a function among them that computes attention is taken out.
+
+    Raises:
+        TypeError: the block is to be told what computes its attention, and is not.
+    """
+    attention = _attention_outside(kind, options, arguments)
+    places = tuple(_places(kind, options)) if options else ()
+    return Outside(attention, places, options or {}) if attention is not None or places else None
+
+
+def _places(kind: BlockClass, options: Mapping[str, Any]) -> Iterator[str]:
+    patches, replaced = options.get(PATCHES), options.get(REPLACE)
+    for place in kind.places if patches or replaced else ():
+        functions = patches.get(place) if isinstance(patches, Mapping) else None
+        replacements = replaced.get(place) if isinstance(replaced, Mapping) else None
+        if functions:
+            if isinstance(functions, list) and all(map(callable, functions)) and not replacements:
+                yield place
+        elif isinstance(replacements, Mapping) and callable(replacements.get(key_of_block(replacements, options))):
+            yield place
+
+
+_ATTENTION = "comfy.ldm.modules.attention"
+
+_EXACT = frozenset(f"attention_{name}" for name in ("basic", "flash", "pytorch", "split", "sub_quad", "xformers"))
+"""ComfyUI's ways to compute attention itself. Those that round it (SageAttention, comfy-kitchen) are called out."""
+
+
+def _attention_outside(
+    kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any]
+) -> Attention | None:
+    """The function of ComfyUI that the block itself would call, with the options of its call, by which that finds
+    another node's. None where engines compute what it does: it rounds nothing, and nobody replaces it.
+    """
+    if not kind.has_attention:
+        return None
+    if kind.attends is not None:
+        function = arguments.pop(kind.attends, None)
+        if not callable(function):
+            raise TypeError("nothing computes its attention")
+    else:
+        function = importlib.import_module(kind.attention or _ATTENTION).optimized_attention
+    is_replaced = kind.takes_options and options is not None and OVERRIDE in options
+    if not is_replaced and _is_exact(function):
+        return None
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        own = {OPTIONS: {} if options is None else options} if kind.takes_options else {}
+        return function(*args, **kwargs, **own)
+
+    return attention
+
+
+def _is_exact(function: Any) -> bool:
+    """Whether it is one of ComfyUI's, in nothing but ComfyUI's own wrapper."""
+    while isinstance(function, FunctionType) and function.__globals__.get("__name__") == _ATTENTION:
+        if (inner := function.__dict__.get("__wrapped__")) is None:
+            return function.__name__ in _EXACT
+        function = inner
+    return False
+
+
+def exact_attention(*args: Any, **kwargs: Any) -> Any:
+    """What engines of blocks that call nothing out compute."""
+    return scaled_dot_product_attention(None, *args, **kwargs)
+
+
+class StandIns:
+    """In the place of others' functions, which may count their calls, or add noise: for a block, and for its engine.
+
+    Attributes:
+        told: what the block told them.
+    """
+
+    def __init__(self, kind: BlockClass, outside: Outside) -> None:
+        self._kind, self._outside = kind, outside
+        self.told: dict[str, tuple[frozenset[str], dict[str, Any]]] = {}
+
+    @contextmanager
+    def in_the_block(self, options: dict[str, Any] | None) -> Iterator[None]:
+        """Meanwhile a block that is called with these options computes by them.
+
+        Raises:
+            UnsupportedModel: it tells functions at a place what engines cannot tell them.
+        """
+        with plain_attention(self._kind.attention):
+            if options is None:
+                yield
+                return
+            given = self._given_by(options)
+            before = {name: options[name] for name in given if name in options}
+            options.update(given)
+            try:
+                yield
+            finally:
+                for name in given.keys() - before.keys():
+                    del options[name]
+                options.update(before)
+
+    def _given_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options in which they stand."""
+        given: dict[str, Any] = {OVERRIDE: scaled_dot_product_attention}
+        for place in self._outside.places:
+            function = self._noting(place, options)
+            if replacements := options.get(REPLACE, {}).get(place):
+                alone = {key_of_block(replacements, options): function}
+                given[REPLACE] = {**given.get(REPLACE, options[REPLACE]), place: alone}
+            else:
+                given[PATCHES] = {**given.get(PATCHES, options[PATCHES]), place: [function]}
+        return given
+
+    def _noting(self, place: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+        def stand_in(*args: Any) -> Any:
+            *tensors, extra = args
+            kept = frozenset(options.keys() - extra.keys())
+            self.told[place] = kept, {name: extra[name] for name in extra if _is_added(name, extra[name], options)}
+            return self._computed(place, tensors)
+
+        return stand_in
+
+    def in_the_engine(self, *args: Any, **kwargs: Any) -> Any:
+        """What the engine calls out to."""
+        place = kwargs.pop(PLACE, None)
+        return exact_attention(*args, **kwargs) if place is None else self._computed(place, args)
+
+    def _computed(self, place: str, tensors: Sequence[torch.Tensor]) -> Any:
+        if len(tensors) == 1:
+            return 0.5 * tensors[0]
+        _, added = self.told[place]
+        heads = added.get(_HEADS, self._outside.options.get(_HEADS))
+        if not isinstance(heads, int):
+            raise UnsupportedModel("it does not say how many heads its attention has")
+        return exact_attention(*tensors, heads)
+
+
+def _is_added(name: str, value: Any, options: Mapping[str, Any]) -> bool:
+    """Whether a block says something of its own to other nodes' functions.
+
+    Raises:
+        UnsupportedModel: it is another kind of value than engines are told.
+    """
+    try:
+        _, tensors = taken_apart({name: value})
+        is_plain = not tensors
+    except TypeError:
+        is_plain = False
+    if not is_plain and name not in options:
+        raise UnsupportedModel(f"it tells other nodes {name!r}, which engines do not know")
+    return is_plain and not (name in options and options[name] == value)
