@@ -15,6 +15,8 @@ _OWN = {"ldm", "sgm", "torch", "modules"}
 class WebUiCode:
     """What other extensions replaced in the classes of a model's layers; see `live_model.Code`."""
 
+    state = None
+
     def __init__(self, _: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
         self._kinds = set(map(type, layers.values()))
 

@@ -58,6 +58,11 @@ class Code(Protocol):
         """What others replaced, in words; None where nothing."""
         ...
 
+    @property
+    def state(self) -> object:
+        """What the last answer came from: another thing once anything was replaced; None where it is not kept."""
+        ...
+
 
 CodeOf = Callable[[torch.nn.Module, Mapping[str, torch.nn.Module]], Code]
 """Reads the code of a model's layers, all or some of them."""
@@ -141,6 +146,7 @@ class LiveModel:
         self._is_part = is_part
         self._code_of = code
         self._parts: dict[str, _Part] = {}
+        self._changed: tuple[tuple[Any, ...], dict[str, str]] = (), {}
 
     def why_changed(self, part: str = "", hold: Hold | None = None) -> str | None:
         """What others changed, in words; None where the model computes what a fresh one would.
@@ -159,6 +165,21 @@ class LiveModel:
             known = self._parts[part] = self._look_at(live, part)
         reason = known.reason or known.code.why_replaced()
         return reason or (hold.why_changed(known.layers) if hold is not None else None)
+
+    def changed_parts(self, parts: tuple[str, ...]) -> dict[str, str]:
+        """What others changed in several layers, in words, by their names; without those in which they changed nothing.
+
+        Cheap where nothing happened since it was asked last, about the same tuple.
+        """
+        if self.why_changed() is None:
+            return {}
+        whole = self._parts[""]
+        whole.code.why_replaced()  # which is asked above where nothing else is changed
+        state = whole, whole.code.state, parts
+        if whole.code.state is None or not (self._changed[0] and all(map(is_, self._changed[0], state))):
+            reasons = ((part, self.why_changed(part)) for part in parts)
+            self._changed = state, {part: reason for part, reason in reasons if reason is not None}
+        return self._changed[1]
 
     def _look_at(self, live: torch.nn.Module, part: str) -> _Part:
         layers = _layers_in(live, part)

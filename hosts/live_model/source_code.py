@@ -75,6 +75,11 @@ class HostCode:
             self._known = *self._look(), reason
         return self._known[2]
 
+    @property
+    def state(self) -> object:
+        """See `Code`."""
+        return self._known
+
     def _look(self) -> tuple[list[int], list[Any]]:
         return [*map(len, self._spaces)], [*self._values(), *map(attrgetter("__code__"), self._functions)]
 

@@ -96,6 +96,7 @@ class LedNetwork:
         self._lock = threading.Lock()
         self.blocks = [*_blocks_of(network, owner)]
         self.groups = [*_groups_of(network, owner)]
+        self._paths = tuple(block.path for block in (*self.blocks, *self.groups))
         self.reads = _names_known(network)
         self.wholes: dict[Any, Any] = {}
         self.parts: dict[Any, Any] = {}
@@ -127,7 +128,8 @@ class LedNetwork:
             return
         led: list[LedBlock] = []
         try:
-            changed = {} if is_unchanged else self._changed(network)
+            account = live_model(network, self.owner, self.owner.is_part)
+            changed = {} if is_unchanged else account.changed_parts(self._paths)
             for blocks, calls in ((self.blocks, lead), (self.groups, lead_group)):
                 for block in blocks:
                     if block.path not in changed and _FORWARD not in block.module.__dict__:
@@ -138,14 +140,6 @@ class LedNetwork:
             for block in led:
                 block.end()
             self._lock.release()
-
-    def _changed(self, network: torch.nn.Module) -> dict[str, str]:
-        """What others changed in blocks and groups, in words, by their paths."""
-        account = live_model(network, self.owner, self.owner.is_part)
-        if account.why_changed() is None:
-            return {}
-        reasons = ((block.path, account.why_changed(block.path)) for block in (*self.blocks, *self.groups))
-        return {path: reason for path, reason in reasons if reason is not None}
 
 
 class _Last:

@@ -151,6 +151,8 @@ class NoCode:
     def __init__(self, *_: Any) -> None:
         pass
 
+    state = "nothing was replaced"
+
     def why_replaced(self) -> None:
         return None
 
@@ -169,6 +171,55 @@ def test_another_look_finds_what_a_first_one_finds(change: Callable[[Any], None]
     assert (wanted.why_changed() is None) == (change is untouched)
     assert account.why_changed() == wanted.why_changed()
     assert account.why_changed("blocks.1") == wanted.why_changed("blocks.1")
+
+
+PARTS = "blocks.0", "blocks.1"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_known_of_several_parts_is_what_is_known_of_each(change: Callable[[Any], None]) -> None:
+    model = Model()
+    account = account_of(model)
+    assert account.changed_parts(PARTS) == {}
+    model.blocks[0].sizes["other"] = 4
+    assert account.changed_parts(PARTS).keys() == {"blocks.0"}
+    change(model)
+    wanted = account_of(model)
+    each = {part: wanted.why_changed(part) for part in PARTS}
+    for _ in range(2):
+        assert account.changed_parts(PARTS) == {part: reason for part, reason in each.items() if reason is not None}
+
+
+def test_parts_are_not_looked_at_again_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    account = account_of(model)
+    model.blocks[1].sizes["other"] = 4
+    first = account.changed_parts(PARTS)
+    looks: list[str] = []
+    why_changed = account.why_changed
+    monkeypatch.setattr(account, "why_changed", lambda part="": (looks.append(part), why_changed(part))[1])
+    assert account.changed_parts(PARTS) == first and looks == [""]
+    model.blocks[0].sizes["other"] = 4
+    assert account.changed_parts(PARTS).keys() == {*PARTS} and looks == ["", "", *PARTS]
+
+
+def test_where_code_was_replaced_each_part_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(NoCode):
+        state: object = "first"
+        said = "replaced"
+
+        def why_replaced(self) -> Any:
+            return self.said
+
+    model = Model()
+    account = LiveModel(model, Model, code=Replaced)
+    assert account.changed_parts(PARTS) == dict.fromkeys(PARTS, "replaced")
+    monkeypatch.setattr(Replaced, "said", "replaced otherwise")
+    assert account.changed_parts(PARTS) == dict.fromkeys(PARTS, "replaced")
+    for state in ("another", None):
+        monkeypatch.setattr(Replaced, "state", state)
+        monkeypatch.setattr(Replaced, "said", f"replaced: {state}")
+        assert account.changed_parts(PARTS) == dict.fromkeys(PARTS, f"replaced: {state}")
 
 
 def test_a_function_that_knows_what_is_not_there_yet() -> None:
