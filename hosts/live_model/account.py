@@ -251,7 +251,7 @@ class LiveModel:
         kind: Any = type(layer)
         known = _OF_QUANTISED if part and kind.__module__ == "comfy.ops" else frozenset()
         for key in own.keys() - wanted.keys() - _OF_MODULES - known:
-            if own[key] is None:
+            if own[key] is None or is_own_method(layer, key):
                 continue
             is_method = callable(getattr(kind, key, None))
             is_hidden = any(key in own[parts] for parts in _PARTS)  # which it is read in the place of
@@ -412,6 +412,13 @@ def _layers_in(live: torch.nn.Module, part: str) -> Mapping[str, torch.nn.Module
 def _is_in(name: str, part: str) -> bool:
     """Whether a layer is `part` or lies in it."""
     return not part or name == part or name.startswith(f"{part}.")
+
+
+def is_own_method(layer: torch.nn.Module, name: str) -> bool:
+    """Whether what a layer holds under a name is the method of its class: who put another one there may leave that."""
+    found = vars(layer).get(name)
+    is_bound_to_it = isinstance(found, MethodType) and found.__self__ is layer
+    return is_bound_to_it and found.__func__ is getattr(type(layer), name, None)
 
 
 def _is_alike(kind: type, wanted: type) -> bool:

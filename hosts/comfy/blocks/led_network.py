@@ -16,7 +16,7 @@ import torch
 
 from ....runtime.blocks.block_engines import BlockOffer
 from ...architecture import Remembered
-from ...live_model.account import live_model, names_read
+from ...live_model.account import is_own_method, live_model, names_read
 from ...live_model.layer_walk import layers_of
 from .block_architecture import Owner, block_digest
 from .block_classes import BlockClass, block_class_of, group_class_of
@@ -52,6 +52,8 @@ class LedBlock:
         self._class_forward: Any = type(module).forward
         self.lead: Lead | None = None
         self._thread = 0
+        self._left: dict[str, Any] = {}
+        """What lay in the place of the attribute by which its calls are led."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself, without the hooks on it, which run around this."""
@@ -63,13 +65,21 @@ class LedBlock:
             del self.offers[next(iter(self.offers))]
         self.offers[call] = offer
 
+    @property
+    def can_be_led(self) -> bool:
+        """Whether nobody else leads its calls."""
+        return _FORWARD not in self.module.__dict__ or is_own_method(self.module, _FORWARD)
+
     def begin(self, lead: Lead) -> None:
         """From now on its calls go to `lead`, if they come from this thread."""
         self.lead, self._thread = lead, threading.get_ident()
-        self.module.__dict__[_FORWARD] = self._forward
+        own = self.module.__dict__
+        self._left = {_FORWARD: own[_FORWARD]} if _FORWARD in own else {}
+        own[_FORWARD] = self._forward
 
     def end(self) -> None:
         self.module.__dict__.pop(_FORWARD, None)
+        self.module.__dict__.update(self._left)
         self.lead = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +142,7 @@ class LedNetwork:
             changed = {} if is_unchanged else account.changed_parts(self._paths)
             for blocks, calls in ((self.blocks, lead), (self.groups, lead_group)):
                 for block in blocks:
-                    if block.path not in changed and _FORWARD not in block.module.__dict__:
+                    if block.path not in changed and block.can_be_led:
                         led.append(block)
                         block.begin(calls)
             yield {block.path: changed[block.path] for block in self.blocks if block.path in changed}

@@ -526,6 +526,21 @@ def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvi
     assert 0 < on_engines == total - 2  # its other attention and its feed forward are on engines
 
 
+def test_a_block_whose_own_method_lies_on_it_is_on_its_engine(provider: EngineProvider) -> None:
+    """As something leaves it that led the block's calls elsewhere for a while."""
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    network = model.model.diffusion_model
+    blocks = [each for each in network.modules() if type(each).__name__ in ("ResBlock", "BasicTransformerBlock")]
+    for block in blocks:
+        block.forward = block.forward
+    left = [vars(block)["forward"] for block in blocks]
+    found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    on_engines, total = share_of(module)
+    assert distance(found, wanted) < 1e-5 and on_engines == total
+    assert [vars(block)["forward"] for block in blocks] == left
+
+
 def test_hooks_on_a_block_run_around_its_engine(provider: EngineProvider) -> None:
     model = tiny.model()
     fast, module = accelerated(provider, model)

@@ -222,6 +222,21 @@ def test_where_code_was_replaced_each_part_is_asked_anew(monkeypatch: pytest.Mon
         assert account.changed_parts(PARTS) == dict.fromkeys(PARTS, f"replaced: {state}")
 
 
+def test_a_method_that_was_put_back_is_no_change() -> None:
+    """ComfyUI puts the bound method of the class onto a layer from which it takes a LoRA that computes beside it."""
+    model: Any = Model()
+    layer = model.blocks[1].first
+    layer.forward = layer.forward
+    account = account_of(model)
+    assert "forward" in vars(layer) and account.why_changed() is None
+    layer.forward = lambda x: 2 * x
+    assert "forward" in str(account.why_changed())
+    layer.forward = MethodType(nn.Linear.forward, model.blocks[0].first)
+    assert "forward" in str(account.why_changed())
+    layer.forward = MethodType(nn.Linear.forward, layer)
+    assert account.why_changed() is None
+
+
 def test_a_function_that_knows_what_is_not_there_yet() -> None:
     model: Any = Model()
 
