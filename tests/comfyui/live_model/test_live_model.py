@@ -626,7 +626,7 @@ def untouched(unet: Any) -> None:
 
 
 def bound_method(unet: Any) -> None:
-    unet._forward = types.MethodType(type(unet)._forward, unet)
+    unet._forward = types.MethodType(lambda unet, *args, **kwargs: type(unet)._forward(unet, *args, **kwargs), unet)
 
 
 def class_that_knows_the_model(unet: Any) -> None:
