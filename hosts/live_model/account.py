@@ -417,8 +417,9 @@ def _is_in(name: str, part: str) -> bool:
 def is_own_method(layer: torch.nn.Module, name: str) -> bool:
     """Whether what a layer holds under a name is the method of its class: who put another one there may leave that."""
     found = vars(layer).get(name)
-    is_bound_to_it = isinstance(found, MethodType) and found.__self__ is layer
-    return is_bound_to_it and found.__func__ is getattr(type(layer), name, None)
+    if not isinstance(found, MethodType) or found.__self__ is not layer:
+        return False
+    return found.__func__ is getattr(type(layer), name, None)
 
 
 def _is_alike(kind: type, wanted: type) -> bool:

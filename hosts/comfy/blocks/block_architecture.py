@@ -85,7 +85,7 @@ def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor
         UnsupportedModel: the block tells its attention more than it is told itself.
     """
     kwargs.pop(_INSIDE, None)
-    if kwargs.pop(OPTIONS, {}).keys() - {OVERRIDE}:
+    if kwargs.pop(OPTIONS, {}).keys() - {OVERRIDE, BLOCK, PATCHES, REPLACE}:  # which it is told in a trace
         raise UnsupportedModel("the block tells its attention more than it is told itself")
     return call_out(_attention_shape(*args, **kwargs), args, kwargs)
 

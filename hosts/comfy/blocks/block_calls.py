@@ -414,7 +414,7 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
-            outside = outside_of(block.kind, options, arguments)
+            outside = outside_of(block.kind, options, arguments, block.reads)
             if options and (reason := why_patched(options, block.reads, outside.places if outside else ())):
                 return self._plain(block, args, kwargs, reason)
             if outside is not None:
@@ -479,13 +479,14 @@ class BlockCalls:
             result, whole = found
             self.share.engine = computed + whole.blocks
             self._served |= {id(offer): offer for offer in whole.offers}
-            options.update(whole.left)
+            options.update(copied(whole.left))
             return result
         by_parts = group in self._without_graph or not graphed.may_have_graph(call)
         result, share, served = self._apart(group, args, kwargs, by_parts)
         if share.is_by_engines_alone:
             self._without_graph.discard(group)
-            graphed.note(call, served, share.engine, {name: options[name] for name in group.kind.writes})
+            left = {name: copied(options[name]) for name in group.kind.writes if name in options}
+            graphed.note(call, served, share.engine, left)
         else:
             self._without_graph.add(group)
         return result
@@ -538,15 +539,20 @@ class BlockCalls:
         Another node's function may count its calls, or add noise: it is called once, by the block, for the picture.
         """
         stand_ins = StandIns(block.kind, outside)
-        with suppress(torch.OutOfMemoryError):
-            try:
-                wanted = self._with_stand_ins(block, stand_ins, options, args, kwargs)
-            except UnsupportedModel as error:
-                return offer.refuse(str(error), is_final=False)
-            found = self._computed(block, offer, tensors, stand_ins.in_the_engine)
-            if not isinstance(found, str):
-                offer.told = stand_ins.told
-                self._compare(offer, found, wanted)
+        try:
+            wanted = self._with_stand_ins(block, stand_ins, options, args, kwargs)
+        except self._hooks.interruptions:
+            raise
+        except torch.OutOfMemoryError:
+            return
+        except UnsupportedModel as error:
+            return offer.refuse(str(error), is_final=False)
+        except Exception as error:  # whatever the block makes of them: with what they stand for it goes on
+            return offer.refuse(f"its engine cannot be compared ({type(error).__name__}: {error})", is_final=False)
+        found = self._computed(block, offer, tensors, stand_ins.in_the_engine)
+        if not isinstance(found, str):
+            offer.told = stand_ins.told
+            self._compare(offer, found, wanted)
 
     def _with_stand_ins(
         self,
@@ -836,7 +842,7 @@ def _is_alone(group: LedBlock, call: Mapping[str, Any], options: Mapping[str, An
         return False
     if why_patched(options, group.reads, is_group=True) is not None:
         return False
-    return outside_of(group.kind, options, {}) is None
+    return outside_of(group.kind, options, {}, group.reads) is None
 
 
 def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

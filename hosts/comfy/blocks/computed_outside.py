@@ -7,7 +7,7 @@ one. An engine calls them out as it calls attention out, see `attention_out`, an
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -78,19 +78,22 @@ class Outside:
         return found
 
 
-def outside_of(kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any]) -> Outside | None:
+def outside_of(
+    kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any], reads: Set[str]
+) -> Outside | None:
     """What others compute in a call of a block; None where its engine computes all.
 
     Args:
         kind: of the block.
         options: `transformer_options` of the call.
         arguments: of the call, by name; a function among them that computes attention is taken out.
+        reads: all names that the block's code knows.
 
     Raises:
         TypeError: the block is to be told what computes its attention, and is not.
     """
     attention = _attention_outside(kind, options, arguments)
-    places = tuple(_places(kind, options)) if options else ()
+    places = tuple([place for place in _places(kind, options) if place in reads]) if options else ()
     return Outside(attention, places, options or {}) if attention is not None or places else None
 
 
@@ -186,13 +189,14 @@ class StandIns:
     def _given_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options in which they stand."""
         given: dict[str, Any] = {OVERRIDE: scaled_dot_product_attention}
+        if self._outside.places:  # both, so that it is told which of them the block keeps to itself
+            given |= {name: dict(options.get(name) or {}) for name in (PATCHES, REPLACE)}
         for place in self._outside.places:
-            function = self._noting(place, options)
-            if replacements := options.get(REPLACE, {}).get(place):
-                alone = {key_of_block(replacements, options): function}
-                given[REPLACE] = {**given.get(REPLACE, options[REPLACE]), place: alone}
+            function = self._noting(place, {**options, **given})
+            if replacements := given[REPLACE].get(place):
+                given[REPLACE][place] = {key_of_block(replacements, options): function}
             else:
-                given[PATCHES] = {**given.get(PATCHES, options[PATCHES]), place: [function]}
+                given[PATCHES][place] = [function]
         return given
 
     def _noting(self, place: str, options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks import block_weights, computed_outside, led_network
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.hosts.comfy.run.model_calls import ModelCalls
+from slipstream.hosts.live_model.account import LiveModel
 from slipstream.runtime.blocks.block_engines import BlockOffer
 from slipstream.runtime.checking.step_timers import is_on_purpose
 from slipstream.runtime.checking.step_times import StepTimes
@@ -314,6 +315,59 @@ def test_functions_of_other_nodes_are_called_in_the_midst_of_engines_as_in_block
     for one, other in zip(here.calls, there.calls, strict=True):
         assert same(one[1], other[1]) and one[2] == other[2]
         assert all(map(same, one[0], other[0])) and len(one[0]) == len(other[0])
+
+
+def test_an_override_and_a_function_at_a_place_are_both_called_in_the_midst(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def both(patcher: Any) -> Any:
+        return overridden(AtPlaces().on(patcher), Seen())
+
+    wanted = tiny.sample(both(model), steps=STEPS)
+    assert distance(wanted, tiny.sample(AtPlaces().on(model), steps=STEPS)) > 1e-3
+    for _ in range(2):
+        assert distance(tiny.sample(both(fast), steps=STEPS), wanted) < 1e-5
+    on_engines, total = share_of(module)
+    assert on_engines == total
+
+
+def test_other_patches_beside_it_leave_what_a_function_is_told(provider: EngineProvider) -> None:
+    """A block keeps all patches to itself, also those that were not there when its engine was compared."""
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    told: list[set[str]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        told.append(set(extra))
+        return q
+
+    def on(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn2_replace(attend, "middle", 0)
+        return clone
+
+    tiny.sample(on(fast), steps=STEPS)
+    told.clear()
+    for patcher in (on(fast), patched(on(fast), "skips"), on(model), patched(on(model), "skips")):
+        tiny.sample(patcher, steps=1)
+    assert told[0] == told[1] == told[2] == told[3] and not told[0] & {"patches", "patches_replace"}
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("no")], ids=repr)
+def test_an_engine_that_cannot_be_compared_leaves_its_block_to_the_model(
+    error: Exception, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    monkeypatch.setattr(computed_outside.StandIns, "_computed", fail)
+    found, wanted = tiny.sample(AtPlaces().on(fast), steps=STEPS), tiny.sample(AtPlaces().on(model), steps=STEPS)
+    assert distance(found, wanted) < 1e-5
+    on_engines, total = share_of(module)
+    assert on_engines < total
 
 
 def test_functions_behind_a_transformers_attention_are_called_in_the_midst_of_engines(
@@ -725,8 +779,8 @@ def test_a_run_without_engines_is_asked_about_blocks_a_few_times_only(
 ) -> None:
     """Looking at the live model at each step takes a slow CPU longer than a GPU hides."""
     looks = []
-    changed = led_network.LedNetwork._changed
-    monkeypatch.setattr(led_network.LedNetwork, "_changed", lambda *call: looks.append(call) or changed(*call))
+    changed = LiveModel.changed_parts
+    monkeypatch.setattr(LiveModel, "changed_parts", lambda *call: looks.append(call) or changed(*call))
     with quick_block_provider(EngineStore(tmp_path)) as provider:
         module = AcceleratedModule(provider, replace(BY_BLOCKS, policy=BuildPolicy.MANUAL))
         fast = accelerate_model(model := tiny.model(), module)
