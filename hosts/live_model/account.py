@@ -172,6 +172,8 @@ class LiveModel:
         Cheap where nothing happened since it was asked last, about the same tuple.
         """
         if self.why_changed() is None:
+            self._parts = {"": self._parts[""]}  # without layers that were in the model for a while
+            self._changed = (), {}
             return {}
         whole = self._parts[""]
         whole.code.why_replaced()  # which is asked above where nothing else is changed

@@ -58,6 +58,7 @@ class HostCode:
         self._classes = _layer_classes(layers)
         self._torch_classes = {torch.Tensor, *_torch_classes(layers)}
         self._known: tuple[list[int], list[Any], str | None] | None = None
+        self._is_read = True
         self._spaces: list[Mapping[str, Any]] = []
         self._functions: list[FunctionType] = []
         self._places: list[tuple[Callable[[Mapping[str, Any]], Any], Mapping[str, Any]]] = []
@@ -77,8 +78,8 @@ class HostCode:
 
     @property
     def state(self) -> object:
-        """See `Code`."""
-        return self._known
+        """See `Code`; of code that cannot be read it is not known which functions that calls."""
+        return self._known if self._is_read else None
 
     def _look(self) -> tuple[list[int], list[Any]]:
         return [*map(len, self._spaces)], [*self._values(), *map(attrgetter("__code__"), self._functions)]
@@ -155,6 +156,7 @@ class HostCode:
         try:
             modules = _modules_of(self._classes)
         except UnsupportedModel:  # which does not change
+            self._is_read = False
             return
         watched = {(module, name) for module in modules for name in _written(module).names}
         named: dict[str, list[str]] = {}

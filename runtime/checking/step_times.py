@@ -195,8 +195,8 @@ class StepTimes:
     def is_due(self, step: TimedStep) -> bool:
         """Whether a run that does this work by engines should do some of it without, to compare.
 
-        Ask once a run. It is at most in three runs, until enough is known, in up to twelve while engines seem slower,
-        which may be noise, and in one of 200 from then on.
+        Ask once a run. It is at most in three runs, until enough is known, in one of 200 from then on, and where
+        engines may be retired in up to twelve while they seem slower, which may be noise.
         """
         with self._lock:
             turns = self._turns.setdefault(step.work, _Turns())

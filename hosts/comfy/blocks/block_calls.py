@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -39,10 +39,12 @@ from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
 from ...model_patches import why_not_in_this_mode
 from ...stand_in import copied
+from ..models.diffusion_model import plain_attention
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import STORED, ComfyBlock, Owner, say_stored
+from .block_classes import OPTIONS
 from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
@@ -90,7 +92,7 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
-        apart: those of them that no graph of the whole call repeats: their attention was called out, or their engine
+        apart: those of them that no graph of the whole call repeats: something was called out of them, or their engine
             casts their weights itself.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
@@ -229,7 +231,7 @@ class BlockCalls:
         self._shares.last = share
 
     def drop_graphs(self) -> None:
-        """Give their memory back: an engine of the whole network serves."""
+        """Give their memory back."""
         self._module.provider.pool.networks.drop(self._network)
 
     def __call__(
@@ -288,7 +290,6 @@ class BlockCalls:
         if graphed is None or why_patched(options, self._reads) is not None:
             return self(compute, True, shape)
         if self._hooks.by_hand:
-            graphed.forget()
             return self(compute, True, shape)
         self._keep_graphs()
         self._check_weights()
@@ -342,6 +343,7 @@ class BlockCalls:
         if self._hooks.by_hand:
             led.parts.clear()  # what was refused a graph is tried again
             led.wholes.clear()
+            self.drop_graphs()
         elif self._graphed_blocks is not None:
             self._graphed_blocks.begin()
         with led.leading(self._network, self._lead, self._lead_group, is_unchanged) as changed:
@@ -453,7 +455,8 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         found = self._computed(block, offer, tensors, outside.called(offer.told) if outside else None)
         if isinstance(found, str):
-            return self._plain(block, args, kwargs, found)
+            with outside.given_already() if outside else nullcontext():
+                return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
             self.share.apart += outside is not None or bool(stored)
@@ -470,14 +473,17 @@ class BlockCalls:
             return group.plain(*args, **kwargs)
         try:
             call, options = group.kind.arguments(type(group.module).forward, args, kwargs)
-        except TypeError:
+            is_alone = bool(options) and _is_alone(group, call, options)
+        except (TypeError, UnsupportedModel):
+            is_alone = False
+        if not is_alone:
             return group.plain(*args, **kwargs)
-        if not options or not _is_alone(group, call, options):
-            return group.plain(*args, **kwargs)
-        computed = self.share.engine
-        if (found := graphed(call, lambda: self._apart(group, args, kwargs)[0])) is not None:
+        before = replace(self.share, eager=Counter(self.share.eager))
+        found = graphed(call, lambda: self._apart(group, args, kwargs)[0])
+        self.share = before
+        if found is not None:
             result, whole = found
-            self.share.engine = computed + whole.blocks
+            self.share.engine += whole.blocks
             self._served |= {id(offer): offer for offer in whole.offers}
             options.update(copied(whole.left))
             return result
@@ -499,14 +505,14 @@ class BlockCalls:
         Args:
             by_parts: calls of single blocks may be CUDA graphs.
         """
-        share, served = self.share, self._served
+        share, served, before = self.share, self._served, self._is_by_parts
         self.share, self._served, self._is_by_parts = BlockShare(), {}, by_parts
         try:
             return group.plain(*args, **kwargs), self.share, self._served
         finally:
             share.add(self.share)
             served.update(self._served)
-            self.share, self._served, self._is_by_parts = share, served, True
+            self.share, self._served, self._is_by_parts = share, served, before
 
     def _graphs_of(self, group: LedBlock) -> GraphedNetwork | None:
         """Those of the calls of a layer around blocks; None where there are none in this call of the network."""
@@ -562,16 +568,19 @@ class BlockCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        with stand_ins.in_the_block(options):
-            given, named = copied(list(args), with_tensors=True), copied(kwargs, with_tensors=True)
-            if block.kind.attends is not None:
-                named = block.kind.by_name(type(block.module).forward, tuple(given), named)
-                given, named[block.kind.attends] = [], exact_attention
-            self._resting += 1
-            try:
-                return block.plain(*given, **named)
-            finally:
-                self._resting -= 1
+        given = block.kind.by_name(type(block.module).forward, args, kwargs)
+        given.pop(OPTIONS, None)
+        named = copied(given, with_tensors=True)
+        if options is not None:
+            named[OPTIONS] = stand_ins.in_the_place_of_others(copied(options, with_tensors=True))
+        if block.kind.attends is not None:
+            named[block.kind.attends] = exact_attention
+        self._resting += 1
+        try:
+            with plain_attention(block.kind.attention):
+                return block.plain(**named)
+        finally:
+            self._resting -= 1
 
     def _stored_in(self, block: LedBlock, dtype: torch.dtype) -> str:
         """How those of the block's weights lie that its engine casts itself, as a form has it; looked at once a run.
@@ -766,6 +775,7 @@ class BlockCalls:
         if self._is_held and self._hold.why_changed(self._layers):
             if self._graphed_blocks is not None:
                 self._graphed_blocks.forget_weights()
+            self._graphed_groups.clear()
             self._in_place = lambda _: {}
             self._given = dict.fromkeys(self._given)
             self._stored.clear()
@@ -836,7 +846,7 @@ def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
     return [*dict.fromkeys(each.ticket for each in awaited if each.ticket is not None)]
 
 
-def _is_alone(group: LedBlock, call: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _is_alone(group: LedBlock, call: Mapping[str, Any], options: dict[str, Any]) -> bool:
     """Whether nothing but the tensors of a call has to do with what a layer around blocks gives."""
     if any(not isinstance(value, torch.Tensor) or value.requires_grad for value in call.values()):
         return False

@@ -6,10 +6,11 @@ one. An engine calls them out as it calls attention out, see `attention_out`, an
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -19,7 +20,7 @@ from ....compile_backend.blocks.attention_out import Attention
 from ....compile_backend.blocks.call_form import taken_apart
 from ....core.errors import UnsupportedModel
 from ...stand_in import copied
-from ..models.diffusion_model import plain_attention, scaled_dot_product_attention
+from ..models.diffusion_model import scaled_dot_product_attention
 from .block_architecture import ATTENTION_OUT, PLACES_OUT
 from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass
 from .block_patches import PATCHES, REPLACE, key_of_block
@@ -29,9 +30,11 @@ Told = Mapping[str, tuple[frozenset[str], dict[str, Any]]]
 
 _HEADS = "n_heads"
 """What a block tells whoever replaces its attention."""
+_OF_BLOCKS = frozenset({_HEADS, "dim_head", "attn_precision", "img_slice"})
+"""What blocks tell of their own, whatever options say."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outside:
     """What others compute in one call of a block.
 
@@ -43,7 +46,8 @@ class Outside:
 
     attention: Attention | None
     places: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: dict[str, Any]
+    _given: dict[str, Any] = field(default_factory=dict)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -54,17 +58,18 @@ class Outside:
     def called(self, told: Told) -> Attention:
         """What the block's engine calls out to, in this call."""
         extra: dict[str, Any] = {}
+        for place in self.places if told else ():
+            kept, added = told.get(place, (frozenset(), {}))
+            extra |= {name: value for name, value in self.options.items() if name not in kept} | copied(added)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             place = kwargs.pop(PLACE, None)
             if place is None:
                 assert self.attention is not None
                 return self.attention(*args, **kwargs)
-            kept, added = told[place]
-            if not extra:
-                extra.update((name, value) for name, value in self.options.items() if name not in kept)
-            extra.update(copied(added))
-            return self._at(place, [tensor.clone() for tensor in args], extra)
+            found = self._at(place, [tensor.clone() for tensor in args], extra)
+            self._given[place] = found.clone() if isinstance(found, torch.Tensor) else found
+            return found
 
         return call
 
@@ -77,9 +82,39 @@ class Outside:
             found = function(found, extra)
         return found
 
+    @contextmanager
+    def given_already(self) -> Iterator[None]:
+        """Meanwhile what functions gave in this call, as far as an engine got, stands in their place: the block itself
+        is called in its turn, and they may count their calls."""
+        functions = {place: functools.partial(_given, found) for place, found in self._given.items()}
+        given = with_functions(self.options, functions) if functions else {}
+        before = {name: self.options[name] for name in given if name in self.options}
+        self.options.update(given)
+        try:
+            yield
+        finally:
+            for name in given.keys() - before.keys():
+                del self.options[name]
+            self.options.update(before)
+
+
+def _given(found: Any, *_: Any) -> Any:
+    return found
+
+
+def with_functions(options: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Both kinds of patches in options, with other functions at some places where there are any."""
+    given: dict[str, dict[str, Any]] = {name: dict(options.get(name) or {}) for name in (PATCHES, REPLACE)}
+    for place, function in functions.items():
+        if replacements := given[REPLACE].get(place):
+            given[REPLACE][place] = {key_of_block(replacements, options): function}
+        else:
+            given[PATCHES][place] = [function]
+    return given
+
 
 def outside_of(
-    kind: BlockClass, options: Mapping[str, Any] | None, arguments: dict[str, Any], reads: Set[str]
+    kind: BlockClass, options: dict[str, Any] | None, arguments: dict[str, Any], reads: Set[str]
 ) -> Outside | None:
     """What others compute in a call of a block; None where its engine computes all.
 
@@ -165,45 +200,24 @@ class StandIns:
         self._kind, self._outside = kind, outside
         self.told: dict[str, tuple[frozenset[str], dict[str, Any]]] = {}
 
-    @contextmanager
-    def in_the_block(self, options: dict[str, Any] | None) -> Iterator[None]:
-        """Meanwhile a block that is called with these options computes by them.
+    def in_the_place_of_others(self, options: dict[str, Any]) -> dict[str, Any]:
+        """A block's options, in which they stand.
 
-        Raises:
-            UnsupportedModel: it tells functions at a place what engines cannot tell them.
+        Args:
+            options: a copy of those of the call.
         """
-        with plain_attention(self._kind.attention):
-            if options is None:
-                yield
-                return
-            given = self._given_by(options)
-            before = {name: options[name] for name in given if name in options}
-            options.update(given)
-            try:
-                yield
-            finally:
-                for name in given.keys() - before.keys():
-                    del options[name]
-                options.update(before)
+        options = {name: value for name, value in options.items() if name not in _OF_BLOCKS}
+        options[OVERRIDE] = scaled_dot_product_attention
+        if self._outside.places:
+            names = options.keys() | {PATCHES, REPLACE}
+            functions = {place: self._noting(place, names) for place in self._outside.places}
+            options |= with_functions(options, functions)
+        return options
 
-    def _given_by(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options in which they stand."""
-        given: dict[str, Any] = {OVERRIDE: scaled_dot_product_attention}
-        if self._outside.places:  # both, so that it is told which of them the block keeps to itself
-            given |= {name: dict(options.get(name) or {}) for name in (PATCHES, REPLACE)}
-        for place in self._outside.places:
-            function = self._noting(place, {**options, **given})
-            if replacements := given[REPLACE].get(place):
-                given[REPLACE][place] = {key_of_block(replacements, options): function}
-            else:
-                given[PATCHES][place] = [function]
-        return given
-
-    def _noting(self, place: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    def _noting(self, place: str, names: Set[str]) -> Callable[..., Any]:
         def stand_in(*args: Any) -> Any:
             *tensors, extra = args
-            kept = frozenset(options.keys() - extra.keys())
-            self.told[place] = kept, {name: extra[name] for name in extra if _is_added(name, extra[name], options)}
+            self.told[place] = frozenset(names - extra.keys()), _added(extra, names)
             return self._computed(place, tensors)
 
         return stand_in
@@ -216,24 +230,23 @@ class StandIns:
     def _computed(self, place: str, tensors: Sequence[torch.Tensor]) -> Any:
         if len(tensors) == 1:
             return 0.5 * tensors[0]
-        _, added = self.told[place]
-        heads = added.get(_HEADS, self._outside.options.get(_HEADS))
+        heads = self.told[place][1].get(_HEADS)
         if not isinstance(heads, int):
             raise UnsupportedModel("it does not say how many heads its attention has")
         return exact_attention(*tensors, heads)
 
 
-def _is_added(name: str, value: Any, options: Mapping[str, Any]) -> bool:
-    """Whether a block says something of its own to other nodes' functions.
+def _added(extra: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
+    """What a block says of its own to other nodes' functions, beside options of these names.
 
     Raises:
         UnsupportedModel: it is another kind of value than engines are told.
     """
+    found = {name: value for name, value in extra.items() if name not in names}
     try:
-        _, tensors = taken_apart({name: value})
-        is_plain = not tensors
-    except TypeError:
-        is_plain = False
-    if not is_plain and name not in options:
-        raise UnsupportedModel(f"it tells other nodes {name!r}, which engines do not know")
-    return is_plain and not (name in options and options[name] == value)
+        _, tensors = taken_apart(found)
+    except TypeError as error:
+        raise UnsupportedModel(f"it tells other nodes what engines do not know: {error}") from error
+    if tensors:
+        raise UnsupportedModel("it tells other nodes tensors of its own, which engines do not")
+    return found

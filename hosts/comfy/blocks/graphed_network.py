@@ -138,11 +138,6 @@ class GraphedNetwork:
         self._addresses: tuple[int, ...] = ()
         """Of the weights; looked up once a run: what others move in its midst lies elsewhere, see `BlockCalls`."""
 
-    def forget(self) -> None:
-        """Try again what was refused: somebody asks for it."""
-        self._wholes.clear()
-        self._pool.networks.drop(self._network)
-
     def note(
         self, call: Tensors, offers: Mapping[int, BlockOffer], blocks: int, left: Mapping[str, Any] | None = None
     ) -> None:
@@ -342,7 +337,8 @@ class GraphedNetwork:
         calls = {block.path: functools.partial(lead, block) for block in blocks}
         with copied.holding(weights), copied.leading(calls):
             if self._path:
-                return {"out": copied.network.get_submodule(self._path)(**call, transformer_options={})}
+                found = copied.network.get_submodule(self._path)(**call, transformer_options={})
+                return {"out": found.contiguous()}  # as the group gives it to whatever follows
             args, rest = split_inputs(call)
             return {"out": copied.network(*args, **rest, transformer_options={})}
 

@@ -78,8 +78,10 @@ class LedBlock:
         own[_FORWARD] = self._forward
 
     def end(self) -> None:
-        self.module.__dict__.pop(_FORWARD, None)
-        self.module.__dict__.update(self._left)
+        own = self.module.__dict__
+        if own.get(_FORWARD) == self._forward:  # else somebody put another one there meanwhile
+            del own[_FORWARD]
+            own.update(self._left)
         self.lead = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

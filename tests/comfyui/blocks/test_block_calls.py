@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import types
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -444,6 +448,128 @@ def test_a_function_that_engines_cannot_call_out_leaves_its_block_to_the_model(
         assert distance(tiny.sample(on(fast), steps=STEPS), wanted) < 1e-5
     on_engines, total = share_of(module)
     assert module.status.block_calls and (on_engines == total) == (how == "no memory")
+
+
+def test_a_function_whose_result_an_engine_does_not_take_is_called_once_all_the_same(provider: EngineProvider) -> None:
+    """It draws noise of its own at each call, so that one call too many makes another picture."""
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def on(patcher: Any, calls: list[Any]) -> Any:
+        noise = torch.Generator().manual_seed(1)
+
+        def follow(n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            calls.append(1)
+            return (n + 0.3 * torch.randn(n.shape, generator=noise)).mean(1, keepdim=True)
+
+        def middle(x: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            calls.append(2)
+            return x + 0.1 * torch.randn(x.shape, generator=noise)
+
+        clone = patcher.clone()
+        clone.set_model_patch(middle, "middle_patch")
+        clone.set_model_attn2_output_patch(follow)
+        return clone
+
+    there: list[Any] = []
+    wanted = tiny.sample(on(model, there), steps=STEPS)
+    for _ in range(3):
+        here: list[Any] = []
+        assert distance(tiny.sample(on(fast, here), steps=STEPS), wanted) < 1e-5
+        assert here == there
+    on_engines, total = share_of(module)
+    assert 0 < on_engines < total
+
+
+def test_a_block_says_its_own_facts_whatever_options_say(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    told: list[Any] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+        told.append(extra.get("n_heads"))
+        return q
+
+    def on(patcher: Any, heads: int | None = None) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn2_replace(attend, "middle", 0)
+        if heads is not None:
+            clone.model_options["transformer_options"]["n_heads"] = heads
+        return clone
+
+    tiny.sample(on(model), steps=1)
+    heads = told[-1]
+    tiny.sample(on(fast, heads), steps=STEPS)  # which is the same by chance, while the engine is compared
+    told.clear()
+    for other in (None, 99):
+        tiny.sample(on(fast, other), steps=1)
+    assert set(told) == {heads} and len(told) == 2
+
+
+def test_functions_are_told_what_options_said_when_the_block_began(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+
+    def on(patcher: Any, told: list[Any]) -> Any:
+        def override(chosen: Any, *args: Any, **kwargs: Any) -> Any:
+            options = kwargs["transformer_options"]
+            options["mark"] = options.get("mark", 0) + 1
+            return chosen(*args, **kwargs)
+
+        def follow(n: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            told.append((extra.get("mark"), extra["n_heads"]))
+            extra["n_heads"] = 0
+            return n
+
+        clone = overridden(patcher, override)
+        clone.set_model_attn1_output_patch(follow)
+        clone.set_model_attn2_output_patch(follow)
+        return clone
+
+    there: list[Any] = []
+    tiny.sample(on(model, there), steps=STEPS)
+    for _ in range(2):
+        here: list[Any] = []
+        tiny.sample(on(fast, here), steps=STEPS)
+        assert here == there
+    on_engines, total = share_of(module)
+    assert on_engines == total
+
+
+def test_code_that_others_replace_is_seen_beside_layers_whose_code_cannot_be_read(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import comfy.ldm.modules.attention as attention
+
+    without_file = types.ModuleType("pack_without_file")
+    methods = {"forward": lambda self, x: x, "__module__": without_file.__name__}
+    without_file.Foreign = type("Foreign", (torch.nn.Module,), methods)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pack_without_file", without_file)
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    model.model.diffusion_model.input_blocks[1].append(without_file.Foreign())
+    tiny.sample(fast, steps=STEPS)
+    tiny.sample(fast, steps=STEPS)
+    on_engines, _ = share_of(module)
+    assert on_engines
+    default = attention.default
+    monkeypatch.setattr(attention, "default", lambda value, other: 0.5 * default(value, other))
+    found, wanted = tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)
+    monkeypatch.undo()
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
+
+
+def test_layers_of_others_go_once_they_left_the_model(provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    blocks = model.model.diffusion_model.input_blocks[1]
+    blocks.append(torch.nn.Identity())
+    known = weakref.ref(blocks[-1])
+    tiny.sample(fast, steps=STEPS)
+    del blocks[-1]
+    tiny.sample(fast, steps=STEPS)
+    gc.collect()
+    assert known() is None
 
 
 def test_what_changes_tokens_before_attention_is_left_to_the_block(provider: EngineProvider) -> None:

@@ -328,6 +328,39 @@ def test_a_group_that_others_changed_is_left_to_its_blocks(
     assert distance(tiny.sample(patched(fast, "skips"), steps=STEPS), usual) < 1e-5
 
 
+def test_what_a_groups_graph_gives_lies_as_the_group_gives_it(provider: EngineProvider, graphs: HostGraphs) -> None:
+    """Other nodes' functions may look at it in another shape."""
+    model = tiny.model(depth=2)
+    fast, _ = accelerated(provider, model)
+
+    def flat(patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_input_block_patch(lambda h, options: (1.1 * h.view(h.shape[0], -1)).view(h.shape))
+        return clone
+
+    wanted = tiny.sample(flat(model), steps=STEPS)
+    for _ in range(2):
+        assert distance(tiny.sample(flat(fast), steps=STEPS), wanted) < 1e-5
+    assert graphs.parts.replays
+
+
+def test_a_comparison_that_fails_counts_no_block_twice(
+    provider: EngineProvider, graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.hosts.comfy.blocks import graphed_network
+
+    def fail(*_: Any) -> float:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(graphed_network, "relative_error", fail)
+    fast, module = accelerated(provider, tiny.model(depth=2))
+    tiny.sample(watched(fast, Watching()), steps=STEPS)
+    total = share_of(module)[1]
+    before = module.status.to_json()
+    tiny.sample(watched(fast, Watching()), steps=STEPS)
+    assert module.status.since(before)["blocks"] == STEPS * total and graphs.parts.captures
+
+
 def _groups(model: Any) -> list[Any]:
     return [layer for layer in model.model.diffusion_model.modules() if isinstance(layer, SpatialTransformer)]
 
