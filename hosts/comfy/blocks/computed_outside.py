@@ -246,7 +246,7 @@ def _added(extra: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     try:
         _, tensors = taken_apart(found)
     except TypeError as error:
-        raise UnsupportedModel(f"it tells other nodes what engines do not know: {error}") from error
+        raise UnsupportedModel(f"it tells other nodes what engines do not know ({error})") from error
     if tensors:
-        raise UnsupportedModel("it tells other nodes tensors of its own, which engines do not")
+        raise UnsupportedModel("it tells other nodes what engines do not know (tensors)")
     return found
