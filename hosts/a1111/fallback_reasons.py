@@ -16,6 +16,7 @@ class WebUiCode:
     """What other extensions replaced in the classes of a model's layers; see `live_model.Code`."""
 
     state = None
+    """See `live_model.Code`."""
 
     def __init__(self, _: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
         self._kinds = set(map(type, layers.values()))

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -75,7 +75,7 @@ class BlockOffer:
         is_final: whether there will be none in this process; if not, a later run may ask again.
         digest: of the engine; empty where there is none.
         build: that it waits for, or waited for.
-        told: what the host is to tell functions that compute in the midst of the engine; noted when it is compared.
+        told: what the host tells functions that its engine calls; noted when the engine is compared.
     """
 
     architecture: BlockArchitecture
@@ -88,7 +88,7 @@ class BlockOffer:
     is_final: bool = True
     digest: str = ""
     build: AwaitedBuild = field(default_factory=AwaitedBuild)
-    told: Mapping[str, Any] = field(default_factory=dict)
+    told: Any = None
 
     def refuse(self, reason: str, is_final: bool = True) -> None:
         """Use no engine, in this process or until a later run asks again."""

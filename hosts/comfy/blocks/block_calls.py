@@ -544,7 +544,7 @@ class BlockCalls:
 
         Another node's function may count its calls, or add noise: it is called once, by the block, for the picture.
         """
-        stand_ins = StandIns(block.kind, outside)
+        stand_ins = StandIns(outside)
         try:
             wanted = self._with_stand_ins(block, stand_ins, options, args, kwargs)
         except self._hooks.interruptions:

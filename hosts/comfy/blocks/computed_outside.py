@@ -25,8 +25,8 @@ from .block_architecture import ATTENTION_OUT, PLACES_OUT
 from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass
 from .block_patches import PATCHES, REPLACE, key_of_block
 
-Told = Mapping[str, tuple[frozenset[str], dict[str, Any]]]
-"""What a block tells the functions at a place: which of its options it keeps to itself, and what it adds to them."""
+Told = tuple[frozenset[str], dict[str, Any]]
+"""What a block tells the functions in its midst: which of its options it keeps to itself, and what it adds to them."""
 
 _HEADS = "n_heads"
 """What a block tells whoever replaces its attention."""
@@ -48,6 +48,7 @@ class Outside:
     places: tuple[str, ...]
     options: dict[str, Any]
     _given: dict[str, Any] = field(default_factory=dict)
+    """What functions gave in this call, by their places."""
 
     @property
     def form(self) -> dict[str, Any]:
@@ -55,12 +56,16 @@ class Outside:
         form: dict[str, Any] = {ATTENTION_OUT: True} if self.attention is not None else {}
         return {**form, PLACES_OUT: " ".join(self.places)} if self.places else form
 
-    def called(self, told: Told) -> Attention:
-        """What the block's engine calls out to, in this call."""
+    def called(self, told: Told | None) -> Attention:
+        """What the block's engine calls out to, in this call.
+
+        Args:
+            told: None where no function is called.
+        """
         extra: dict[str, Any] = {}
-        for place in self.places if told else ():
-            kept, added = told.get(place, (frozenset(), {}))
-            extra |= {name: value for name, value in self.options.items() if name not in kept} | copied(added)
+        if told is not None:
+            kept, added = told
+            extra = {name: value for name, value in self.options.items() if name not in kept} | copied(added)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             place = kwargs.pop(PLACE, None)
@@ -190,15 +195,15 @@ def exact_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 class StandIns:
-    """In the place of others' functions, which may count their calls, or add noise: for a block, and for its engine.
+    """What a block and its engine are compared with, since functions of other nodes may count calls or add noise.
 
     Attributes:
-        told: what the block told them.
+        told: what the block told them; None before it called one.
     """
 
-    def __init__(self, kind: BlockClass, outside: Outside) -> None:
-        self._kind, self._outside = kind, outside
-        self.told: dict[str, tuple[frozenset[str], dict[str, Any]]] = {}
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+        self.told: Told | None = None
 
     def in_the_place_of_others(self, options: dict[str, Any]) -> dict[str, Any]:
         """A block's options, in which they stand.
@@ -210,27 +215,25 @@ class StandIns:
         options[OVERRIDE] = scaled_dot_product_attention
         if self._outside.places:
             names = options.keys() | {PATCHES, REPLACE}
-            functions = {place: self._noting(place, names) for place in self._outside.places}
-            options |= with_functions(options, functions)
+            options |= with_functions(options, dict.fromkeys(self._outside.places, self._noting(names)))
         return options
 
-    def _noting(self, place: str, names: Set[str]) -> Callable[..., Any]:
+    def _noting(self, names: Set[str]) -> Callable[..., Any]:
         def stand_in(*args: Any) -> Any:
             *tensors, extra = args
-            self.told[place] = frozenset(names - extra.keys()), _added(extra, names)
-            return self._computed(place, tensors)
+            self.told = frozenset(names - extra.keys()), _added(extra, names)
+            return self._computed(tensors)
 
         return stand_in
 
     def in_the_engine(self, *args: Any, **kwargs: Any) -> Any:
         """What the engine calls out to."""
-        place = kwargs.pop(PLACE, None)
-        return exact_attention(*args, **kwargs) if place is None else self._computed(place, args)
+        return exact_attention(*args, **kwargs) if kwargs.pop(PLACE, None) is None else self._computed(args)
 
-    def _computed(self, place: str, tensors: Sequence[torch.Tensor]) -> Any:
+    def _computed(self, tensors: Sequence[torch.Tensor]) -> Any:
         if len(tensors) == 1:
             return 0.5 * tensors[0]
-        heads = self.told[place][1].get(_HEADS)
+        heads = self.told[1].get(_HEADS) if self.told is not None else None
         if not isinstance(heads, int):
             raise UnsupportedModel("it does not say how many heads its attention has")
         return exact_attention(*tensors, heads)

@@ -140,8 +140,7 @@ class LedNetwork:
             return
         led: list[LedBlock] = []
         try:
-            account = live_model(network, self.owner, self.owner.is_part)
-            changed = {} if is_unchanged else account.changed_parts(self._paths)
+            changed = {} if is_unchanged else self._changed(network)
             for blocks, calls in ((self.blocks, lead), (self.groups, lead_group)):
                 for block in blocks:
                     if block.path not in changed and block.can_be_led:
@@ -152,6 +151,10 @@ class LedNetwork:
             for block in led:
                 block.end()
             self._lock.release()
+
+    def _changed(self, network: torch.nn.Module) -> dict[str, str]:
+        """What others changed in blocks and groups, in words, by their paths."""
+        return live_model(network, self.owner, self.owner.is_part).changed_parts(self._paths)
 
 
 class _Last:

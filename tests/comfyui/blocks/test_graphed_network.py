@@ -18,7 +18,6 @@ from comfy.ldm.modules.attention import SpatialTransformer
 
 from slipstream.core.protocols import Tensors
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
 from slipstream.hosts.comfy.blocks.channels_last import in_channels_last, transformed
@@ -30,7 +29,7 @@ from slipstream.runtime.loaded.network_graphs import NetworkGraphs
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
-from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, patched, share_of
+from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, accelerated, patched, share_of
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
@@ -114,11 +113,6 @@ def graphs(shared_provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def provider(shared_provider: EngineProvider, graphs: HostGraphs) -> EngineProvider:
     return shared_provider
-
-
-def accelerated(provider: EngineProvider, patcher: Any) -> tuple[Any, AcceleratedModule]:
-    module = AcceleratedModule(provider, BY_BLOCKS)
-    return accelerate_model(patcher, module), module
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
