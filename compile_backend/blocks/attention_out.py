@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import lru_cache
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -42,28 +42,56 @@ class AttentionFailed(Exception):
         self.error = error
 
 
+HandedOut = Callable[[Sequence[torch.Tensor], torch.Size, str], torch.Tensor]
+"""Given the tensors of a call of attention, the shape of its result, and the rest of the call as a package has it: the
+result, contiguous and in memory of its own."""
+
+
 class _Caller:
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    def __init__(self, compute: HandedOut) -> None:
+        self.compute = compute
         self.error: BaseException | None = None
 
 
-@contextmanager
-def attention_by(attention: Attention) -> Iterator[None]:
+def attention_by(attention: Attention) -> AbstractContextManager[None]:
     """Meanwhile `attention` computes the attention of packages that this thread calls.
 
     Raises:
         AttentionFailed: it raised something, or gave what a package cannot go on with; it was not called again.
     """
+    return handed_out_to(partial(attended, attention))
+
+
+def attended(attention: Attention, tensors: Sequence[torch.Tensor], shape: torch.Size, call: str) -> torch.Tensor:
+    """What `attention` gives where a package has handed its call out.
+
+    Raises:
+        AttentionFailed: see `attention_by`.
+    """
+    try:
+        arguments = put_together(_form_of(call), tensors)
+        args = [arguments.pop(str(place)) for place in range(sum(name.isdigit() for name in arguments))]
+        return _fitting(attention(*args, **arguments), tensors, shape)
+    except BaseException as error:
+        raise AttentionFailed(error) from error
+
+
+@contextmanager
+def handed_out_to(compute: HandedOut) -> Iterator[None]:
+    """The same, with a function that is given calls of attention as packages have them.
+
+    Raises:
+        BaseException: what it raised; it was not called again.
+    """
     here = vars(threading.current_thread())
-    outer, caller = here.get(_CALLER), _Caller(attention)
+    outer, caller = here.get(_CALLER), _Caller(compute)
     here[_CALLER] = caller
     try:
         yield
     finally:
         here[_CALLER] = outer
     if caller.error is not None:
-        raise AttentionFailed(caller.error)
+        raise caller.error
 
 
 def call_out(shape: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -100,9 +128,8 @@ def _computed(tensors: Sequence[torch.Tensor], shape: Sequence[int], call: str) 
         raise RuntimeError("A package whose attention is called out was called without attention_by()")
     if caller.error is None:
         try:
-            arguments = put_together(_form_of(call), tensors)
-            args = [arguments.pop(str(place)) for place in range(sum(name.isdigit() for name in arguments))]
-            return _fitting(caller.attention(*args, **arguments), tensors, wanted, torch.Size(shape))
+            found: torch.Tensor = caller.compute(tensors, torch.Size(shape), call)
+            return found
         except BaseException as error:
             caller.error = error
     return torch.zeros(
@@ -110,12 +137,13 @@ def _computed(tensors: Sequence[torch.Tensor], shape: Sequence[int], call: str) 
     )  # the package runs to its end, and what it gives is thrown away
 
 
-def _fitting(found: Any, tensors: Sequence[torch.Tensor], wanted: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _fitting(found: Any, tensors: Sequence[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     """A result as compiled code expects it: contiguous, and in memory of its own.
 
     Raises:
         UnsupportedModel: it is another kind of tensor than the attention of ComfyUI gives.
     """
+    wanted = tensors[0]
     if type(found) is not torch.Tensor:
         raise UnsupportedModel(f"another node's attention gives {type(found).__name__}, not a plain tensor")
     if (found.shape, found.dtype, found.device) != (shape, wanted.dtype, wanted.device):

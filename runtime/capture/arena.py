@@ -108,21 +108,42 @@ class Graph:
             self._handle = None
 
 
-def capture(library: CaptureLibrary, stream: Stream, work: Callable[[], None]) -> Graph:
+def capture(library: CaptureLibrary, stream: Stream, work: Callable[[Callable[[], None]], None]) -> list[Graph]:
     """Record what `work` enqueues on `stream`, which is the current one; nothing of it is computed.
+
+    Args:
+        work: is given a function that ends a graph: what follows is one of its own.
+
+    Returns:
+        The graphs, to be launched in this order.
 
     Raises:
         CaptureError: `work` did what no graph can hold, such as waiting for the device.
         Exception: what `work` raises.
     """
-    library.run("capture_begin", stream.cuda_stream)
-    made = ctypes.c_void_p()
+    graphs: list[Graph] = []
+
+    def begin() -> None:
+        library.run("capture_begin", stream.cuda_stream)
+
+    def end() -> None:
+        made = ctypes.c_void_p()
+        library.run("capture_end", stream.cuda_stream, 1, ctypes.byref(made))
+        assert made.value is not None
+        graphs.append(Graph(library, made.value))
+
+    def cut() -> None:
+        end()
+        begin()
+
+    begin()
     try:
-        work()
+        work(cut)
     except BaseException:
         with suppress(CaptureError):  # the capture is void; what made it so is what matters
-            library.run("capture_end", stream.cuda_stream, 0, ctypes.byref(made))
+            library.run("capture_end", stream.cuda_stream, 0, ctypes.byref(ctypes.c_void_p()))
+        for graph in graphs:
+            graph.close()
         raise
-    library.run("capture_end", stream.cuda_stream, 1, ctypes.byref(made))
-    assert made.value is not None
-    return Graph(library, made.value)
+    end()
+    return graphs

@@ -3,6 +3,9 @@
 A graph repeats kernels with the addresses of its capture. So inputs are copied to fixed buffers first, results are
 copied to fresh memory, and when the addresses of weights change the graph is captured anew. Captures allocate nothing,
 see `capture`: one that fails harms neither the process nor the picture.
+
+Where others compute in the midst of a call, it is several graphs: their code runs between two of them, and is never
+captured.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,7 +47,11 @@ _Call = tuple[Hashable, tuple[tuple[str, torch.Size, torch.dtype, torch.device],
 """What is computed; names, shapes, dtypes and devices of a call's inputs."""
 
 Compute = Callable[..., Tensors]
-"""Takes tensors by name and gives tensors by name."""
+"""Takes tensors by name and gives tensors by name; a `HandOut` comes first where others compute in its midst."""
+
+HandOut = Callable[[Sequence[torch.Tensor], torch.Size, str], torch.Tensor]
+"""Given tensors, the first of which has the result's dtype, the result's shape, and what is to be computed: the result,
+contiguous and in memory of its own."""
 
 _Buffers = weakref.WeakValueDictionary[Hashable, torch.Tensor]
 """Those that graphs share, by what is copied there."""
@@ -131,6 +140,7 @@ class CudaGraphs:
         what: Hashable = None,
         constant: frozenset[str] = frozenset(),
         or_raise: bool = False,
+        outside: HandOut | None = None,
     ) -> Tensors:
         """What `compute` makes of `tensors`, in fresh tensors.
 
@@ -140,31 +150,35 @@ class CudaGraphs:
             constant: names of tensors that hold the same values for as long as they are the same object; they are
                 copied to where the graph reads them only when another one comes.
             or_raise: where no graph can be had, raise instead of computing without.
+            outside: what others compute in the midst of `compute`. It is not called while a graph is captured.
 
         Raises:
             RuntimeError: see `or_raise`.
+            Exception: what `outside` raises.
         """
         call = _call_of(tensors, what)
         if what not in self._hopeless and self._held(generation, call) is None:
-            self._capture(call, compute, generation, tensors, constant, or_raise)
+            self._capture(call, compute, generation, tensors, constant, or_raise, outside is not None)
         if (graph := self._graphs.get(call)) is None:
             if or_raise:
                 raise CaptureError("it cannot be a CUDA graph")
-            return compute(**tensors)
+            return compute(**tensors) if outside is None else compute(outside, **tensors)
         self._graphs.move_to_end(call)
-        return graph.replay(tensors)
+        return graph.replay(tensors, outside)
 
     def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
         """Whether `run` would replay what was captured before."""
         return self._held(generation, _call_of(tensors, what)) is not None
 
-    def replayed(self, generation: Hashable, tensors: Tensors, what: Hashable) -> Tensors | None:
+    def replayed(
+        self, generation: Hashable, tensors: Tensors, what: Hashable, outside: HandOut | None = None
+    ) -> Tensors | None:
         """What `run` would give by what was captured before; None where it would capture first."""
         call = _call_of(tensors, what)
         if (graph := self._held(generation, call)) is None:
             return None
         self._graphs.move_to_end(call)
-        return graph.replay(tensors)
+        return graph.replay(tensors, outside)
 
     def _held(self, generation: Hashable, call: _Call) -> _Graph | None:
         known = self._graphs.get(call)
@@ -206,6 +220,7 @@ class CudaGraphs:
         tensors: Tensors,
         constant: frozenset[str],
         or_raise: bool,
+        hands_out: bool,
     ) -> None:
         """Capture a call, where that can be done.
 
@@ -217,7 +232,7 @@ class CudaGraphs:
             return
         disturb()
         try:
-            self._try_to_capture(library, call, compute, generation, tensors, constant)
+            self._try_to_capture(library, call, compute, generation, tensors, constant, hands_out)
             return
         except CaptureError as error:
             reason = str(error)
@@ -236,6 +251,7 @@ class CudaGraphs:
         generation: Hashable,
         tensors: Tensors,
         constant: frozenset[str],
+        hands_out: bool,
     ) -> None:
         if self._arena is None:
             self._arena = Arena(library, self._device)
@@ -244,7 +260,7 @@ class CudaGraphs:
             wait_for_streams(self._device)
             give_back(library)
             prepare_libraries(library, self._device)
-            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
+            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant, hands_out)
             try:
                 with self._graphing.canary.capturing():
                     graph.capture(compute, generation, library, stream)
@@ -252,18 +268,31 @@ class CudaGraphs:
                 self.drop()
                 raise
 
-    def _added(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> _Graph:
+    def _added(
+        self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str], hands_out: bool
+    ) -> _Graph:
         assert self._arena is not None
+        handed: list[_Handed] = []
+
+        def note(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+            result = given[0].new_zeros(shape)
+            handed.append(_Handed([each.to("meta") for each in given], result.to("meta"), what))
+            return result
+
         try:
             with self._arena.inside(grows=True):
-                like = {name: tensor.to("meta") for name, tensor in compute(**tensors).items()}
+                results = compute(note, **tensors) if hands_out else compute(**tensors)
+                like = {name: tensor.to("meta") for name, tensor in results.items()}
+                del results
         except BaseException:
             if not self._graphs:
                 self.drop()
             raise
         if len(self._graphs) >= self._kept:
             self._close([next(iter(self._graphs))])
-        self._graphs[call] = _Graph(tensors, like, self._device, self._arena, constant, self._shared)
+        self._graphs[call] = _Graph(
+            tensors, like, self._device, self._arena, constant, self._shared, handed if hands_out else None
+        )
         return self._graphs[call]
 
 
@@ -317,6 +346,21 @@ def _call_of(tensors: Tensors, what: Hashable = None) -> _Call:
     return what, tuple(described)
 
 
+@dataclass
+class _Handed:
+    """What a call hands out in its midst.
+
+    Attributes:
+        given: to others.
+        taken: from them.
+        what: they compute.
+    """
+
+    given: list[torch.Tensor]
+    taken: torch.Tensor
+    what: str
+
+
 class _Graph:
     """One captured call and the buffers that it reads and writes.
 
@@ -326,6 +370,7 @@ class _Graph:
         arena: in which it computes; shared with graphs that never run at the same time.
         constant: see `CudaGraphs.run`.
         shared: buffers of graphs that never run at the same time either; None: it has its own.
+        handed: what it hands out, on the meta device; None where it is not asked to.
     """
 
     def __init__(
@@ -336,17 +381,19 @@ class _Graph:
         arena: Arena,
         constant: frozenset[str],
         shared: _Buffers | None = None,
+        handed: Sequence[_Handed] | None = None,
     ) -> None:
         self._device = device
         # Results leave the arena for ordinary memory, which the next replay does not write to.
         with torch.cuda.stream(torch.cuda.default_stream(device)):  # see `capture_stream`
             self._inputs = {name: _buffer(name, tensor, device, shared) for name, tensor in inputs.items()}
             self._outputs = {name: _buffer(f"{name} given", each, device, shared) for name, each in like.items()}
+            self._handed = None if handed is None else [*_handing(handed, device, shared)]
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         self._arena = arena
-        self._graph: Graph | None = None
+        self._graphs: list[Graph] = []
         self._constant = constant
         self._copied: dict[str, weakref.ref[torch.Tensor]] = {}
         self.generation: Hashable = None
@@ -356,6 +403,8 @@ class _Graph:
         """What it reads and writes, without what it computes in."""
         yield from self._inputs.values()
         yield from self._outputs.values()
+        for each in self._handed or ():
+            yield from (*each.given, each.taken)
 
     def capture(
         self, compute: Compute, generation: Hashable, library: CaptureLibrary, stream: torch.cuda.Stream
@@ -369,15 +418,16 @@ class _Graph:
         stream.synchronize()
         try:
             with _no_garbage_collection(), self._arena.inside(grows=False):
-                graph = capture(library, stream, lambda: self._record(compute))
+                graphs = capture(library, stream, partial(self._record, compute))
         except CaptureError:
             raise
         except Exception as error:  # outside of a capture it computed: what a graph cannot hold is to blame
             raise CaptureError(str(error)) from error
-        graph.launch(stream)
+        for graph in graphs:
+            graph.launch(stream)
         wait_for_streams(self._device)
         self.close()
-        self._graph, self.generation = graph, generation
+        self._graphs, self.generation = graphs, generation
 
     def _set_memory_aside(self, compute: Compute) -> None:
         """Compute until the arena holds all that a call needs; kernels are loaded and libraries have chosen theirs."""
@@ -388,21 +438,41 @@ class _Graph:
             if self._arena.bytes == before:
                 return
 
-    def _record(self, compute: Compute) -> None:
+    def _record(self, compute: Compute, cut: Callable[[], None] = lambda: None) -> None:
         # A function of its own: what it allocated is free again when it ends.
-        for name, tensor in compute(**self._inputs).items():
+        if self._handed is None:
+            results = compute(**self._inputs)
+        else:
+            results = compute(_handing_out(self._handed, cut), **self._inputs)
+        for name, tensor in results.items():
             self._outputs[name].copy_(tensor)
 
-    def replay(self, tensors: Tensors) -> Tensors:
-        assert self._graph is not None
+    def replay(self, tensors: Tensors, outside: HandOut | None = None) -> Tensors:
+        assert self._graphs
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
+        found: torch.Tensor | None = None
+        *graphs, last = self._graphs
+        for place, graph in enumerate(graphs):
+            assert outside is not None and self._handed is not None
+            with side_stream(self._device) as stream, torch.no_grad():
+                self._begin(tensors, place, found)
+                graph.launch(stream)
+            handed = self._handed[place]
+            found = outside(handed.given, handed.taken.shape, handed.what)
         with side_stream(self._device) as stream, torch.no_grad():
-            for name, tensor in tensors.items():
-                self._put(name, tensor)
-            self._graph.launch(stream)
+            self._begin(tensors, len(graphs), found)
+            last.launch(stream)
             for name, result in results.items():
                 result.copy_(self._outputs[name])
         return results
+
+    def _begin(self, tensors: Tensors, place: int, found: torch.Tensor | None) -> None:
+        """Put what one of its graphs reads where that reads it."""
+        if found is None:
+            for name, tensor in tensors.items():
+                self._put(name, tensor)
+        elif self._handed is not None:
+            self._handed[place - 1].taken.copy_(found)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into the graph's input buffer, unless its values are there already."""
@@ -413,10 +483,33 @@ class _Graph:
         self._inputs[name].copy_(tensor)
 
     def close(self) -> None:
-        """Free the graph; the device must have finished with it."""
-        if self._graph is not None:
-            self._graph.close()
-            self._graph = None
+        """Free its graphs; the device must have finished with them."""
+        for graph in self._graphs:
+            graph.close()
+        self._graphs = []
+
+
+def _handing(handed: Iterable[_Handed], device: torch.device, shared: _Buffers | None) -> Iterator[_Handed]:
+    """Buffers for what is handed out, and for what comes back."""
+    for place, each in enumerate(handed):
+        given = [_buffer(f"{place} {number} out", like, device, shared) for number, like in enumerate(each.given)]
+        yield _Handed(given, _buffer(f"{place} back", each.taken, device, shared), each.what)
+
+
+def _handing_out(handed: Iterable[_Handed], cut: Callable[[], None]) -> HandOut:
+    """Takes what a call hands out into its buffers, and ends the graph there."""
+    left = iter(handed)
+
+    def hand_out(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+        each = next(left, None)
+        if each is None or (each.what, each.taken.shape, len(each.given)) != (what, shape, len(given)):
+            raise CaptureError("it hands out something else at each call")
+        for buffer, tensor in zip(each.given, given, strict=True):
+            buffer.copy_(tensor)
+        cut()
+        return each.taken
+
+    return hand_out
 
 
 def _buffer(name: str, like: torch.Tensor, device: torch.device, shared: _Buffers | None) -> torch.Tensor:

@@ -453,7 +453,8 @@ class BlockCalls:
         if outside is not None and not offer.is_trusted:
             self._try_with_stand_ins(block, offer, tensors, options, outside, args, kwargs)
             return self._rest(block, args, kwargs)
-        found = self._computed(block, offer, tensors, outside.called(offer.told) if outside else None)
+        out = None if outside is None else (outside.called(offer.told), StandIns(outside, offer.told).in_the_engine)
+        found = self._computed(block, offer, tensors, *(out or ()))
         if isinstance(found, str):
             with outside.given_already() if outside else nullcontext():
                 return self._plain(block, args, kwargs, found)
@@ -680,9 +681,19 @@ class BlockCalls:
         return self._at_hand[block]
 
     def _computed(
-        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], attention: Attention | None
+        self,
+        block: LedBlock,
+        offer: BlockOffer,
+        tensors: Sequence[torch.Tensor],
+        attention: Attention | None = None,
+        stand_in: Attention | None = None,
     ) -> Any:
-        """What an engine gives; or why the block has to compute itself, in words."""
+        """What an engine gives; or why the block has to compute itself, in words.
+
+        Args:
+            attention: what the engine calls out to.
+            stand_in: see `GraphedBlocks`.
+        """
         assert offer.engine is not None
         if id(offer) in self._too_large:
             return _TOO_LITTLE_MEMORY
@@ -691,11 +702,13 @@ class BlockCalls:
                 weights = self._weights(block, offer, until)
                 if weights is None:
                     return _CAST
-                if attention is not None:
-                    until.enter_context(attention_by(functools.partial(self._attend, attention)))
-                if offer.is_trusted and attention is None and weights is self._given.get((block, offer.engine)):
-                    if (found := self._replayed(block, offer, tensors, weights)) is not None:
+                attention = None if attention is None else functools.partial(self._attend, attention)
+                if offer.is_trusted and weights is self._given.get((block, offer.engine)):
+                    found = self._replayed(block, offer, tensors, weights, attention, stand_in)
+                    if found is not None:
                         return found
+                if attention is not None:
+                    until.enter_context(attention_by(attention))
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -723,15 +736,21 @@ class BlockCalls:
             return reason
 
     def _replayed(
-        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], weights: list[torch.Tensor]
+        self,
+        block: LedBlock,
+        offer: BlockOffer,
+        tensors: Sequence[torch.Tensor],
+        weights: list[torch.Tensor],
+        attention: Attention | None,
+        stand_in: Attention | None,
     ) -> Any:
-        """What the engine gives, by a CUDA graph of this block alone; None where there is none."""
+        """What the engine gives, by CUDA graphs of this block alone; None where there are none."""
         if not self._is_by_parts or self._hooks.by_hand or self._led is None:
             return None
         if self._graphed_blocks is None:
             self._keep_graphs()
             self._graphed_blocks = GraphedBlocks(self._network, self._device, self._module, self._led.parts)
-        return self._graphed_blocks(block, offer, tensors, weights)
+        return self._graphed_blocks(block, offer, tensors, weights, attention, stand_in)
 
     def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
         """Attention in the midst of an engine; blocks that it calls compute themselves."""

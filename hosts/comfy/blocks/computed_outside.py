@@ -69,17 +69,18 @@ class Outside:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             place = kwargs.pop(PLACE, None)
+            given, kwargs = copied([[*args], kwargs], with_tensors=True)  # their own, to keep or to write into
             if place is None:
                 assert self.attention is not None
-                return self.attention(*args, **kwargs)
-            found = self._at(place, [tensor.clone() for tensor in args], extra)
+                return self.attention(*given, **kwargs)
+            found = self._at(place, given, extra)
             self._given[place] = found.clone() if isinstance(found, torch.Tensor) else found
             return found
 
         return call
 
     def _at(self, place: str, tensors: Sequence[torch.Tensor], extra: dict[str, Any]) -> Any:
-        """What the functions at a place give; tensors are their own, which they may keep, or write into."""
+        """What the functions at a place give."""
         if replacements := self.options.get(REPLACE, {}).get(place):
             return replacements[key_of_block(replacements, self.options)](*tensors, extra)
         (found,) = tensors
@@ -201,9 +202,9 @@ class StandIns:
         told: what the block told them; None before it called one.
     """
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, outside: Outside, told: Told | None = None) -> None:
         self._outside = outside
-        self.told: Told | None = None
+        self.told = told
 
     def in_the_place_of_others(self, options: dict[str, Any]) -> dict[str, Any]:
         """A block's options, in which they stand.

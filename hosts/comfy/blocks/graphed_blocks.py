@@ -1,8 +1,9 @@
 """Calls of single blocks as one CUDA graph each, where the network's own call is none. Reduces launch overhead.
 
 Where another node computes in the midst of a network, its code may not be captured, and the host launches a block's
-kernels one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on. What
-the first replay gives is compared with what the engine gives, before any picture is made of it.
+kernels one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on, those
+before what is called out of it and those behind as a graph each. What the first replay gives is compared with what the
+engine gives, before any picture is made of it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attended, attention_by, handed_out_to
 from ....core.formatting import say_share
 from ....core.protocols import Tensors
 from ....runtime.blocks.block_engines import BlockOffer
 from ....runtime.checking.rounding_switches import rounding_switches
 from ....runtime.checking.verify import ROUNDING
-from ....runtime.loaded.cuda_graphs import CudaGraphs
+from ....runtime.loaded.cuda_graphs import CudaGraphs, HandOut
 from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ..process.dynamic_vram import leaves_memory
@@ -63,12 +66,23 @@ class GraphedBlocks:
         self._switches = rounding_switches()
 
     def __call__(
-        self, block: LedBlock, offer: BlockOffer, tensors: Sequence[torch.Tensor], weights: list[torch.Tensor]
+        self,
+        block: LedBlock,
+        offer: BlockOffer,
+        tensors: Sequence[torch.Tensor],
+        weights: list[torch.Tensor],
+        attention: Attention | None = None,
+        stand_in: Attention | None = None,
     ) -> Any:
         """What the engine of an offer gives, by a graph; None where there is none, nor one to be made now.
 
         Args:
             weights: as the engine takes them, which lie there for the rest of the run; the same list at each call.
+            attention: what the engine calls out to. It is given tensors that are overwritten after its call.
+            stand_in: what is called in its place where graph and engine are compared.
+
+        Raises:
+            AttentionFailed: see `attention_by`.
         """
         if len(tensors) > len(_NAMES):
             return None
@@ -82,7 +96,9 @@ class GraphedBlocks:
         if captured.is_refused:
             return None
         with self._pool.networks.using(self._network, self._device, frozenset((offer.digest,)), parts=True) as graphs:
-            return None if graphs is None else self._by_graph(captured, graphs, what, offer, tensors, weights)
+            if graphs is None:
+                return None
+            return self._by_graph(captured, graphs, what, offer, tensors, weights, attention, stand_in)
 
     def forget_weights(self) -> None:
         """Others changed them in the midst of the run: those of before may go."""
@@ -112,14 +128,19 @@ class GraphedBlocks:
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         weights: list[torch.Tensor],
+        attention: Attention | None,
+        stand_in: Attention | None,
     ) -> Any:
         engine = offer.engine
         assert engine is not None
         generation, named = (engine, self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
         try:
-            if captured.compared and (found := graphs.replayed(generation, named, what)) is not None:
+            outside = _outside(attention)
+            if captured.compared and (found := graphs.replayed(generation, named, what, outside)) is not None:
                 captured.replays += 1
                 return engine.returned([*found.values()], tensors)
+        except AttentionFailed:
+            raise
         except Exception as error:
             self._refuse(captured, graphs, what, error)
             return None
@@ -132,11 +153,12 @@ class GraphedBlocks:
         captured.begin()
         watch = MemoryWatch(self._device)
         try:
-            compute = functools.partial(_computed, engine, weights)
-            found = graphs.run(compute, generation, named, what, or_raise=True)
-            wanted = engine.compute(tensors, weights)
+            compute = functools.partial(_computed if stand_in is None else _computed_around, engine, weights)
+            found = graphs.run(compute, generation, named, what, or_raise=True, outside=_outside(stand_in))
+            with nullcontext() if stand_in is None else attention_by(stand_in):
+                wanted = engine.compute(tensors, weights)
             self._trials.append((captured, offer, compared([*found.values()], wanted)))
-            return engine.returned(wanted, tensors)
+            return engine.returned(wanted, tensors) if stand_in is None else None
         except Exception as error:  # whatever compiled code raises: the engine goes on without a graph
             if watch.ran_out(error):
                 self._is_full = True
@@ -165,3 +187,13 @@ def _computed(engine: Any, weights: list[torch.Tensor], **tensors: torch.Tensor)
     """What an engine gives, by the places of its results."""
     results = engine.compute([*tensors.values()], weights)
     return dict(zip(_NAMES, results, strict=False))
+
+
+def _computed_around(engine: Any, weights: list[torch.Tensor], outside: HandOut, **tensors: torch.Tensor) -> Tensors:
+    """The same, where `outside` computes what the engine calls out."""
+    with handed_out_to(outside):
+        return _computed(engine, weights, **tensors)
+
+
+def _outside(attention: Attention | None) -> HandOut | None:
+    return None if attention is None else functools.partial(attended, attention)

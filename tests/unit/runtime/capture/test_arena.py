@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
+from slipstream.runtime.capture.arena import Graph, capture
 from slipstream.runtime.capture.library import _FUNCTIONS, SOURCE, CaptureError, CaptureLibrary
 
 HERE = Path(__file__).parent
@@ -300,3 +301,34 @@ def test_a_void_capture_is_an_error(torch_: Torch) -> None:
     assert made.value == 5
     torch_.library.run("graph_launch", made, 5)
     torch_.library.run("graph_delete", made)
+
+
+class Stream:
+    cuda_stream = 5
+
+    def synchronize(self) -> None: ...
+
+
+def test_a_capture_that_is_cut_gives_several_graphs(torch_: Torch) -> None:
+    def work(cut: Callable[[], None]) -> None:
+        cut()
+        cut()
+
+    assert len(capture(torch_.library, Stream(), lambda cut: None)) == 1
+    assert len(capture(torch_.library, Stream(), work)) == 3
+
+
+def test_of_a_capture_that_fails_behind_a_cut_nothing_is_left(torch_: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Graph] = []
+    monkeypatch.setattr(Graph, "close", lambda graph: closed.append(graph))
+
+    def work(cut: Callable[[], None]) -> None:
+        cut()
+        torch_("make_void", 1)
+        cut()
+
+    with pytest.raises(CaptureError, match="ending a stream capture"):
+        capture(torch_.library, Stream(), work)
+    torch_("make_void", 0)
+    assert len(closed) == 1
+    assert len(capture(torch_.library, Stream(), lambda cut: cut())) == 2

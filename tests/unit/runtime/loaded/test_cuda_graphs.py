@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from slipstream.runtime.capture.arena import Arena
 from slipstream.runtime.capture.compiling import compile_library
 from slipstream.runtime.capture.library import CaptureError, CaptureLibrary, loaded_library
 from slipstream.runtime.loaded.canary import CAPTURE, Canary, EngineCanary
-from slipstream.runtime.loaded.cuda_graphs import CudaGraphs, GraphedEngine, Graphing
+from slipstream.runtime.loaded.cuda_graphs import CudaGraphs, GraphedEngine, Graphing, HandOut
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
@@ -428,3 +429,98 @@ def test_functions_are_captured_by_name(folder: Path) -> None:
         assert torch.equal(found["out"], x * factor)
     several.drop()
     assert several.bytes == 0
+
+
+class Around:
+    """Doubles, has others compute twice in its midst, and adds what it doubled; weights that it reads stay the same."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.shapes = [torch.Size((256, 256)), torch.Size((128, 256))]
+
+    def __call__(self, outside: HandOut, **tensors: torch.Tensor) -> Tensors:
+        self.calls += 1
+        doubled = 2 * tensors["x"]
+        first = outside([doubled, doubled.t().contiguous()], self.shapes[0], "first")
+        second = outside([first[:128] + 1], self.shapes[1], "second")
+        return {"out": doubled + first + torch.cat([second, second])}
+
+
+def others(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+    """Waits for the device, as code that nobody may capture does."""
+    assert given[0].shape == shape
+    factor = float(given[0].abs().max().item() >= 0) * {"first": 3.0, "second": 5.0}[what]
+    result = factor * given[0] if len(given) == 1 else factor * given[1].t().contiguous()
+    for tensor in given:
+        torch.cuda.synchronize()
+        assert tensor.isfinite().all()
+    return result
+
+
+def around(x: torch.Tensor) -> torch.Tensor:
+    second = 5 * (6 * x[:128] + 1)
+    return 8 * x + torch.cat([second, second])
+
+
+def test_others_compute_between_graphs(folder: Path) -> None:
+    graphs, compute, calls = CudaGraphs(CUDA, Graphing(folder), are_many=True), Around(), Counter[str]()
+
+    def outside(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+        assert not torch.cuda.is_current_stream_capturing()
+        calls[what] += 1
+        return others(given, shape, what)
+
+    kept, made = [], []
+    for seed in range(4):
+        x = draw(seed)
+        kept.append((x, graphs.run(compute, 1, {"x": x}, "around", or_raise=True, outside=outside)["out"]))
+        assert calls == {"first": seed + 1, "second": seed + 1}
+        made.append(compute.calls)
+    assert len(set(made)) == 1
+    x = draw(5)
+    found = graphs.replayed(1, {"x": x}, "around", outside)
+    assert found is not None
+    for given, result in [*kept, (x, found["out"])]:
+        torch.testing.assert_close(result, around(given))
+    graphs.drop()
+
+
+def test_what_others_raise_between_graphs_is_raised_and_harms_nothing(folder: Path) -> None:
+    graphs, compute, x = CudaGraphs(CUDA, Graphing(folder), are_many=True), Around(), draw(0)
+
+    def fail(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+        if what == "second":
+            raise ValueError("mine")
+        return others(given, shape, what)
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mine"):
+            graphs.run(compute, 1, {"x": x}, "around", or_raise=True, outside=fail)
+        found = graphs.run(compute, 1, {"x": x}, "around", or_raise=True, outside=others)
+        torch.testing.assert_close(found["out"], around(x))
+    graphs.drop()
+
+
+def test_a_call_that_hands_out_something_else_each_time_is_no_graph(folder: Path) -> None:
+    graphs, x = CudaGraphs(CUDA, Graphing(folder), are_many=True), draw(0)
+    calls = iter(range(100))
+
+    def compute(outside: HandOut, **tensors: torch.Tensor) -> Tensors:
+        return {"out": outside([tensors["x"]], tensors["x"].shape, str(next(calls)))}
+
+    with pytest.raises(CaptureError, match="something else"):
+        graphs.run(compute, 1, {"x": x}, "changing", or_raise=True, outside=lambda given, shape, what: given[0] + 1)
+    found = graphs.run(Around(), 1, {"x": x}, "around", or_raise=True, outside=others)
+    torch.testing.assert_close(found["out"], around(x))
+    graphs.drop()
+
+
+def test_many_that_hand_out_share_the_memory_for_it(folder: Path) -> None:
+    graphs, x = CudaGraphs(CUDA, Graphing(folder), are_many=True), draw(0)
+    graphs.run(Around(), 1, {"x": x}, 0, or_raise=True, outside=others)
+    one = graphs.bytes
+    for what in range(1, 6):
+        found = graphs.run(Around(), 1, {"x": x}, what, or_raise=True, outside=others)
+        torch.testing.assert_close(found["out"], around(x))
+    assert graphs.bytes == one
+    graphs.drop()

@@ -88,6 +88,7 @@ class Graph:
         memory: Memory,
         constant: frozenset[str],
         shared: object = None,
+        handed: object = None,
     ) -> None:
         self.buffers = [torch.empty(10, dtype=torch.int8)]
         self.size = len(inputs["x"])
@@ -102,7 +103,7 @@ class Graph:
         self.generation = generation
         self._memory.bytes = max(self._memory.bytes, 100 * self.size)
 
-    def replay(self, tensors: Tensors) -> Tensors:
+    def replay(self, tensors: Tensors, outside: object = None) -> Tensors:
         assert len(tensors["x"]) == self.size
         self.replays.append(self.size)
         return {"out": 2 * tensors["x"]}
