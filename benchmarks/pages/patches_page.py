@@ -36,13 +36,14 @@ def section(rows: Sequence[Row]) -> str:
 
 
 def _part(place: _Place, rows: Sequence[Row]) -> str:
-    """The table of one GPU, case and variant: each patch by its last run, beside what that run made without one."""
+    """The table of one GPU, case and variant: each patch by the last run with both, beside what that made without."""
     gpu, comfyui, case, variant = place
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         runs.setdefault((row["run"], row["patch"]), []).append(row)
-    last = {patch: _Pair.of(each, runs.get((run, ""), [])) for (run, patch), each in runs.items()}
-    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0])) if pair]
+    pairs = ((patch, _Pair.of(each, runs.get((run, ""), []))) for (run, patch), each in runs.items())
+    last = {patch: pair for patch, pair in pairs if pair}
+    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
     if not lines:
         return ""
     failed = [

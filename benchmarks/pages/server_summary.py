@@ -9,7 +9,7 @@ from statistics import median
 
 from ..in_server.cases import CASES
 from ..in_server.rows import PREFIX, counts_as_headline, is_ours
-from ..in_server.variants import OURS, PLAIN, Flags
+from ..in_server.variants import OURS, PLAIN, TORCH_COMPILE, Flags
 from ..subjects.rows import Row, gpu_of, read
 
 
@@ -68,7 +68,8 @@ class CaseTurns:
     """What was measured of one case on one GPU with one ComfyUI.
 
     Attributes:
-        shown: of the run that is shown: the last one with the plain workflow and Slipstream at default flags.
+        shown: of the run that is shown: the last of those with most of the plain workflow, the compiled one and
+            Slipstream at default flags.
         others: other variants and flags, each of its last run.
         every: of all runs.
     """
@@ -114,8 +115,7 @@ def _case(name: str, rows: Sequence[Row]) -> CaseTurns:
     found = _turns(rows)
     runs = list(dict.fromkeys(turns.run for turns in found))
     usual = {run: {turns.variant for turns in found if turns.run == run and not turns.flags} for run in runs}
-    whole = [run for run in runs if {PLAIN, OURS} <= usual[run]]
-    run = (whole or runs)[-1]
+    run = max(reversed(runs), key=lambda run: len(usual[run] & {PLAIN, TORCH_COMPILE, OURS}))
     shown = tuple(turns for turns in found if turns.run == run and not turns.flags)
     last = {(turns.flags, turns.variant): turns for turns in found}
     taken = {(turns.flags, turns.variant) for turns in shown}
