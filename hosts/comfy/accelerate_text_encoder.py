@@ -256,6 +256,7 @@ def _share_of(calls: list[BlockCalls]) -> BlockShare:
     return BlockShare(
         engine=sum(share.engine for share in shares),
         apart=sum(share.apart for share in shares),
+        outside=sum(share.outside for share in shares),
         waiting=sum(share.waiting for share in shares),
         without=sum(share.without for share in shares),
         eager=sum((share.eager for share in shares), Counter[str]()),

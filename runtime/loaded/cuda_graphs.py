@@ -492,7 +492,7 @@ class _Graph:
 def _handing(handed: Iterable[_Handed], device: torch.device, shared: _Buffers | None) -> Iterator[_Handed]:
     """Buffers for what is handed out, and for what comes back."""
     for place, each in enumerate(handed):
-        given = [_buffer(f"{place} {number} out", like, device, shared) for number, like in enumerate(each.given)]
+        given = [_buffer(f"{number} out", like, device, shared) for number, like in enumerate(each.given)]
         yield _Handed(given, _buffer(f"{place} back", each.taken, device, shared), each.what)
 
 

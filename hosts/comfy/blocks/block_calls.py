@@ -50,7 +50,7 @@ from .block_weights import are_staged, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
 from .graphed_network import GraphedNetwork
-from .led_network import LedBlock, LedNetwork, led_network, weights_of
+from .led_network import LedBlock, LedNetwork, keep, led_network, weights_of
 from .trials import Trial, compared, read
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 Weights = Mapping[str, torch.Tensor]
+
+_Inside = dict[LedBlock, tuple[Outside | None, dict[str, Any]]]
+"""Blocks in a group, with what is called out of them, and the options that they are told."""
 
 _MOST_COPIED_BYTES = 128 << 20
 """The most of one block's weights that is copied where there is no memory to stage them: a larger copy would drive out
@@ -79,6 +82,9 @@ the model, since asking takes time at each."""
 CALLS_BY_HAND = 8
 """Calls at most that a test run makes of a network, whose engines of blocks are built, compared and then in use."""
 
+_GROUPS_KEPT = 512
+"""Calls of layers around blocks in other shapes, of which it is known what the layer tells its blocks."""
+
 _CAST = "ComfyUI casts its weights at each call"
 
 _TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
@@ -92,8 +98,8 @@ class BlockShare:
 
     Attributes:
         engine: calls that engines computed.
-        apart: those of them that no graph of the whole call repeats: something was called out of them, or their engine
-            casts their weights itself.
+        apart: those of them that no graph repeats, since their engine casts their weights itself.
+        outside: those of them of which something was called out.
         waiting: calls whose engine is on its way, or is being compared.
         eager: calls by the reason for which the block computed itself.
         without: those of them for which there is no engine in this run.
@@ -101,6 +107,7 @@ class BlockShare:
 
     engine: int = 0
     apart: int = 0
+    outside: int = 0
     waiting: int = 0
     without: int = 0
     eager: Counter[str] = field(default_factory=Counter)
@@ -114,14 +121,20 @@ class BlockShare:
         """Count those of another one as well."""
         self.engine += other.engine
         self.apart += other.apart
+        self.outside += other.outside
         self.waiting += other.waiting
         self.without += other.without
         self.eager.update(other.eager)
 
     @property
-    def is_by_engines_alone(self) -> bool:
-        """Whether engines computed all blocks, and a graph may repeat all of it."""
+    def is_by_engines(self) -> bool:
+        """Whether engines computed all blocks, and graphs may repeat what they did."""
         return self.engine > 0 and not (self.apart or self.waiting or self.eager)
+
+    @property
+    def is_by_engines_alone(self) -> bool:
+        """Whether a graph may repeat all of it."""
+        return self.is_by_engines and not self.outside
 
     @property
     def is_fruitless(self) -> bool:
@@ -191,6 +204,10 @@ class BlockCalls:
         """Whether all calls such as the last one are the same work, whatever other nodes do in them."""
         self._is_by_parts = False
         """Whether the call that is made now may have blocks replayed one by one."""
+        self._inside: _Inside | None = None
+        """Blocks that engines computed in the group that is called now; None outside of groups."""
+        self._has_stand_ins = False
+        """Whether stand-ins are called out to, since a graph is compared."""
         self._reads: frozenset[str] = frozenset()
         self._served: dict[int, BlockOffer] = {}
         """Offers whose engines computed blocks in the last call of the network."""
@@ -453,14 +470,22 @@ class BlockCalls:
         if outside is not None and not offer.is_trusted:
             self._try_with_stand_ins(block, offer, tensors, options, outside, args, kwargs)
             return self._rest(block, args, kwargs)
-        out = None if outside is None else (outside.called(offer.told), StandIns(outside, offer.told).in_the_engine)
-        found = self._computed(block, offer, tensors, *(out or ()))
+        if self._inside is not None:
+            self._inside[block] = outside, dict(options or {})
+        out: tuple[Attention, ...] = ()
+        if outside is not None:
+            stand_in = StandIns(outside, offer.told).in_the_engine
+            out = (stand_in if self._has_stand_ins else outside.called(offer.told), stand_in)
+        found = self._computed(block, offer, tensors, *out)
         if isinstance(found, str):
+            if self._has_stand_ins:
+                raise UnsupportedModel(found)
             with outside.given_already() if outside else nullcontext():
                 return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
             self.share.engine += 1
-            self.share.apart += outside is not None or bool(stored)
+            self.share.apart += bool(stored)
+            self.share.outside += outside is not None
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs)
@@ -474,46 +499,108 @@ class BlockCalls:
             return group.plain(*args, **kwargs)
         try:
             call, options = group.kind.arguments(type(group.module).forward, args, kwargs)
-            is_alone = bool(options) and _is_alone(group, call, options)
         except (TypeError, UnsupportedModel):
-            is_alone = False
-        if not is_alone:
+            options = None
+        if not options or self._led is None:
             return group.plain(*args, **kwargs)
+        place = group.path, tuple([(name, getattr(value, "shape", None)) for name, value in call.items()])
+        if (outsides := self._outsides_in(group, place, call, options)) is None:
+            return self._apart(group, place, args, kwargs, self._is_by_parts)[0]
         before = replace(self.share, eager=Counter(self.share.eager))
-        found = graphed(call, lambda: self._apart(group, args, kwargs)[0])
+        by_blocks = functools.partial(self._with_stand_ins_in, group, place, args, kwargs)
+        found = graphed(call, by_blocks, outsides, self._attend)
         self.share = before
         if found is not None:
             result, whole = found
             self.share.engine += whole.blocks
+            self.share.outside += len(outsides)
             self._served |= {id(offer): offer for offer in whole.offers}
             options.update(copied(whole.left))
             return result
-        by_parts = group in self._without_graph or not graphed.may_have_graph(call)
-        result, share, served = self._apart(group, args, kwargs, by_parts)
-        if share.is_by_engines_alone:
+        by_parts = group in self._without_graph or not graphed.may_have_graph(call, outsides)
+        result, share, served, forms = self._apart(group, place, args, kwargs, by_parts)
+        if share.is_by_engines and forms == {path: outside.form for path, outside in outsides.items()}:
             self._without_graph.discard(group)
             left = {name: copied(options[name]) for name in group.kind.writes if name in options}
-            graphed.note(call, served, share.engine, left)
+            graphed.note(call, served, share.engine, left, outsides)
         else:
             self._without_graph.add(group)
         return result
 
-    def _apart(
-        self, group: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], by_parts: bool = False
-    ) -> tuple[Any, BlockShare, dict[int, BlockOffer]]:
-        """What a layer around blocks gives, and what engines had to do with that.
+    def _outsides_in(
+        self, group: LedBlock, place: Hashable, call: Mapping[str, Any], options: dict[str, Any]
+    ) -> dict[str, Outside] | None:
+        """What others compute in the blocks of a group, by the blocks' paths; None where that is not known, or where
+        they do more than that.
 
         Args:
+            place: see `_apart`.
+        """
+        if any(not isinstance(value, torch.Tensor) or value.requires_grad for value in call.values()):
+            return None
+        if _is_left_alone(group, options):
+            return {}
+        blocks = self._led.inside.get(place, {}) if self._led is not None else {}
+        places = frozenset(place for block in blocks for place in block.kind.places)
+        if not blocks or why_patched(options, group.reads, places, is_group=True) is not None:
+            return None
+        found, before = {}, {name: options[name] for name in group.kind.writes if name in options}
+        try:
+            for block, told in blocks.items():
+                options.update(told)
+                outside = outside_of(block.kind, options, {}, block.reads)
+                if why_patched(options, block.reads, outside.places if outside else ()) is not None:
+                    return None
+                if outside is not None:
+                    found[block.path] = replace(outside, tells=told)
+            return found
+        finally:
+            for name in group.kind.writes:
+                options.pop(name, None)
+            options.update(before)
+
+    def _with_stand_ins_in(
+        self, group: LedBlock, place: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a layer around blocks gives without a graph, with stand-ins for what is called out."""
+        self._has_stand_ins = True
+        try:
+            return self._apart(group, place, args, kwargs)[0]
+        finally:
+            self._has_stand_ins = False
+
+    def _apart(
+        self,
+        group: LedBlock,
+        place: Hashable,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        by_parts: bool = False,
+    ) -> tuple[Any, BlockShare, dict[int, BlockOffer], dict[str, Any]]:
+        """What a layer around blocks gives, what engines had to do with that, and the form of what was called out of
+        each block, by the blocks' paths.
+
+        Args:
+            place: the same for calls of the same layer with the same shapes.
             by_parts: calls of single blocks may be CUDA graphs.
         """
-        share, served, before = self.share, self._served, self._is_by_parts
-        self.share, self._served, self._is_by_parts = BlockShare(), {}, by_parts
+        share, served, before, outer = self.share, self._served, self._is_by_parts, self._inside
+        inside: _Inside = {}
+        self.share, self._served, self._is_by_parts, self._inside = BlockShare(), {}, by_parts, inside
         try:
-            return group.plain(*args, **kwargs), self.share, self._served
+            result = group.plain(*args, **kwargs)
+            if self.share.is_by_engines and self._led is not None:
+                written = group.kind.writes
+                told = {
+                    block: {name: own[name] for name in written if name in own} for block, (_, own) in inside.items()
+                }
+                keep(self._led.inside, place, told, _GROUPS_KEPT)
+            forms = {block.path: outside.form for block, (outside, _) in inside.items() if outside is not None}
+            return result, self.share, self._served, forms
         finally:
             share.add(self.share)
             served.update(self._served)
-            self.share, self._served, self._is_by_parts = share, served, before
+            self.share, self._served, self._is_by_parts, self._inside = share, served, before, outer
 
     def _graphs_of(self, group: LedBlock) -> GraphedNetwork | None:
         """Those of the calls of a layer around blocks; None where there are none in this call of the network."""
@@ -865,10 +952,8 @@ def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
     return [*dict.fromkeys(each.ticket for each in awaited if each.ticket is not None)]
 
 
-def _is_alone(group: LedBlock, call: Mapping[str, Any], options: dict[str, Any]) -> bool:
-    """Whether nothing but the tensors of a call has to do with what a layer around blocks gives."""
-    if any(not isinstance(value, torch.Tensor) or value.requires_grad for value in call.values()):
-        return False
+def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
+    """Whether nothing of others has to do with what a layer around blocks gives."""
     if why_patched(options, group.reads, is_group=True) is not None:
         return False
     return outside_of(group.kind, options, {}, group.reads) is None

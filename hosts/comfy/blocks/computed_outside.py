@@ -42,11 +42,13 @@ class Outside:
         attention: what computes its attention; None where engines compute what it does.
         places: names of the places at which other nodes' functions compute.
         options: `transformer_options` of the call.
+        tells: those that the layer around the block would have told it, were it not a graph.
     """
 
     attention: Attention | None
     places: tuple[str, ...]
     options: dict[str, Any]
+    tells: Mapping[str, Any] = field(default_factory=dict)
     _given: dict[str, Any] = field(default_factory=dict)
     """What functions gave in this call, by their places."""
 
@@ -62,6 +64,7 @@ class Outside:
         Args:
             told: None where no function is called.
         """
+        self.options.update(self.tells)
         extra: dict[str, Any] = {}
         if told is not None:
             kept, added = told

@@ -27,7 +27,7 @@ from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ..process.dynamic_vram import leaves_memory
 from .graphed_network import Captured
-from .led_network import LedBlock
+from .led_network import LedBlock, keep
 from .trials import Trial, compared, read
 
 log = logging.getLogger(__name__)
@@ -90,9 +90,8 @@ class GraphedBlocks:
         call = what, offer.inputs
         captured = self._known.get(call)
         if captured is None:
-            while len(self._known) >= _FORMS_KEPT:
-                del self._known[next(iter(self._known))]
-            captured = self._known[call] = Captured()
+            captured = Captured()
+            keep(self._known, call, captured, _FORMS_KEPT)
         if captured.is_refused:
             return None
         with self._pool.networks.using(self._network, self._device, frozenset((offer.digest,)), parts=True) as graphs:

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attended, handed_out_to
 from ....compile_backend.blocks.call_form import taken_apart
 from ....core.dtypes import dtype_of
-from ....core.errors import SlipstreamError
+from ....core.errors import SlipstreamError, UnsupportedModel
 from ....core.formatting import say_share
 from ....core.protocols import Tensors
 from ....runtime.blocks.block_engines import BlockEngines, BlockOffer
 from ....runtime.checking.rounding_switches import rounding_switches
 from ....runtime.checking.verify import ROUNDING, relative_error
-from ....runtime.loaded.cuda_graphs import CudaGraphs
+from ....runtime.loaded.cuda_graphs import CudaGraphs, HandOut
 from ....runtime.loaded.device_clock import disturb
 from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
@@ -35,7 +37,8 @@ from ..models.diffusion_model import split_inputs
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import leaves_memory
-from .led_network import LedBlock, LedNetwork, weights_of
+from .computed_outside import Outside, StandIns, Told
+from .led_network import LedBlock, LedNetwork, keep, weights_of
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ _FORMS_KEPT = 512
 
 _COMPARED = 2
 """Replays that are held against blocks: the second one shows whether the first left anything behind."""
+
+
+_NOTHING: Mapping[str, Outside] = MappingProxyType({})
 
 
 class _NotByEngines(SlipstreamError):
@@ -97,11 +103,13 @@ class WholeCall(Captured):
         offers: of these engines, each once.
         blocks: calls of blocks in one such call.
         left: what it leaves in `transformer_options`.
+        told: by the paths of blocks what these tell the functions in their midst, from the first capture on.
     """
 
     def __init__(self, offers: tuple[BlockOffer, ...], blocks: int, left: Mapping[str, Any]) -> None:
         super().__init__()
         self.offers, self.blocks, self.left = offers, blocks, left
+        self.told: dict[str, Told | None] = {}
 
     def has_engines(self, engines: BlockEngines) -> bool:
         """Whether there may be a graph, as each engine is there and proved itself."""
@@ -139,26 +147,41 @@ class GraphedNetwork:
         """Of the weights; looked up once a run: what others move in its midst lies elsewhere, see `BlockCalls`."""
 
     def note(
-        self, call: Tensors, offers: Mapping[int, BlockOffer], blocks: int, left: Mapping[str, Any] | None = None
+        self,
+        call: Tensors,
+        offers: Mapping[int, BlockOffer],
+        blocks: int,
+        left: Mapping[str, Any] | None = None,
+        outsides: Mapping[str, Outside] = _NOTHING,
     ) -> None:
         """Note a call of which engines computed all blocks."""
-        kind, served = self._kind_of(call), tuple(offers.values())
+        kind, served = self._kind_of(call, outsides), tuple(offers.values())
         whole = self._wholes.get(kind)
         if whole is None or [*map(id, whole.offers)] != [*map(id, served)]:
-            while len(self._wholes) >= _FORMS_KEPT:
-                del self._wholes[next(iter(self._wholes))]
-            whole = self._wholes[kind] = WholeCall(served, blocks, left or {})
+            whole = WholeCall(served, blocks, left or {})
+            keep(self._wholes, kind, whole, _FORMS_KEPT)
         whole.directly += 1
 
-    def __call__(self, call: Tensors, by_blocks: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, WholeCall] | None:
+    def __call__(
+        self,
+        call: Tensors,
+        by_blocks: Callable[[], torch.Tensor],
+        outsides: Mapping[str, Outside] = _NOTHING,
+        attend: Callable[..., Any] | None = None,
+    ) -> tuple[torch.Tensor, WholeCall] | None:
         """What the network gives, by its graph; None where it has none, nor gets one now.
 
         Args:
-            call: the tensors that it is given, by name, residuals of ControlNets among them. Nothing else may have to
-                do with its result.
-            by_blocks: computes the same call without a graph.
+            call: the tensors that it is given, by name, residuals of ControlNets among them. Nothing else but
+                `outsides` may have to do with its result.
+            by_blocks: computes the same call without a graph, with stand-ins for what is called out.
+            outsides: what others compute in its blocks, by the blocks' paths.
+            attend: calls what is called out, which it is given with its arguments.
+
+        Raises:
+            BaseException: what others raise in the midst of a block.
         """
-        kind = self._kind_of(call)
+        kind = self._kind_of(call, outsides)
         whole = self._wholes.get(kind)
         if whole is None or not whole.has_engines(self._engines):
             return None
@@ -167,11 +190,13 @@ class GraphedNetwork:
             return None
         digests = frozenset(offer.digest for offer in whole.offers)
         with self._pool.networks.using(self._network, self._device, digests, parts=bool(self._path)) as graphs:
-            return None if graphs is None else self._by_graph(whole, graphs, kind, call, weights, by_blocks)
+            if graphs is None:
+                return None
+            return self._by_graph(whole, graphs, kind, call, weights, by_blocks, outsides, attend)
 
-    def may_have_graph(self, call: Tensors) -> bool:
+    def may_have_graph(self, call: Tensors, outsides: Mapping[str, Outside] = _NOTHING) -> bool:
         """Whether there is a graph of calls like this one, or may be one once they are made more often."""
-        whole = self._wholes.get(self._kind_of(call))
+        whole = self._wholes.get(self._kind_of(call, outsides))
         return whole is None or (whole.has_engines(self._engines) and self._weights_for(whole) is not None)
 
     def _by_graph(
@@ -182,6 +207,8 @@ class GraphedNetwork:
         call: Tensors,
         weights: Mapping[str, torch.Tensor],
         by_blocks: Callable[[], torch.Tensor],
+        outsides: Mapping[str, Outside],
+        attend: Callable[..., Any] | None,
     ) -> tuple[torch.Tensor, WholeCall] | None:
         generation = self._addresses, tuple(id(offer.engine) for offer in whole.offers)
         is_new = not graphs.holds(generation, call, kind)
@@ -190,16 +217,24 @@ class GraphedNetwork:
                 return None
             whole.begin()
         watch = MemoryWatch(self._device)
+        is_compared = whole.compared < _COMPARED
         try:
-            result = self._replayed(whole, graphs, generation, call, kind, weights)
+            outside = _handed_out(whole, outsides, None if is_compared else attend)
+            result = self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside)
             if is_new and not leaves_memory(self._device):
                 raise torch.OutOfMemoryError("the graph leaves too little memory for sampling")
             whole.replays += 1
-            if whole.compared < _COMPARED:
+            if is_compared:
                 result = self._compared(whole, graphs, kind, result, by_blocks)
-            return result, whole
+            return None if is_compared and outsides else (result, whole)  # which no stand-in may have to do with
         except waiting_hooks().interruptions:
             raise
+        except AttentionFailed as failed:
+            if not isinstance(failed.error, (UnsupportedModel, torch.OutOfMemoryError)):
+                raise failed.error from None  # another node's own, as it would be in the block
+            whole.put_off()
+            graphs.forget(kind)
+            return None
         except Exception as error:  # whatever the host's code raises: the blocks' engines go on without a graph
             if watch.ran_out(error):
                 if not self._path:
@@ -225,6 +260,8 @@ class GraphedNetwork:
         call: Tensors,
         kind: Hashable,
         weights: Mapping[str, torch.Tensor],
+        outsides: Mapping[str, Outside],
+        outside: HandOut | None,
     ) -> torch.Tensor:
         """The call by its graph, captured first if need be.
 
@@ -233,16 +270,16 @@ class GraphedNetwork:
         """
         interruptions: list[BaseException] = []
 
-        def compute(**tensors: torch.Tensor) -> Tensors:
+        def compute(*out: HandOut, **tensors: torch.Tensor) -> Tensors:
             try:
-                return self._compute(whole, weights, **tensors)
+                return self._compute(whole, weights, outsides, *out, **tensors)
             except waiting_hooks().interruptions as error:
                 interruptions.append(error)
                 raise
 
         try:
             with torch.no_grad():
-                return graphs.run(compute, generation, call, kind, or_raise=True)["out"]
+                return graphs.run(compute, generation, call, kind, or_raise=True, outside=outside)["out"]
         except Exception:
             if interruptions:  # older ComfyUIs' are errors like any other
                 raise interruptions[0] from None
@@ -310,7 +347,15 @@ class GraphedNetwork:
             found[name] = tensor
         return found
 
-    def _compute(self, whole: WholeCall, weights: Mapping[str, torch.Tensor], **call: torch.Tensor) -> Tensors:
+    def _compute(
+        self,
+        whole: WholeCall,
+        weights: Mapping[str, torch.Tensor],
+        outsides: Mapping[str, Outside],
+        hand_out: HandOut | None = None,
+        /,
+        **call: torch.Tensor,
+    ) -> Tensors:
         """The call by the network's copy.
 
         Raises:
@@ -321,7 +366,8 @@ class GraphedNetwork:
 
         def lead(block: LedBlock, *args: Any, **kwargs: Any) -> Any:
             arguments, _ = block.kind.arguments(type(block.module).forward, args, kwargs)
-            form, tensors = taken_apart(arguments)
+            outside = outsides.get(block.path)
+            form, tensors = taken_apart(arguments | outside.form if outside else arguments)
             inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
             offer = block.offers.get((form, inputs, self._device, self._effort))
             if offer is None or id(offer) not in trusted or offer.engine is None:
@@ -329,7 +375,11 @@ class GraphedNetwork:
             given = weights_of(block, offer).among(weights, block.path)
             if given is None:
                 raise _NotByEngines(f"the weights of {block.path} do not lie as its engine takes them")
-            return offer.engine(tensors, given)
+            if outside is None or hand_out is None:
+                return offer.engine(tensors, given)
+            whole.told[block.path] = offer.told
+            with handed_out_to(functools.partial(_of_block, hand_out, block.path)):
+                return offer.engine(tensors, given)
 
         copied = self._led.copied
         start = f"{self._path}." if self._path else ""
@@ -342,6 +392,30 @@ class GraphedNetwork:
             args, rest = split_inputs(call)
             return {"out": copied.network(*args, **rest, transformer_options={})}
 
-    def _kind_of(self, call: Tensors) -> Hashable:
+    def _kind_of(self, call: Tensors, outsides: Mapping[str, Outside]) -> Hashable:
         """Equal for calls that are the same work, in the same state of torch's switches."""
-        return self._path, CallShape.of(call), rounding_switches()
+        forms = tuple([(path, *outside.form.items()) for path, outside in outsides.items()])
+        return self._path, CallShape.of(call), rounding_switches(), forms
+
+
+def _of_block(
+    hand_out: HandOut, path: str, given: Sequence[torch.Tensor], shape: torch.Size, call: str
+) -> torch.Tensor:
+    """Hand out a call of a block's, with the block's path in front of it."""
+    return hand_out(given, shape, f"{path} {call}")
+
+
+def _handed_out(whole: WholeCall, outsides: Mapping[str, Outside], attend: Callable[..., Any] | None) -> HandOut | None:
+    """What computes what the blocks of a call hand out; stand-ins where `attend` is None."""
+    if not outsides:
+        return None
+
+    def compute(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+        path, _, call = what.partition(" ")
+        outside, told = outsides[path], whole.told[path]
+        attention: Attention = StandIns(outside, told).in_the_engine
+        if attend is not None:
+            attention = functools.partial(attend, outside.called(told))
+        return attended(attention, given, shape, call)
+
+    return compute

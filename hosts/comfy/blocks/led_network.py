@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,9 +61,7 @@ class LedBlock:
 
     def keep(self, call: Any, offer: BlockOffer) -> None:
         """Note what may compute calls of a form and shapes."""
-        while len(self.offers) >= _OFFERS_KEPT and call not in self.offers:
-            del self.offers[next(iter(self.offers))]
-        self.offers[call] = offer
+        keep(self.offers, call, offer, _OFFERS_KEPT)
 
     @property
     def can_be_led(self) -> bool:
@@ -90,6 +88,13 @@ class LedBlock:
         return self.lead(self, args, kwargs)
 
 
+def keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Note a value in the place of the one that was noted first, where there are as many as may be."""
+    while len(known) >= most and key not in known:
+        del known[next(iter(known))]
+    known[key] = value
+
+
 class LedNetwork:
     """The blocks of one live network. See `led_network`.
 
@@ -98,6 +103,7 @@ class LedNetwork:
 
     Attributes:
         groups: layers around several of the blocks.
+        inside: of the calls of a group in certain shapes: its blocks, each with the options that the group tells it.
         reads: all names that the network's code knows.
         wholes: what is known of the network's calls, for `GraphedNetwork`.
         parts: what is known of its blocks' calls, for `GraphedBlocks`.
@@ -110,6 +116,7 @@ class LedNetwork:
         self.groups = [*_groups_of(network, owner)]
         self._paths = tuple(block.path for block in (*self.blocks, *self.groups))
         self.reads = _names_known(network)
+        self.inside: dict[Any, Mapping[LedBlock, Mapping[str, Any]]] = {}
         self.wholes: dict[Any, Any] = {}
         self.parts: dict[Any, Any] = {}
 

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.core.protocols import Tensors
 from slipstream.core.shapes import ShapeProfile
-from slipstream.runtime.capture.arena import Arena
+from slipstream.runtime.capture.arena import Arena, give_back
 from slipstream.runtime.capture.compiling import compile_library
 from slipstream.runtime.capture.library import CaptureError, CaptureLibrary, loaded_library
 from slipstream.runtime.loaded.canary import CAPTURE, Canary, EngineCanary
@@ -363,6 +363,7 @@ def test_a_tensor_outlives_its_arena(library: CaptureLibrary) -> None:
     assert kept.sum().item() == 999 * 500 and len(others) == 64
     before = allocated()
     del kept
+    give_back(library)
     assert before - allocated() >= 32 * MB
 
 
