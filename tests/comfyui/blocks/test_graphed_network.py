@@ -286,25 +286,146 @@ def test_blocks_that_follow_one_another_are_one_graph_where_others_patch_elsewhe
     assert here.told == 2 * there.told
 
 
-def test_a_group_in_which_others_patch_is_left_to_its_blocks(provider: EngineProvider, graphs: HostGraphs) -> None:
-    model = tiny.model(depth=3)
-    fast, module = accelerated(provider, model)
+class Inside:
+    """Functions in the midst of all blocks: they note what they are told, and add noise, so that calls count.
 
-    def inside(patcher: Any, block: Any = None) -> Any:
-        clone = watched(patcher, Watching())
-        clone.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0, block)
+    Attributes:
+        is_on: asked at each call of the network; where it says no, nothing of it is there.
+        kept: what the functions were given, beside copies of it.
+    """
+
+    NAMES = ("block", "block_index", "activations_shape", "n_heads", "dim_head", "cond_or_uncond", "sigmas")
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.calls = 0
+        self.is_on: Callable[[int], bool] = lambda call: True
+        self.error: tuple[int, BaseException] | None = None
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._noise = torch.Generator().manual_seed(7)
+
+    def replace(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        self._note("attn2", options)
+        self.kept.append((q, q.clone()))
+        v.zero_()  # they are its own
+        return q + 0.1 * torch.randn(q.shape, generator=self._noise)
+
+    def behind(self, n: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        self._note("attn1", options)
+        return n.mul_(0.5)
+
+    def _note(self, what: str, options: dict[str, Any]) -> None:
+        self.told.append((what, {name: str(options.get(name)) for name in self.NAMES}))
+        if self.error is not None and len(self.told) == self.error[0]:
+            raise self.error[1]
+
+    def put_into(self, patcher: Any) -> Any:
+        clone = patcher.clone()
+        for side, number in (("input", 1), ("input", 2), ("middle", 0), ("output", 3), ("output", 4), ("output", 5)):
+            clone.set_model_attn2_replace(self.replace, side, number)
+        clone.set_model_attn1_output_patch(self.behind)
+        clone.set_model_unet_function_wrapper(self._switched)
         return clone
 
-    tiny.sample(watched(fast, Watching()), steps=STEPS)
-    for block in (None, 1):
-        wanted = tiny.sample(inside(model, block), steps=STEPS)
-        for _ in range(2):
-            replays = graphs.parts.replays
-            assert distance(tiny.sample(inside(fast, block), steps=STEPS), wanted) < 1e-5
-        on_engines, total = share_of(module)
-        others, groups = total - 3 * len(_groups(model)), len(_groups(model)) - 1
-        assert on_engines == total
-        assert graphs.parts.replays - replays == STEPS * (others + groups + 3)
+    def _switched(self, apply: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
+        options = dict(given["c"]["transformer_options"])
+        if not self.is_on(self.calls):
+            options.pop("patches_replace"), options.pop("patches")
+        self.calls += 1
+        return apply(given["input"], given["timestep"], **{**given["c"], "transformer_options": options})
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
+    family: str, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(family, depth=3)
+    fast, module = accelerated(provider, model)
+    there = Inside()
+    wanted = tiny.sample(there.put_into(model), family, steps=STEPS)
+    assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
+    for _ in range(2):
+        here, replays = Inside(), graphs.parts.replays
+        assert distance(tiny.sample(here.put_into(fast), family, steps=STEPS), wanted) < 1e-5
+        assert here.told == there.told
+        assert all(torch.equal(kept, copy) for kept, copy in here.kept), "what they keep stays as it is"
+    on_engines, total = share_of(module)
+    others = total - 3 * len(_groups(model))
+    assert on_engines == total
+    assert graphs.parts.replays - replays == STEPS * (others + len(_groups(model)))
+
+
+def test_steps_with_and_without_others_in_the_midst_take_turns(provider: EngineProvider, graphs: HostGraphs) -> None:
+    model = tiny.model(depth=2)
+    fast, _ = accelerated(provider, model)
+
+    def inside() -> Inside:
+        made = Inside()
+        made.is_on = lambda call: call % 3 == 0
+        return made
+
+    for size in (64, 64, 96, 64, 96):
+        there, here = inside(), inside()
+        wanted = tiny.sample(there.put_into(model), steps=2 * STEPS, size=size)
+        assert distance(tiny.sample(here.put_into(fast), steps=2 * STEPS, size=size), wanted) < 1e-5
+        assert here.told == there.told
+    assert distance(wanted, tiny.sample(model, steps=2 * STEPS, size=96)) > 1e-3
+
+
+def test_other_functions_at_the_same_places_are_the_ones_that_are_called(
+    provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(depth=2)
+    fast, _ = accelerated(provider, model)
+
+    def scaled(patcher: Any, factor: float, block: int | None = None) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn2_replace(lambda q, k, v, options: factor * q, "middle", 0, block)
+        return watched(clone, Watching())
+
+    for factor, block in ((0.5, None), (0.5, None), (2.0, None), (2.0, 1), (2.0, 1), (3.0, 0), (0.5, None)):
+        wanted = tiny.sample(scaled(model, factor, block), steps=STEPS)
+        assert distance(tiny.sample(scaled(fast, factor, block), steps=STEPS), wanted) < 1e-5
+    assert graphs.parts.replays
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), torch.OutOfMemoryError("full")])
+def test_what_a_function_raises_between_graphs_ends_what_it_would_end(
+    error: BaseException, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(depth=2)
+    fast, _ = accelerated(provider, model)
+    for _ in range(2):
+        tiny.sample(Inside().put_into(fast), steps=STEPS)
+    here, replays = Inside(), graphs.parts.replays
+    here.error = (40, error)
+    with pytest.raises(type(error), match=str(error)):
+        tiny.sample(here.put_into(fast), steps=STEPS)
+        assert isinstance(error, torch.OutOfMemoryError), "of which the picture goes on without a graph"
+        raise error
+    assert graphs.parts.replays > replays
+    there, here = Inside(), Inside()
+    wanted = tiny.sample(there.put_into(model), steps=STEPS)
+    assert distance(tiny.sample(here.put_into(fast), steps=STEPS), wanted) < 1e-5 and here.told == there.told
+
+
+def test_a_group_in_which_others_do_more_is_left_to_its_blocks(provider: EngineProvider, graphs: HostGraphs) -> None:
+    model = tiny.model(depth=2)
+    fast, module = accelerated(provider, model)
+
+    def more(patcher: Any) -> Any:
+        clone = Inside().put_into(patcher)
+        clone.set_model_attn1_patch(lambda q, k, v, options: (0.5 * q, k, v))
+        return clone
+
+    def less(patcher: Any) -> Any:
+        return Inside().put_into(patcher)
+
+    for change in (less, less, more, more, less, more):
+        wanted = tiny.sample(change(model), steps=STEPS)
+        assert distance(tiny.sample(change(fast), steps=STEPS), wanted) < 1e-5
+    on_engines, total = share_of(module)
+    assert 0 < on_engines < total
 
 
 def test_an_override_of_attention_is_not_passed_over_by_a_groups_graph(
