@@ -474,8 +474,9 @@ class BlockCalls:
             self._inside[block] = outside, dict(options or {})
         out: tuple[Attention, ...] = ()
         if outside is not None:
-            stand_in = StandIns(outside, offer.told).in_the_engine
-            out = (stand_in if self._has_stand_ins else outside.called(offer.told), stand_in)
+            outside.told = offer.told
+            stand_in = StandIns(outside).in_the_engine
+            out = (stand_in if self._has_stand_ins else outside.called(), stand_in)
         found = self._computed(block, offer, tensors, *out)
         if isinstance(found, str):
             if self._has_stand_ins:
@@ -518,11 +519,11 @@ class BlockCalls:
             options.update(copied(whole.left))
             return result
         by_parts = group in self._without_graph or not graphed.may_have_graph(call, outsides)
-        result, share, served, forms = self._apart(group, place, args, kwargs, by_parts)
-        if share.is_by_engines and forms == {path: outside.form for path, outside in outsides.items()}:
+        result, share, served, found_out = self._apart(group, place, args, kwargs, by_parts)
+        if share.is_by_engines and _forms_of(found_out) == _forms_of(outsides):
             self._without_graph.discard(group)
             left = {name: copied(options[name]) for name in group.kind.writes if name in options}
-            graphed.note(call, served, share.engine, left, outsides)
+            graphed.note(call, served, share.engine, left, found_out)
         else:
             self._without_graph.add(group)
         return result
@@ -576,9 +577,9 @@ class BlockCalls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         by_parts: bool = False,
-    ) -> tuple[Any, BlockShare, dict[int, BlockOffer], dict[str, Any]]:
-        """What a layer around blocks gives, what engines had to do with that, and the form of what was called out of
-        each block, by the blocks' paths.
+    ) -> tuple[Any, BlockShare, dict[int, BlockOffer], dict[str, Outside]]:
+        """What a layer around blocks gives, what engines had to do with that, and what was called out of blocks, by
+        their paths.
 
         Args:
             place: the same for calls of the same layer with the same shapes.
@@ -595,8 +596,8 @@ class BlockCalls:
                     block: {name: own[name] for name in written if name in own} for block, (_, own) in inside.items()
                 }
                 keep(self._led.inside, place, told, _GROUPS_KEPT)
-            forms = {block.path: outside.form for block, (outside, _) in inside.items() if outside is not None}
-            return result, self.share, self._served, forms
+            outsides = {block.path: outside for block, (outside, _) in inside.items() if outside is not None}
+            return result, self.share, self._served, outsides
         finally:
             share.add(self.share)
             served.update(self._served)
@@ -957,6 +958,10 @@ def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
     if why_patched(options, group.reads, is_group=True) is not None:
         return False
     return outside_of(group.kind, options, {}, group.reads) is None
+
+
+def _forms_of(outsides: Mapping[str, Outside]) -> dict[str, Any]:
+    return {path: outside.form for path, outside in outsides.items()}
 
 
 def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

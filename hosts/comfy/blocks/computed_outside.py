@@ -43,12 +43,14 @@ class Outside:
         places: names of the places at which other nodes' functions compute.
         options: `transformer_options` of the call.
         tells: those that the layer around the block would have told it, were it not a graph.
+        told: what the block tells functions; None where none is called.
     """
 
     attention: Attention | None
     places: tuple[str, ...]
     options: dict[str, Any]
     tells: Mapping[str, Any] = field(default_factory=dict)
+    told: Told | None = None
     _given: dict[str, Any] = field(default_factory=dict)
     """What functions gave in this call, by their places."""
 
@@ -58,16 +60,12 @@ class Outside:
         form: dict[str, Any] = {ATTENTION_OUT: True} if self.attention is not None else {}
         return {**form, PLACES_OUT: " ".join(self.places)} if self.places else form
 
-    def called(self, told: Told | None) -> Attention:
-        """What the block's engine calls out to, in this call.
-
-        Args:
-            told: None where no function is called.
-        """
+    def called(self) -> Attention:
+        """What the block's engine calls out to, in this call."""
         self.options.update(self.tells)
         extra: dict[str, Any] = {}
-        if told is not None:
-            kept, added = told
+        if self.told is not None:
+            kept, added = self.told
             extra = {name: value for name, value in self.options.items() if name not in kept} | copied(added)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -205,9 +203,9 @@ class StandIns:
         told: what the block told them; None before it called one.
     """
 
-    def __init__(self, outside: Outside, told: Told | None = None) -> None:
+    def __init__(self, outside: Outside) -> None:
         self._outside = outside
-        self.told = told
+        self.told = outside.told
 
     def in_the_place_of_others(self, options: dict[str, Any]) -> dict[str, Any]:
         """A block's options, in which they stand.

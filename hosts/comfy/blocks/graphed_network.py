@@ -103,13 +103,18 @@ class WholeCall(Captured):
         offers: of these engines, each once.
         blocks: calls of blocks in one such call.
         left: what it leaves in `transformer_options`.
-        told: by the paths of blocks what these tell the functions in their midst, from the first capture on.
+        told: by the paths of blocks what these tell the functions in their midst.
     """
 
-    def __init__(self, offers: tuple[BlockOffer, ...], blocks: int, left: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        offers: tuple[BlockOffer, ...],
+        blocks: int,
+        left: Mapping[str, Any],
+        told: Mapping[str, Told | None],
+    ) -> None:
         super().__init__()
-        self.offers, self.blocks, self.left = offers, blocks, left
-        self.told: dict[str, Told | None] = {}
+        self.offers, self.blocks, self.left, self.told = offers, blocks, left, told
 
     def has_engines(self, engines: BlockEngines) -> bool:
         """Whether there may be a graph, as each engine is there and proved itself."""
@@ -158,7 +163,8 @@ class GraphedNetwork:
         kind, served = self._kind_of(call, outsides), tuple(offers.values())
         whole = self._wholes.get(kind)
         if whole is None or [*map(id, whole.offers)] != [*map(id, served)]:
-            whole = WholeCall(served, blocks, left or {})
+            told = {path: outside.told for path, outside in outsides.items()}
+            whole = WholeCall(served, blocks, left or {}, told)
             keep(self._wholes, kind, whole, _FORMS_KEPT)
         whole.directly += 1
 
@@ -377,7 +383,6 @@ class GraphedNetwork:
                 raise _NotByEngines(f"the weights of {block.path} do not lie as its engine takes them")
             if outside is None or hand_out is None:
                 return offer.engine(tensors, given)
-            whole.told[block.path] = offer.told
             with handed_out_to(functools.partial(_of_block, hand_out, block.path)):
                 return offer.engine(tensors, given)
 
@@ -412,10 +417,11 @@ def _handed_out(whole: WholeCall, outsides: Mapping[str, Outside], attend: Calla
 
     def compute(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
         path, _, call = what.partition(" ")
-        outside, told = outsides[path], whole.told[path]
-        attention: Attention = StandIns(outside, told).in_the_engine
+        outside = outsides[path]
+        outside.told = whole.told[path]
+        attention: Attention = StandIns(outside).in_the_engine
         if attend is not None:
-            attention = functools.partial(attend, outside.called(told))
+            attention = functools.partial(attend, outside.called())
         return attended(attention, given, shape, call)
 
     return compute
