@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +15,10 @@ from .shapes import ShapeProfile
 from .spec import EngineSpec, ModelFingerprint, Optimize, Precision, Role
 
 Tensors = dict[str, torch.Tensor]
+
+HandOut = Callable[[Sequence[torch.Tensor], torch.Size, str], torch.Tensor]
+"""What others compute in the midst of a call: given tensors, the first of which has the result's dtype, the result's
+shape, and what is to be computed of them, it gives the result, contiguous and in memory of its own."""
 
 
 @dataclass(frozen=True)

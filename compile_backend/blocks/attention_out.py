@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.errors import UnsupportedModel
+from ...core.protocols import HandOut
 from .call_form import Form, put_together, taken_apart
 
 Attention = Callable[..., Any]
@@ -42,13 +43,8 @@ class AttentionFailed(Exception):
         self.error = error
 
 
-HandedOut = Callable[[Sequence[torch.Tensor], torch.Size, str], torch.Tensor]
-"""Given the tensors of a call of attention, the shape of its result, and the rest of the call as a package has it: the
-result, contiguous and in memory of its own."""
-
-
 class _Caller:
-    def __init__(self, compute: HandedOut) -> None:
+    def __init__(self, compute: HandOut) -> None:
         self.compute = compute
         self.error: BaseException | None = None
 
@@ -77,7 +73,7 @@ def attended(attention: Attention, tensors: Sequence[torch.Tensor], shape: torch
 
 
 @contextmanager
-def handed_out_to(compute: HandedOut) -> Iterator[None]:
+def handed_out_to(compute: HandOut) -> Iterator[None]:
     """The same, with a function that is given calls of attention as packages have them.
 
     Raises:

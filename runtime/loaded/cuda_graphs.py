@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.protocols import Engine, Tensors
+from ...core.protocols import Engine, HandOut, Tensors
 from ...core.shapes import ShapeProfile
 from ...core.streams import capture_stream, side_stream, wait_for_streams
 from ..capture.arena import Arena, Graph, capture, give_back, prepare_libraries
@@ -48,10 +48,6 @@ _Call = tuple[Hashable, tuple[tuple[str, torch.Size, torch.dtype, torch.device],
 
 Compute = Callable[..., Tensors]
 """Takes tensors by name and gives tensors by name; a `HandOut` comes first where others compute in its midst."""
-
-HandOut = Callable[[Sequence[torch.Tensor], torch.Size, str], torch.Tensor]
-"""Given tensors, the first of which has the result's dtype, the result's shape, and what is to be computed: the result,
-contiguous and in memory of its own."""
 
 _Buffers = weakref.WeakValueDictionary[Hashable, torch.Tensor]
 """Those that graphs share, by what is copied there."""
@@ -275,6 +271,8 @@ class CudaGraphs:
         handed: list[_Handed] = []
 
         def note(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+            if any(each.device.type != self._device.type for each in given):
+                raise CaptureError("it hands out tensors that lie elsewhere")
             result = given[0].new_zeros(shape)
             handed.append(_Handed([each.to("meta") for each in given], result.to("meta"), what))
             return result

@@ -472,12 +472,11 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if self._inside is not None:
             self._inside[block] = outside, dict(options or {})
-        out: tuple[Attention, ...] = ()
+        attention: Attention | None = None
         if outside is not None:
             outside.told = offer.told
-            stand_in = StandIns(outside).in_the_engine
-            out = (stand_in if self._has_stand_ins else outside.called(), stand_in)
-        found = self._computed(block, offer, tensors, *out)
+            attention = StandIns(outside).in_the_engine if self._has_stand_ins else outside.called()
+        found = self._computed(block, offer, tensors, attention, outside)
         if isinstance(found, str):
             if self._has_stand_ins:
                 raise UnsupportedModel(found)
@@ -644,7 +643,7 @@ class BlockCalls:
             return offer.refuse(str(error), is_final=False)
         except Exception as error:  # whatever the block makes of them: with what they stand for it goes on
             return offer.refuse(f"its engine cannot be compared ({type(error).__name__}: {error})", is_final=False)
-        found = self._computed(block, offer, tensors, stand_ins.in_the_engine)
+        found = self._computed(block, offer, tensors, stand_ins.in_the_engine, outside)
         if not isinstance(found, str):
             offer.told = stand_ins.told
             self._compare(offer, found, wanted)
@@ -773,14 +772,14 @@ class BlockCalls:
         block: LedBlock,
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
-        attention: Attention | None = None,
-        stand_in: Attention | None = None,
+        attention: Attention | None,
+        outside: Outside | None,
     ) -> Any:
         """What an engine gives; or why the block has to compute itself, in words.
 
         Args:
             attention: what the engine calls out to.
-            stand_in: see `GraphedBlocks`.
+            outside: where that is from.
         """
         assert offer.engine is not None
         if id(offer) in self._too_large:
@@ -790,13 +789,11 @@ class BlockCalls:
                 weights = self._weights(block, offer, until)
                 if weights is None:
                     return _CAST
-                attention = None if attention is None else functools.partial(self._attend, attention)
                 if offer.is_trusted and weights is self._given.get((block, offer.engine)):
-                    found = self._replayed(block, offer, tensors, weights, attention, stand_in)
-                    if found is not None:
+                    if (found := self._replayed(block, offer, tensors, weights, outside)) is not None:
                         return found
                 if attention is not None:
-                    until.enter_context(attention_by(attention))
+                    until.enter_context(attention_by(functools.partial(self._attend, attention)))
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
@@ -829,16 +826,18 @@ class BlockCalls:
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         weights: list[torch.Tensor],
-        attention: Attention | None,
-        stand_in: Attention | None,
+        outside: Outside | None,
     ) -> Any:
-        """What the engine gives, by CUDA graphs of this block alone; None where there are none."""
+        """What the engine gives, by CUDA graphs of this block alone, or why they do not, in words; None where there are
+        none."""
         if not self._is_by_parts or self._hooks.by_hand or self._led is None:
             return None
         if self._graphed_blocks is None:
             self._keep_graphs()
-            self._graphed_blocks = GraphedBlocks(self._network, self._device, self._module, self._led.parts)
-        return self._graphed_blocks(block, offer, tensors, weights, attention, stand_in)
+            self._graphed_blocks = GraphedBlocks(
+                self._network, self._device, self._module, self._led.parts, self._attend
+            )
+        return self._graphed_blocks(block, offer, tensors, weights, outside)
 
     def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
         """Attention in the midst of an engine; blocks that it calls compute themselves."""

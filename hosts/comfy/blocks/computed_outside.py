@@ -60,8 +60,12 @@ class Outside:
         form: dict[str, Any] = {ATTENTION_OUT: True} if self.attention is not None else {}
         return {**form, PLACES_OUT: " ".join(self.places)} if self.places else form
 
-    def called(self) -> Attention:
-        """What the block's engine calls out to, in this call."""
+    def called(self, are_lent: bool = False) -> Attention:
+        """What the block's engine calls out to, in this call.
+
+        Args:
+            are_lent: what it is given is overwritten after it was called.
+        """
         self.options.update(self.tells)
         extra: dict[str, Any] = {}
         if self.told is not None:
@@ -70,7 +74,9 @@ class Outside:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             place = kwargs.pop(PLACE, None)
-            given, kwargs = copied([[*args], kwargs], with_tensors=True)  # their own, to keep or to write into
+            given = [*args]
+            if are_lent or place is not None:
+                given, kwargs = copied([given, kwargs], with_tensors=True)  # their own, to keep or to write into
             if place is None:
                 assert self.attention is not None
                 return self.attention(*given, **kwargs)

@@ -2,31 +2,32 @@
 
 Where another node computes in the midst of a network, its code may not be captured, and the host launches a block's
 kernels one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on, those
-before what is called out of it and those behind as a graph each. What the first replay gives is compared with what the
-engine gives, before any picture is made of it.
+before what is called out of it and those behind as a graph each. What the first two replays give is compared with what
+the engine gives, before any picture is made of them.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attended, attention_by, handed_out_to
+from ....compile_backend.blocks.attention_out import AttentionFailed, attended, attention_by, handed_out_to
 from ....core.formatting import say_share
-from ....core.protocols import Tensors
+from ....core.protocols import HandOut, Tensors
 from ....runtime.blocks.block_engines import BlockOffer
 from ....runtime.checking.rounding_switches import rounding_switches
 from ....runtime.checking.verify import ROUNDING
-from ....runtime.loaded.cuda_graphs import CudaGraphs, HandOut
+from ....runtime.loaded.cuda_graphs import CudaGraphs
 from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ..process.dynamic_vram import leaves_memory
-from .graphed_network import Captured
+from .computed_outside import Outside, StandIns
+from .graphed_network import COMPARED, Captured
 from .led_network import LedBlock, keep
 from .trials import Trial, compared, read
 
@@ -44,6 +45,7 @@ class GraphedBlocks:
 
     Args:
         known: of earlier runs, which stays as long as the network has these blocks.
+        attend: calls what is called out of a block, which it is given with its arguments.
     """
 
     def __init__(
@@ -52,9 +54,10 @@ class GraphedBlocks:
         device: torch.device,
         module: AcceleratedModule,
         known: dict[Any, Captured],
+        attend: Callable[..., Any],
     ) -> None:
         self._network, self._device, self._pool = network, device, module.provider.pool
-        self._known = known
+        self._known, self._attend = known, attend
         self._addresses: dict[int, tuple[list[torch.Tensor], tuple[int, ...]]] = {}
         """Of lists of weights that this run hands to engines, by the list's id."""
         self._trials: list[tuple[Captured, BlockOffer, Trial]] = []
@@ -71,15 +74,14 @@ class GraphedBlocks:
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         weights: list[torch.Tensor],
-        attention: Attention | None = None,
-        stand_in: Attention | None = None,
+        outside: Outside | None,
     ) -> Any:
-        """What the engine of an offer gives, by a graph; None where there is none, nor one to be made now.
+        """What the engine of an offer gives, by a graph; None where there is none, nor one to be made now. Where it
+        failed, and others were called already: why, in words.
 
         Args:
             weights: as the engine takes them, which lie there for the rest of the run; the same list at each call.
-            attention: what the engine calls out to. It is given tensors that are overwritten after its call.
-            stand_in: what is called in its place where graph and engine are compared.
+            outside: what the engine calls out. Stand-ins are called where graph and engine are compared.
 
         Raises:
             AttentionFailed: see `attention_by`.
@@ -97,7 +99,7 @@ class GraphedBlocks:
         with self._pool.networks.using(self._network, self._device, frozenset((offer.digest,)), parts=True) as graphs:
             if graphs is None:
                 return None
-            return self._by_graph(captured, graphs, what, offer, tensors, weights, attention, stand_in)
+            return self._by_graph(captured, graphs, what, offer, tensors, weights, outside)
 
     def forget_weights(self) -> None:
         """Others changed them in the midst of the run: those of before may go."""
@@ -127,39 +129,43 @@ class GraphedBlocks:
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
         weights: list[torch.Tensor],
-        attention: Attention | None,
-        stand_in: Attention | None,
+        outside: Outside | None,
     ) -> Any:
         engine = offer.engine
         assert engine is not None
         generation, named = (engine, self._addresses_of(weights)), dict(zip(_NAMES, tensors, strict=False))
         try:
-            outside = _outside(attention)
-            if captured.compared and (found := graphs.replayed(generation, named, what, outside)) is not None:
-                captured.replays += 1
-                return engine.returned([*found.values()], tensors)
+            others = None if outside is None else self._others(outside)
+            if captured.compared >= COMPARED:
+                if (found := graphs.replayed(generation, named, what, others)) is not None:
+                    captured.replays += 1
+                    return engine.returned([*found.values()], tensors)
         except AttentionFailed:
             raise
         except Exception as error:
             self._refuse(captured, graphs, what, error)
-            return None
-        if not captured.is_due or self._is_full or any(captured is each for each, *_ in self._trials):
+            return None if outside is None else f"its engine failed ({type(error).__name__}: {error})"
+        is_held = captured.compared and graphs.holds(generation, named, what)
+        if not (is_held or captured.is_due) or self._is_full or any(captured is each for each, *_ in self._trials):
             captured.directly += 1
             return None
         if not leaves_memory(self._device):
             self._is_full = True
             return None
-        captured.begin()
+        if not is_held:
+            captured.begin()
         watch = MemoryWatch(self._device)
         try:
-            compute = functools.partial(_computed if stand_in is None else _computed_around, engine, weights)
-            found = graphs.run(compute, generation, named, what, or_raise=True, outside=_outside(stand_in))
+            compute = functools.partial(_computed if outside is None else _computed_around, engine, weights)
+            stand_in = None if outside is None else StandIns(outside).in_the_engine
+            others = None if stand_in is None else functools.partial(attended, stand_in)
+            found = graphs.run(compute, generation, named, what, or_raise=True, outside=others)
             with nullcontext() if stand_in is None else attention_by(stand_in):
                 wanted = engine.compute(tensors, weights)
             self._trials.append((captured, offer, compared([*found.values()], wanted)))
             return engine.returned(wanted, tensors) if stand_in is None else None
         except Exception as error:  # whatever compiled code raises: the engine goes on without a graph
-            if watch.ran_out(error):
+            if watch.ran_out(error.error if isinstance(error, AttentionFailed) else error):
                 self._is_full = True
                 captured.put_off()
                 graphs.drop()
@@ -168,6 +174,9 @@ class GraphedBlocks:
             return None
         finally:
             self._pool.on_change(self._device)
+
+    def _others(self, outside: Outside) -> HandOut:
+        return functools.partial(attended, functools.partial(self._attend, outside.called(are_lent=True)))
 
     @staticmethod
     def _refuse(captured: Captured, graphs: CudaGraphs, what: Hashable, error: Exception) -> None:
@@ -192,7 +201,3 @@ def _computed_around(engine: Any, weights: list[torch.Tensor], outside: HandOut,
     """The same, where `outside` computes what the engine calls out."""
     with handed_out_to(outside):
         return _computed(engine, weights, **tensors)
-
-
-def _outside(attention: Attention | None) -> HandOut | None:
-    return None if attention is None else functools.partial(attended, attention)

@@ -23,11 +23,11 @@ from ....compile_backend.blocks.call_form import taken_apart
 from ....core.dtypes import dtype_of
 from ....core.errors import SlipstreamError, UnsupportedModel
 from ....core.formatting import say_share
-from ....core.protocols import Tensors
+from ....core.protocols import HandOut, Tensors
 from ....runtime.blocks.block_engines import BlockEngines, BlockOffer
 from ....runtime.checking.rounding_switches import rounding_switches
 from ....runtime.checking.verify import ROUNDING, relative_error
-from ....runtime.loaded.cuda_graphs import CudaGraphs, HandOut
+from ....runtime.loaded.cuda_graphs import CudaGraphs
 from ....runtime.loaded.device_clock import disturb
 from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
@@ -53,7 +53,7 @@ _MOST_CALLS_BEFORE = 256
 _FORMS_KEPT = 512
 """Of the calls of one network and of its groups."""
 
-_COMPARED = 2
+COMPARED = 2
 """Replays that are held against blocks: the second one shows whether the first left anything behind."""
 
 
@@ -223,7 +223,7 @@ class GraphedNetwork:
                 return None
             whole.begin()
         watch = MemoryWatch(self._device)
-        is_compared = whole.compared < _COMPARED
+        is_compared = whole.compared < COMPARED
         try:
             outside = _handed_out(whole, outsides, None if is_compared else attend)
             result = self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside)
@@ -306,7 +306,7 @@ class GraphedNetwork:
         error = relative_error({"out": result}, {"out": wanted})
         if error <= limit:
             whole.compared += 1
-            if whole.compared == _COMPARED and not self._path:
+            if whole.compared == COMPARED and not self._path:
                 log.info("Slipstream: %s calls of blocks on engines are one CUDA graph from here on", whole.blocks)
         elif not bool(wanted.isfinite().all()):  # nothing can be compared with that
             whole.put_off()
@@ -421,7 +421,7 @@ def _handed_out(whole: WholeCall, outsides: Mapping[str, Outside], attend: Calla
         outside.told = whole.told[path]
         attention: Attention = StandIns(outside).in_the_engine
         if attend is not None:
-            attention = functools.partial(attend, outside.called())
+            attention = functools.partial(attend, outside.called(are_lent=True))
         return attended(attention, given, shape, call)
 
     return compute

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.core.protocols import Tensors
+from slipstream.core.protocols import HandOut, Tensors
 from slipstream.core.shapes import ShapeProfile
 from slipstream.runtime.capture.arena import Arena, give_back
 from slipstream.runtime.capture.compiling import compile_library
 from slipstream.runtime.capture.library import CaptureError, CaptureLibrary, loaded_library
 from slipstream.runtime.loaded.canary import CAPTURE, Canary, EngineCanary
-from slipstream.runtime.loaded.cuda_graphs import CudaGraphs, GraphedEngine, Graphing, HandOut
+from slipstream.runtime.loaded.cuda_graphs import CudaGraphs, GraphedEngine, Graphing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
