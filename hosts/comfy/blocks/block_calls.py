@@ -478,8 +478,8 @@ class BlockCalls:
             attention = StandIns(outside).in_the_engine if self._has_stand_ins else outside.called()
         found = self._computed(block, offer, tensors, attention, outside)
         if isinstance(found, str):
-            if self._has_stand_ins:
-                raise UnsupportedModel(found)
+            if self._has_stand_ins and outside is not None:  # the block itself would call what they stand for
+                raise torch.OutOfMemoryError(found) if found == _TOO_LITTLE_MEMORY else UnsupportedModel(found)
             with outside.given_already() if outside else nullcontext():
                 return self._plain(block, args, kwargs, found)
         if offer.is_trusted:
