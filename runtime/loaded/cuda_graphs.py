@@ -153,12 +153,14 @@ class CudaGraphs:
             Exception: what `outside` raises.
         """
         call = _call_of(tensors, what)
+        if outside is None:
+            compute = partial(_alone, compute)
         if what not in self._hopeless and self._held(generation, call) is None:
-            self._capture(call, compute, generation, tensors, constant, or_raise, outside is not None)
+            self._capture(call, compute, generation, tensors, constant, or_raise)
         if (graph := self._graphs.get(call)) is None:
             if or_raise:
                 raise CaptureError("it cannot be a CUDA graph")
-            return compute(**tensors) if outside is None else compute(outside, **tensors)
+            return compute(outside, **tensors)
         self._graphs.move_to_end(call)
         return graph.replay(tensors, outside)
 
@@ -216,7 +218,6 @@ class CudaGraphs:
         tensors: Tensors,
         constant: frozenset[str],
         or_raise: bool,
-        hands_out: bool,
     ) -> None:
         """Capture a call, where that can be done.
 
@@ -228,7 +229,7 @@ class CudaGraphs:
             return
         disturb()
         try:
-            self._try_to_capture(library, call, compute, generation, tensors, constant, hands_out)
+            self._try_to_capture(library, call, compute, generation, tensors, constant)
             return
         except CaptureError as error:
             reason = str(error)
@@ -247,7 +248,6 @@ class CudaGraphs:
         generation: Hashable,
         tensors: Tensors,
         constant: frozenset[str],
-        hands_out: bool,
     ) -> None:
         if self._arena is None:
             self._arena = Arena(library, self._device)
@@ -256,7 +256,7 @@ class CudaGraphs:
             wait_for_streams(self._device)
             give_back(library)
             prepare_libraries(library, self._device)
-            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant, hands_out)
+            graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
             try:
                 with self._graphing.canary.capturing():
                     graph.capture(compute, generation, library, stream)
@@ -264,9 +264,7 @@ class CudaGraphs:
                 self.drop()
                 raise
 
-    def _added(
-        self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str], hands_out: bool
-    ) -> _Graph:
+    def _added(self, call: _Call, compute: Compute, tensors: Tensors, constant: frozenset[str]) -> _Graph:
         assert self._arena is not None
         handed: list[_Handed] = []
 
@@ -279,18 +277,14 @@ class CudaGraphs:
 
         try:
             with self._arena.inside(grows=True):
-                results = compute(note, **tensors) if hands_out else compute(**tensors)
-                like = {name: tensor.to("meta") for name, tensor in results.items()}
-                del results
+                like = {name: tensor.to("meta") for name, tensor in compute(note, **tensors).items()}
         except BaseException:
             if not self._graphs:
                 self.drop()
             raise
         if len(self._graphs) >= self._kept:
             self._close([next(iter(self._graphs))])
-        self._graphs[call] = _Graph(
-            tensors, like, self._device, self._arena, constant, self._shared, handed if hands_out else None
-        )
+        self._graphs[call] = _Graph(tensors, like, handed, self._device, self._arena, constant, self._shared)
         return self._graphs[call]
 
 
@@ -365,28 +359,28 @@ class _Graph:
     Args:
         inputs: of a call like those to come.
         like: its results, on the meta device.
+        handed: what it hands out, on the meta device.
         arena: in which it computes; shared with graphs that never run at the same time.
         constant: see `CudaGraphs.run`.
         shared: buffers of graphs that never run at the same time either; None: it has its own.
-        handed: what it hands out, on the meta device; None where it is not asked to.
     """
 
     def __init__(
         self,
         inputs: Tensors,
         like: Tensors,
+        handed: Sequence[_Handed],
         device: torch.device,
         arena: Arena,
         constant: frozenset[str],
         shared: _Buffers | None = None,
-        handed: Sequence[_Handed] | None = None,
     ) -> None:
         self._device = device
         # Results leave the arena for ordinary memory, which the next replay does not write to.
         with torch.cuda.stream(torch.cuda.default_stream(device)):  # see `capture_stream`
             self._inputs = {name: _buffer(name, tensor, device, shared) for name, tensor in inputs.items()}
             self._outputs = {name: _buffer(f"{name} given", each, device, shared) for name, each in like.items()}
-            self._handed = None if handed is None else [*_handing(handed, device, shared)]
+            self._handed = [*_handing(handed, device, shared)]
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
@@ -401,7 +395,7 @@ class _Graph:
         """What it reads and writes, without what it computes in."""
         yield from self._inputs.values()
         yield from self._outputs.values()
-        for each in self._handed or ():
+        for each in self._handed:
             yield from (*each.given, each.taken)
 
     def capture(
@@ -438,39 +432,28 @@ class _Graph:
 
     def _record(self, compute: Compute, cut: Callable[[], None] = lambda: None) -> None:
         # A function of its own: what it allocated is free again when it ends.
-        if self._handed is None:
-            results = compute(**self._inputs)
-        else:
-            results = compute(_handing_out(self._handed, cut), **self._inputs)
-        for name, tensor in results.items():
+        for name, tensor in compute(_handing_out(self._handed, cut), **self._inputs).items():
             self._outputs[name].copy_(tensor)
 
     def replay(self, tensors: Tensors, outside: HandOut | None = None) -> Tensors:
         assert self._graphs
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        found: torch.Tensor | None = None
-        *graphs, last = self._graphs
-        for place, graph in enumerate(graphs):
-            assert outside is not None and self._handed is not None
+        put: Callable[[], object] = partial(self._put_all, tensors)
+        for graph, handed in zip(self._graphs, [*self._handed, None], strict=True):
             with side_stream(self._device) as stream, torch.no_grad():
-                self._begin(tensors, place, found)
+                put()
                 graph.launch(stream)
-            handed = self._handed[place]
-            found = outside(handed.given, handed.taken.shape, handed.what)
-        with side_stream(self._device) as stream, torch.no_grad():
-            self._begin(tensors, len(graphs), found)
-            last.launch(stream)
-            for name, result in results.items():
-                result.copy_(self._outputs[name])
+                if handed is None:
+                    for name, result in results.items():
+                        result.copy_(self._outputs[name])
+            if handed is not None:
+                assert outside is not None
+                put = partial(handed.taken.copy_, outside(handed.given, handed.taken.shape, handed.what))
         return results
 
-    def _begin(self, tensors: Tensors, place: int, found: torch.Tensor | None) -> None:
-        """Put what one of its graphs reads where that reads it."""
-        if found is None:
-            for name, tensor in tensors.items():
-                self._put(name, tensor)
-        elif self._handed is not None:
-            self._handed[place - 1].taken.copy_(found)
+    def _put_all(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            self._put(name, tensor)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into the graph's input buffer, unless its values are there already."""
@@ -485,6 +468,11 @@ class _Graph:
         for graph in self._graphs:
             graph.close()
         self._graphs = []
+
+
+def _alone(compute: Compute, hand_out: HandOut | None, /, **tensors: torch.Tensor) -> Tensors:
+    """What a function gives in whose midst nobody else computes."""
+    return compute(**tensors)
 
 
 def _handing(handed: Iterable[_Handed], device: torch.device, shared: _Buffers | None) -> Iterator[_Handed]:

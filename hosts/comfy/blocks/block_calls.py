@@ -472,11 +472,11 @@ class BlockCalls:
             return self._rest(block, args, kwargs)
         if self._inside is not None:
             self._inside[block] = outside, dict(options or {})
-        attention: Attention | None = None
+        stand_in: Attention | None = None
         if outside is not None:
             outside.told = offer.told
-            attention = StandIns(outside).in_the_engine if self._has_stand_ins else outside.called()
-        found = self._computed(block, offer, tensors, attention, outside)
+            stand_in = StandIns(outside).in_the_engine if self._has_stand_ins else None
+        found = self._computed(block, offer, tensors, outside, stand_in)
         if isinstance(found, str):
             if self._has_stand_ins and outside is not None:  # the block itself would call what they stand for
                 raise torch.OutOfMemoryError(found) if found == _TOO_LITTLE_MEMORY else UnsupportedModel(found)
@@ -643,7 +643,7 @@ class BlockCalls:
             return offer.refuse(str(error), is_final=False)
         except Exception as error:  # whatever the block makes of them: with what they stand for it goes on
             return offer.refuse(f"its engine cannot be compared ({type(error).__name__}: {error})", is_final=False)
-        found = self._computed(block, offer, tensors, stand_ins.in_the_engine, outside)
+        found = self._computed(block, offer, tensors, outside, stand_ins.in_the_engine)
         if not isinstance(found, str):
             offer.told = stand_ins.told
             self._compare(offer, found, wanted)
@@ -772,14 +772,14 @@ class BlockCalls:
         block: LedBlock,
         offer: BlockOffer,
         tensors: Sequence[torch.Tensor],
-        attention: Attention | None,
         outside: Outside | None,
+        stand_in: Attention | None,
     ) -> Any:
         """What an engine gives; or why the block has to compute itself, in words.
 
         Args:
-            attention: what the engine calls out to.
-            outside: where that is from.
+            outside: what the engine calls out.
+            stand_in: called in its place; None where it is called itself.
         """
         assert offer.engine is not None
         if id(offer) in self._too_large:
@@ -792,8 +792,8 @@ class BlockCalls:
                 if offer.is_trusted and weights is self._given.get((block, offer.engine)):
                     if (found := self._replayed(block, offer, tensors, weights, outside)) is not None:
                         return found
-                if attention is not None:
-                    until.enter_context(attention_by(functools.partial(self._attend, attention)))
+                if outside is not None:
+                    until.enter_context(attention_by(functools.partial(self._attend, stand_in or outside.called())))
                 if offer.is_trusted or self._tried[id(offer)]:
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):

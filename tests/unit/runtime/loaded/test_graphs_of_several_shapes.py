@@ -84,11 +84,11 @@ class Graph:
         self,
         inputs: Tensors,
         like: Tensors,
+        handed: object,
         device: torch.device,
         memory: Memory,
         constant: frozenset[str],
         shared: object = None,
-        handed: object = None,
     ) -> None:
         self.buffers = [torch.empty(10, dtype=torch.int8)]
         self.size = len(inputs["x"])
