@@ -14,6 +14,10 @@ def main(arguments: list[str] | None = None) -> int:
         from ..runtime.building.worker import serve
 
         return serve()
+    if words == ["worker", "fork"]:
+        from ..runtime.building import fork_server, worker
+
+        return fork_server.serve(worker.serve)
     if words[:1] == ["worker"] and len(words) == 2:  # internal, and light: a build process needs no command line
         from ..runtime.building.worker import main as work
 

@@ -14,15 +14,41 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-Program = subprocess.Popen[bytes]
+Started = subprocess.Popen[bytes]
 Stream = int | IO[bytes] | None
 
 NOTHING, PIPE = subprocess.DEVNULL, subprocess.PIPE
 FAILURES = (OSError, subprocess.SubprocessError)
 """What is raised where a program cannot be started, or takes too long."""
 TooLong = subprocess.TimeoutExpired
+
+
+class Program(Protocol):
+    """As much of a `subprocess.Popen[bytes]` as its users need.
+
+    Attributes:
+        pid: of the process, and of its group where it has one.
+        stdin, stdout: its standard streams, where they are pipes.
+        returncode: with which it ended, as far as `poll` and `wait` have seen that.
+    """
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+            TooLong: it has not ended within so many seconds.
+        """
+
+    def kill(self) -> None: ...
 
 
 def run(command: Sequence[str], seconds: float | None = None, folder: Path | None = None) -> Any:
@@ -53,7 +79,7 @@ def start(
     output: Stream = NOTHING,
     errors: Stream = NOTHING,
     own_group: bool = False,
-) -> Program:
+) -> Started:
     """Start a program, which goes on by itself.
 
     Args:

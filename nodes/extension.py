@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfy.process.saved_pictures import watch_prompts
+from ..hosts.comfy.process import early_workers, saved_pictures
 from .accelerate import AccelerateModel
 from .accelerate_controlnet import AccelerateControlNet
 from .accelerate_text_encoder import AccelerateTextEncoder
@@ -22,7 +22,8 @@ from .step_skip import SkipSigmas, StepSkip, StepSkipSampler
 
 class SlipstreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        watch_prompts()  # here, since older ComfyUIs never call on_load
+        saved_pictures.watch_prompts()  # here, since older ComfyUIs never call on_load
+        early_workers.watch_prompts()
         add_routes()
         return [
             AccelerateModel,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.programs import Program, TooLong, start
+from ...core.programs import Started, TooLong, start
 from ...hosts.comfy.building.without_server import find_checkout
 from ..errors import CommandError
 
@@ -115,7 +115,7 @@ def started(comfyui: Path | None, arguments: Sequence[str], environment: Mapping
             _end(process)
 
 
-def _await(server: ComfyUI, process: Program, log: Any) -> None:
+def _await(server: ComfyUI, process: Started, log: Any) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -136,7 +136,7 @@ def _await(server: ComfyUI, process: Program, log: Any) -> None:
         ) from None
 
 
-def _end(process: Program) -> None:
+def _end(process: Started) -> None:
     process.send_signal(signal.SIGINT if os.name != "nt" else signal.SIGTERM)
     with contextlib.suppress(TooLong):
         process.wait(10)

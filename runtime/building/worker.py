@@ -25,7 +25,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ...core.errors import UnsupportedModel
 from ...core.progress import Progress
-from .worker_pool import DONE
 
 if TYPE_CHECKING:
     from ...core.protocols import Backend, BuildJob
@@ -34,18 +33,21 @@ RESULT = "result.json"
 LOG = "worker.log"
 SERVE = "serve"
 """The word by which a process takes its jobs from standard input."""
+DONE = "done"
+"""In a line of a process that serves: a job is done, with this code."""
 OUT_OF_MEMORY = "out_of_memory"
 """In the result: whether the error comes of that."""
 
 _TOLD_BY = {"OutOfMemoryError", "MemoryError"}
 _PR_SET_PDEATHSIG = 1
+_NICE = 10
 
 
 def main(directory: str) -> int:
     """Build the job in `directory`; 0 on success, 1 on failure. What came of it stands in its `result.json`."""
     faulthandler.enable()  # a compiler that crashes leaves the place in the log
     _end_with_host()
-    _be_nice()
+    be_nice()
     return _built(Path(directory), _claim_stdout())
 
 
@@ -54,7 +56,7 @@ def serve() -> int:
     faulthandler.enable()
     jobs: SimpleQueue[bytes] = SimpleQueue()
     _end_with_host(jobs.put)
-    _be_nice()
+    be_nice()
     report = _claim_stdout()
     while True:
         job = json.loads(jobs.get())
@@ -97,7 +99,7 @@ def _built(folder: Path, report: IO[str]) -> int:
 
 def compile_capture_library(folder: str) -> int:
     """Compile the library behind CUDA graphs into `folder`; 0 on success, 1 with the reason on stderr."""
-    _be_nice()
+    be_nice()
     from ..capture.compiling import compile_library
 
     try:
@@ -178,10 +180,10 @@ def _claim_stdout() -> IO[str]:
     return report
 
 
-def _be_nice() -> None:
+def be_nice() -> None:
     """Pictures that are being made meanwhile go first."""
     if hasattr(os, "nice"):
-        os.nice(10)
+        os.nice(max(0, _NICE - os.nice(0)))
 
 
 def _end_with_host(hear: Callable[[bytes], None] = lambda line: None) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ...core.programs import Program, TooLong, kill_group
-
-Start = Callable[[], Program]
+from .forks import Forks
+from .worker import DONE, SERVE
+from .worker_start import ROOT, environment_of_many, start_worker
 
 _PATIENCE_SECONDS = 2.0
 """How long processes that wait may take to end by themselves."""
@@ -66,24 +67,33 @@ def _done(line: bytes) -> int | None:
     return int(code)
 
 
-DONE = "done"
-"""In a process's line: a job is done, with this code."""
-
-
 class WorkerPool:
-    """The processes that wait for a job."""
+    """The processes that wait for a job.
 
-    def __init__(self) -> None:
+    Args:
+        start: starts another one; default: a build process, by a fork where that can be had.
+    """
+
+    def __init__(self, start: Callable[[], Program] | None = None) -> None:
+        self._forks = Forks()
+        self._start = start or self._forked_or_started
         self._idle: list[Program] = []
         self._lock = threading.Lock()
 
-    def take(self, folder: Path, environment: Mapping[str, str], start: Start) -> Turn:
+    def warm(self) -> None:
+        """Jobs may come soon: prepare for their processes. Returns at once."""
+        self._forks.warm(environment_of_many())
+
+    def _forked_or_started(self) -> Program:
+        environment = environment_of_many()
+        return self._forks.fork(environment) or start_worker(SERVE, Path(ROOT.anchor), environment)
+
+    def take(self, folder: Path, environment: Mapping[str, str]) -> Turn:
         """Give a job to a process that waits, or to a new one.
 
         Args:
             folder: of the job.
             environment: variables that are the job's own.
-            start: starts a process.
 
         Raises:
             OSError: none can be started.
@@ -92,7 +102,7 @@ class WorkerPool:
         while (waiting := self._next()) is not None:
             if (turn := _given(waiting, job)) is not None:
                 return turn
-        turn = _given(start(), job)
+        turn = _given(self._start(), job)
         if turn is None:
             raise BrokenPipeError("the build process ended as it began")
         return turn
@@ -128,6 +138,7 @@ class WorkerPool:
                 kill_group(process)
             assert process.stdout is not None
             process.stdout.close()
+        self._forks.close()
 
 
 def _given(process: Program, job: bytes) -> Turn | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -15,17 +14,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
-
-import torch
 
 from ...core.errors import BuildDied, BuildFailed, BuildOutOfMemory, StoreError, UnsupportedModel
-from ...core.programs import NOTHING, PIPE, Program, kill_group, signal_group, start
+from ...core.programs import Program, kill_group, signal_group
 from ...core.progress import CancelToken, Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
-from .worker import LOG, OUT_OF_MEMORY, RESULT, SERVE
+from .worker import LOG, OUT_OF_MEMORY, RESULT
 from .worker_pool import Turn, WorkerPool
+from .worker_start import environment_of_workers, start_worker
 
 _POLL_SECONDS = 0.2
 _USUAL_SECONDS = 60.0
@@ -98,43 +95,19 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
     environment = _environment(temporary)
     try:
         if workers is None:
-            return _popen(str(job.directory), log, job.directory, environment)
-        own = {name: environment[name] for name in environment.keys() & _OF_JOBS}
-        root = Path(job.directory.anchor)
-        of_all = {**environment, **_ONE_OF_MANY}
-        return workers.take(job.directory, own, lambda: _popen(SERVE, NOTHING, root, of_all))
+            return start_worker(str(job.directory), job.directory, environment, errors=log)
+        return workers.take(job.directory, {name: environment[name] for name in _OF_JOBS})
     except OSError as error:
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
 
 
-def _popen(word: str, log: Any, folder: Path, environment: Mapping[str, str]) -> Program:
-    """
-    Args:
-        word: a job's folder, or `SERVE`.
-        folder: where it runs.
-    """
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, *_flags(), str(root), "worker", word]
-    return start(command, folder, environment, given=PIPE, output=PIPE, errors=log, own_group=True)
-
-
-_ONE_OF_MANY = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Variables of processes of which there are as many as cores: as it is imported, torch's compiler would start a pool of
-further processes in each."""
 _TEMPORARY = "TMPDIR", "TEMP", "TMP"
 _OF_JOBS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", *_TEMPORARY}
 """Variables that are another folder for each job."""
 
 
-def _flags() -> list[str]:
-    """Those of the host that decide which packages Python finds: ComfyUI's Windows portable starts with -s."""
-    flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
-    return [flag for flag, is_set in flags.items() if is_set]
-
-
 def _environment(temporary: Path) -> dict[str, str]:
-    # Compiled CPU code is laid out for a number of threads: the worker has to see the same number as the host.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = environment_of_workers()
     # Compilers keep their intermediate files here, unless the user has a cache for them.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary / "inductor"))
     environment.setdefault("TRITON_CACHE_DIR", str(temporary / "triton"))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.runtime.building import worker_pool, worker_process
-from slipstream.runtime.building.worker import LOG, SERVE
+from slipstream.core.programs import kill_group
+from slipstream.runtime.building import worker_pool
+from slipstream.runtime.building.worker import LOG
 from slipstream.runtime.building.worker_pool import WorkerPool
 
 WORKER = """
@@ -32,11 +33,11 @@ def start() -> subprocess.Popen[bytes]:
 
 
 def test_a_process_takes_the_next_job_when_one_is_done() -> None:
-    pool = WorkerPool()
-    first = pool.take(Path("a"), {}, start)
+    pool = WorkerPool(start)
+    first = pool.take(Path("a"), {})
     assert [*first.stdout] == [b'{"phase": "a"}\n'] and first.poll() == 0
     assert pool.give_back(first)
-    second = pool.take(Path("b"), {}, start)
+    second = pool.take(Path("b"), {})
     assert second.pid == first.pid and [*second.stdout] == [b'{"phase": "b"}\n']
     assert pool.give_back(second)
     pool.close()
@@ -44,12 +45,12 @@ def test_a_process_takes_the_next_job_when_one_is_done() -> None:
 
 
 def test_a_process_that_ends_in_the_midst_of_a_job_is_not_kept() -> None:
-    pool = WorkerPool()
-    turn = pool.take(Path("a"), {"DIE": "1"}, start)
+    pool = WorkerPool(start)
+    turn = pool.take(Path("a"), {"DIE": "1"})
     turn.process.wait()
     assert [*turn.stdout] == [] and turn.poll() == 1  # an orderly end is none
     assert not pool.give_back(turn)
-    other = pool.take(Path("b"), {}, start)
+    other = pool.take(Path("b"), {})
     assert other.pid != turn.pid
     other.process.kill()
     other.process.wait()
@@ -58,12 +59,12 @@ def test_a_process_that_ends_in_the_midst_of_a_job_is_not_kept() -> None:
 
 
 def test_a_process_that_died_while_it_waited_is_replaced() -> None:
-    pool = WorkerPool()
-    first = pool.take(Path("a"), {}, start)
+    pool = WorkerPool(start)
+    first = pool.take(Path("a"), {})
     assert [*first.stdout] and pool.give_back(first)
     first.process.kill()
     first.process.wait()
-    second = pool.take(Path("b"), {}, start)
+    second = pool.take(Path("b"), {})
     assert second.pid != first.pid and [*second.stdout]
     assert pool.give_back(second)
     pool.close()
@@ -71,8 +72,8 @@ def test_a_process_that_died_while_it_waited_is_replaced() -> None:
 
 
 def test_a_process_whose_job_failed_is_not_kept() -> None:
-    pool = WorkerPool()
-    turn = pool.take(Path("a"), {"CODE": "1"}, start)
+    pool = WorkerPool(start)
+    turn = pool.take(Path("a"), {"CODE": "1"})
     assert [*turn.stdout] and turn.poll() == 1
     assert not pool.give_back(turn)
     with turn.process:
@@ -81,8 +82,8 @@ def test_a_process_whose_job_failed_is_not_kept() -> None:
 
 def test_a_process_that_does_not_hear_of_the_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_PATIENCE_SECONDS", 0.1)
-    pool = WorkerPool()
-    turn = pool.take(Path("a"), {"HANG": "1"}, start)
+    pool = WorkerPool(start)
+    turn = pool.take(Path("a"), {"HANG": "1"})
     assert [*turn.stdout] and pool.give_back(turn)
     began = time.monotonic()
     pool.close()
@@ -91,13 +92,11 @@ def test_a_process_that_does_not_hear_of_the_end_is_killed(monkeypatch: pytest.M
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
 def test_the_build_process_lets_go_of_a_jobs_folder(tmp_path: Path) -> None:
-    def start_serving() -> subprocess.Popen[bytes]:
-        return worker_process._popen(SERVE, subprocess.DEVNULL, Path("/"), os.environ)
-
-    turn = WorkerPool().take(tmp_path, {}, start_serving)  # there is no job in it
-    with turn.process:
-        assert [*turn.stdout] and turn.poll() == 1
-        assert "job.json" in (tmp_path / LOG).read_text()
-        open_files = [os.path.realpath(file) for file in Path(f"/proc/{turn.pid}/fd").iterdir()]
-        assert not [file for file in open_files if file.startswith(str(tmp_path))]
-        turn.process.kill()
+    pool = WorkerPool()
+    turn = pool.take(tmp_path, {})  # there is no job in it
+    assert [*turn.stdout] and turn.poll() == 1
+    assert "job.json" in (tmp_path / LOG).read_text()
+    open_files = [os.path.realpath(file) for file in Path(f"/proc/{turn.pid}/fd").iterdir()]
+    assert not [file for file in open_files if file.startswith(str(tmp_path))]
+    kill_group(turn.process)
+    pool.close()

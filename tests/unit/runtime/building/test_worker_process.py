@@ -373,7 +373,7 @@ def test_a_worker_killed_in_a_pause(program: Program, session: Session) -> None:
 
 def test_the_worker_sees_as_many_threads_as_the_host(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled CPU code is laid out for a number of threads."""
-    monkeypatch.setattr(worker_process.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     artifact = run(program('done(files=[], details={"threads": os.environ["OMP_NUM_THREADS"]})'))
     assert artifact.details == {"threads": "7"}
 
@@ -383,7 +383,7 @@ def test_the_worker_finds_the_packages_that_the_host_finds(root: Path, flags: li
     """Portable ComfyUIs start without the user's own packages, among which another torch may be."""
     code = (
         "import runpy, sys; runpy.run_path(sys.argv[1])['register']();"
-        "from slipstream.runtime.building.worker_process import _flags; print(*_flags())"
+        "from slipstream.runtime.building.worker_start import _flags; print(*_flags())"
     )
     command = [sys.executable, *flags, "-c", code, str(root / "__main__.py")]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONNOUSERSITE"}
@@ -482,7 +482,7 @@ def test_a_process_that_was_paused_as_its_job_ended_goes_on(
         "sys.stdin.read()\n"
     )
 
-    def start(*_: object) -> subprocess.Popen[bytes]:
+    def start() -> subprocess.Popen[bytes]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         return subprocess.Popen([sys.executable, str(path)], start_new_session=True, **pipes)
 
@@ -492,8 +492,7 @@ def test_a_process_that_was_paused_as_its_job_ended_goes_on(
         time.sleep(0.2)  # until its last word is read
         return False
 
-    monkeypatch.setattr(worker_process, "_popen", start)
-    workers = WorkerPool()
+    workers = WorkerPool(start)
     run(job, may_run=may_run, workers=workers)
     (process,) = workers._idle
     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,0 +1,152 @@
+"""The process that has imported what builds need, and becomes a build process by a fork, in milliseconds.
+
+Protocol: standard input is a socket. The host sends a message with the standard input and output of the process that it
+wants; answers are JSON: `{"unfit": why}` or `{"pid"}` of what was begun, and `{"pid", "code"}` of what has ended. The
+socket's end means that nobody needs it any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from .worker import be_nice
+
+FORK = "fork"
+"""The word by which a process becomes this one."""
+
+IDLE_SECONDS = 120.0
+"""Without a build process, it ends after so long."""
+
+_IMPORTED = (
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch._inductor.runtime.triton_heuristics",
+    "triton.compiler",
+    "einops",
+    "safetensors.torch",
+    "scipy.ndimage",
+    "..planning.backends",
+)
+"""What a build would import, in seconds. ComfyUI's own modules are not among them: they ask for the GPU at once."""
+
+_ASKS_THE_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With it torch asks whether there is a GPU without touching it."""
+
+
+def serve(work: Callable[[], int]) -> int:
+    """Become a build process whenever the host wants one.
+
+    Args:
+        work: what a build process does. It finds the host's files as its standard input and output.
+    """
+    be_nice()
+    _import_all()
+    host = _claim_socket()
+    if why := _why_unfit():
+        _say(host, {"unfit": why})
+        return 1
+    gc.collect()
+    gc.freeze()  # what is never freed is never written to, and stays shared
+    if _fork_as_told(host):
+        return work()
+    return 0
+
+
+def _import_all() -> None:
+    before = os.environ.get(_ASKS_THE_DRIVER)
+    os.environ[_ASKS_THE_DRIVER] = "1"
+    for name in _IMPORTED:
+        with suppress(Exception):  # not there, or of another version: a build imports what it needs
+            importlib.import_module(name, __package__)
+    if before is None:
+        del os.environ[_ASKS_THE_DRIVER]
+
+
+def _claim_socket() -> socket.socket:
+    host = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return host
+
+
+def _why_unfit() -> str | None:
+    """What forbids forks: a child has none of its parent's threads, and cannot use a GPU that its parent has used."""
+    import torch
+
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "its libraries run threads"
+    if (child := os.fork()) == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return "its libraries have touched the GPU" if os.waitpid(child, 0)[1] else None
+
+
+def _fork_as_told(host: socket.socket) -> bool:
+    """Fork until nobody wants it any more: False. In a child it returns at once: True."""
+    running = 0
+    heard, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(signalled)
+    while True:
+        ready, _, _ = select.select([host.fileno(), heard], [], [], None if running else IDLE_SECONDS)
+        if not ready:
+            return False
+        if heard in ready:
+            os.read(heard, 4096)
+            running -= _tell_of_ends(host)
+        if host.fileno() in ready:
+            message, files, _, _ = socket.recv_fds(host, 1, 2)
+            if not message:
+                return False
+            if (child := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for each in (heard, signalled, host.detach()):
+                    os.close(each)
+                _take_streams(files)
+                return True
+            running += 1
+            for file in files:
+                os.close(file)
+            _say(host, {"pid": child})
+
+
+def _take_streams(files: list[int]) -> None:
+    os.setsid()  # it is signalled together with what it starts
+    for place, file in enumerate(files):
+        os.dup2(file, place)
+        os.close(file)
+
+
+def _tell_of_ends(host: socket.socket) -> int:
+    """Returns: how many processes have ended."""
+    ended = 0
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended += 1
+        _say(host, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _say(host: socket.socket, what: dict[str, object]) -> None:
+    with suppress(OSError):  # the host is gone, which the next read tells
+        host.send(json.dumps(what).encode())

@@ -1,0 +1,189 @@
+"""Build processes that another one forks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.core.programs import TooLong, kill_group
+from slipstream.runtime.building import fork_server
+from slipstream.runtime.building.forks import ARE_POSSIBLE, Forked, Forks
+from slipstream.runtime.building.worker_pool import WorkerPool
+from slipstream.runtime.building.worker_start import ROOT, environment_of_many
+
+pytestmark = pytest.mark.skipif(not ARE_POSSIBLE, reason="processes are forked on Linux alone")
+
+
+VARIABLES = environment_of_many()
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Forks]:
+    """One for tests that leave it as it is."""
+    made = Forks()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+def forked(forks: Forks) -> Forked:
+    process = forks.fork(VARIABLES)
+    assert process is not None
+    return process
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while is_there(pid):
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.02)
+
+
+def say(process: Forked, folder: Path) -> list[str]:
+    """Its answer to a job that is not there."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps({"folder": str(folder), "environment": {}}).encode() + b"\n")
+    process.stdin.flush()
+    lines = []
+    while "done" not in (line := json.loads(process.stdout.readline())):
+        lines.append(line["phase"])
+    return [*lines, line["done"]]
+
+
+def test_it_serves_jobs_and_begins_at_once(kept: Forks, tmp_path: Path) -> None:
+    first = forked(kept)
+    began = time.monotonic()
+    second = forked(kept)
+    assert time.monotonic() - began < 1, "nothing is imported again"
+    assert parent_of(first.pid) == parent_of(second.pid) != os.getpid()
+    assert os.getpgid(first.pid) == first.pid != os.getpgid(second.pid)
+    assert say(first, tmp_path) == ["start", 1] == say(second, tmp_path)
+    assert first.poll() is None and "job.json" in (tmp_path / "worker.log").read_text()
+    modules = Path(f"/proc/{first.pid}/maps").read_text()
+    assert "libtorch" in modules
+
+
+def test_the_end_of_one_is_told_with_its_code(kept: Forks) -> None:
+    killed, other = forked(kept), forked(kept)
+    with pytest.raises(TooLong):
+        killed.wait(0.1)
+    kill_group(killed)
+    assert killed.returncode == -signal.SIGKILL and not is_there(killed.pid)
+    assert other.poll() is None and is_there(other.pid)
+    assert other.stdin is not None
+    other.stdin.close()  # as when the host is gone
+    assert other.wait(20) == -signal.SIGKILL  # with all that it started
+
+
+def test_another_one_is_started_where_it_was_killed(forks: Forks) -> None:
+    first = forked(forks)
+    os.kill(parent_of(first.pid), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while first.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert first.returncode == -signal.SIGKILL
+    kill_group(first)
+    wait_until_gone(first.pid)
+    second = forked(forks)
+    assert parent_of(second.pid) not in (1, os.getpid())
+
+
+def test_it_ends_with_the_host(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\n"
+        "from slipstream.runtime.building.forks import Forks\n"
+        "from slipstream.runtime.building.worker_start import environment_of_many\n"
+        "forks = Forks()\n"
+        "process = forks.fork(environment_of_many())\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    path = tmp_path / "host.py"
+    path.write_text(f"import runpy\nrunpy.run_path({str(ROOT / '__main__.py')!r})['register']()\n{code}")
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        pid = int(host.stdout.readline())
+        server = parent_of(pid)
+        host.kill()
+    wait_until_gone(pid)
+    wait_until_gone(server)
+
+
+def test_libraries_that_run_threads_forbid_it(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "einops.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert forks.fork({**VARIABLES, "PYTHONPATH": path}) is None
+    assert forks.fork(VARIABLES) is None, "it is not tried again"
+
+
+def test_other_variables_need_another_one_to_fork(forks: Forks) -> None:
+    running = forked(forks)
+    other = {**VARIABLES, "OTHER": "1"}
+    assert forks.fork(other) is None, "how the running one ends would never be told"
+    kill_group(running)
+    second = forks.fork(other)
+    assert second is not None and b"OTHER=1" in Path(f"/proc/{second.pid}/environ").read_bytes().split(b"\0")
+
+
+def test_a_pool_starts_processes_one_by_one_where_none_can_be_forked(tmp_path: Path) -> None:
+    pool = WorkerPool()
+    pool._forks._is_unfit = True
+    turn = pool.take(tmp_path, {})
+    assert [*turn.stdout] and parent_of(turn.pid) == os.getpid()
+    kill_group(turn.process)
+    pool.close()
+
+
+def test_a_pool_that_is_warm_has_imported_before_the_first_job(tmp_path: Path) -> None:
+    pool = WorkerPool()
+    pool.warm()
+    server = pool._forks._server
+    assert server is not None
+    pool.warm()
+    assert pool._forks._server is server
+    turn = pool.take(tmp_path, {})
+    assert [*turn.stdout] and parent_of(turn.pid) == server.pid
+    kill_group(turn.process)
+    pool.close()
+    assert server.poll() is not None
+
+
+def test_it_ends_when_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.05)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with ours, its:
+            assert not fork_server._fork_as_told(its)
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, before)
