@@ -59,6 +59,8 @@ def serve(work: Callable[[], int]) -> int:
     host = _claim_socket()
     if why := _why_unfit():
         _say(host, {"unfit": why})
+        while host.recv(1):  # what is left unread would take the answer with it
+            pass
         return 1
     gc.collect()
     gc.freeze()  # what is never freed is never written to, and stays shared

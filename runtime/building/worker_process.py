@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 import tempfile
 import threading
@@ -22,11 +21,10 @@ from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
 from .worker import LOG, OUT_OF_MEMORY, RESULT
 from .worker_pool import Turn, WorkerPool
-from .worker_start import environment_of_workers, start_worker
+from .worker_start import INDUCTOR, STUMBLED_OVER, TRITON, environment_of_workers, start_worker
 
 _POLL_SECONDS = 0.2
 _USUAL_SECONDS = 60.0
-_AWKWARD = re.compile(r"""[\s'"]""")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def run_build(
 
 def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
     """Where compilers work: in the job's folder, so that nothing outlives it; but compilers stumble over blanks."""
-    if not _AWKWARD.search(str(directory)) or _AWKWARD.search(tempfile.gettempdir()):
+    if not STUMBLED_OVER.search(str(directory)) or STUMBLED_OVER.search(tempfile.gettempdir()):
         return directory
     return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
 
@@ -92,7 +90,7 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
         log = ending.enter_context(open(job.directory / LOG, "wb"))
     except OSError as error:
         raise StoreError(f"The build's folder cannot be written: {error}; free some space, then queue again") from error
-    environment = _environment(temporary)
+    environment = _environment(temporary, workers)
     try:
         if workers is None:
             return start_worker(str(job.directory), job.directory, environment, errors=log)
@@ -102,15 +100,16 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
 
 
 _TEMPORARY = "TMPDIR", "TEMP", "TMP"
-_OF_JOBS = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", *_TEMPORARY}
-"""Variables that are another folder for each job."""
+_OF_JOBS = {INDUCTOR, TRITON, *_TEMPORARY}
+"""Variables of a job: processes that serve many take them from each."""
 
 
-def _environment(temporary: Path) -> dict[str, str]:
+def _environment(temporary: Path, workers: WorkerPool | None) -> dict[str, str]:
     environment = environment_of_workers()
     # Compilers keep their intermediate files here, unless the user has a cache for them.
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary / "inductor"))
-    environment.setdefault("TRITON_CACHE_DIR", str(temporary / "triton"))
+    caches = workers.caches() if workers is not None else {}
+    environment.setdefault(INDUCTOR, str(caches.get(INDUCTOR) or temporary / "inductor"))
+    environment.setdefault(TRITON, str(caches.get(TRITON) or temporary / "triton"))
     # A compiler that is killed leaves its temporary files behind; here they go with the job.
     return environment | dict.fromkeys(_TEMPORARY, str(temporary))
 

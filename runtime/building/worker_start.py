@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,12 @@ import torch
 from ...core.programs import NOTHING, PIPE, Program, Stream, start
 
 ROOT = Path(__file__).resolve().parents[2]
+
+INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+"""Variables: where torch's compiler and triton keep what they make."""
+
+STUMBLED_OVER = re.compile(r"""[\s'"]""")
+"""In the path of a folder: what compilers cannot take."""
 
 _ONE_OF_MANY = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Variables of processes of which there are as many as cores: as it is imported, torch's compiler would start a pool of
@@ -42,12 +49,21 @@ def start_worker(
 
 def environment_of_workers() -> dict[str, str]:
     """This process's variables, and the number of threads for which CPU code is laid out: the host's."""
-    return {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    folders = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if folders is not None and environment.get(INDUCTOR) == folders.default_cache_dir():
+        del environment[INDUCTOR]  # torch wrote it there itself; the user has chosen none
+    return environment
 
 
 def environment_of_many() -> dict[str, str]:
     """The same, for processes that run side by side."""
     return {**environment_of_workers(), **_ONE_OF_MANY}
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _flags() -> list[str]:
