@@ -44,8 +44,8 @@ _IMPORTED = (
 )
 """What a build would import, in seconds. ComfyUI's own modules are not among them: they ask for the GPU at once."""
 
-_ASKS_THE_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it torch asks whether there is a GPU without touching it."""
+HAS_CUDA = "SLIPSTREAM_HAS_CUDA"
+"""The variable by which the host says whether torch finds a GPU: 1 or 0."""
 
 
 def serve(work: Callable[[], int]) -> int:
@@ -70,13 +70,17 @@ def serve(work: Callable[[], int]) -> int:
 
 
 def _import_all() -> None:
-    before = os.environ.get(_ASKS_THE_DRIVER)
-    os.environ[_ASKS_THE_DRIVER] = "1"
-    for name in _IMPORTED:
-        with suppress(Exception):  # not there, or of another version: a build imports what it needs
-            importlib.import_module(name, __package__)
-    if before is None:
-        del os.environ[_ASKS_THE_DRIVER]
+    """Import without a word to the driver: some modules ask torch for a GPU, which starts the driver's threads."""
+    import torch
+
+    asked, has_cuda = torch.cuda.is_available, os.environ.pop(HAS_CUDA) == "1"
+    torch.cuda.is_available = lambda: has_cuda
+    try:
+        for name in _IMPORTED:
+            with suppress(Exception):  # not there, or of another version: a build imports what it needs
+                importlib.import_module(name, __package__)
+    finally:
+        torch.cuda.is_available = asked
 
 
 def _claim_socket() -> socket.socket:

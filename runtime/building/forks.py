@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from ...core.programs import NOTHING, Program, TooLong, kill_group
-from .fork_server import FORK
+from .fork_server import FORK, HAS_CUDA
 from .worker_start import ROOT, start_worker
 
 log = logging.getLogger(__name__)
@@ -129,7 +131,8 @@ class Forks:
             return
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            variables = {"OPENBLAS_NUM_THREADS": "1", **environment}  # numpy would start threads, which forbids forks
+            variables = {**environment, HAS_CUDA: str(int(torch.cuda.is_available()))}
+            variables.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads, which forbids forks
             self._server = start_worker(FORK, Path(ROOT.anchor), variables, given=its.fileno(), output=NOTHING)
         except OSError:
             ours.close()
