@@ -233,9 +233,12 @@ class CudaGraphs:
             return
         except CaptureError as error:
             reason = str(error)
-        # Out here the error is gone, and with it the frames that kept tensors alive.
+        # Out here the error is gone, and with it the frames that kept tensors of the arena alive.
         self._hopeless.add(call[0])  # something that a graph cannot hold, such as a wait on the host
         self.drop()
+        with _capturing:
+            wait_for_streams(self._device)
+            give_back(library)
         if or_raise:
             raise CaptureError(reason)
         log.warning("Slipstream: this engine cannot be captured as a CUDA graph and runs without: %s", reason)
