@@ -739,9 +739,11 @@ _OF_VAES = Role.VAE_ENCODE, Role.VAE_DECODE
 
 def _why_blocks_alone(settings: Settings) -> str | None:
     """Why no engine of the whole model is wanted."""
-    if settings.optimize is Optimize.BLOCKS:
-        return "the node asks for engines of blocks alone"
-    return None
+    if settings.optimize is not Optimize.BLOCKS:
+        return None
+    if settings.quantised is not None:
+        return "engines of blocks do not compute in 8 bits; choose another optimize, or precision auto"
+    return "the node asks for engines of blocks alone"
 
 
 def _may_be_spoiled(loaded: LoadedEngine, error: BaseException) -> bool:

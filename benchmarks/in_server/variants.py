@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...core.spec import Quantised
 from ...runtime.settings.model_settings import AUTO, NUMBERS
 from ...sampling.presets import PRESETS, why_too_short
 from .cases import PictureCase
@@ -68,6 +69,8 @@ class ServerVariant:
         precisions, presets = ([lever for lever in levers if lever in known] for known in (NUMBERS, PRESETS))
         if len(precisions) > 1 or len(presets) > 1:
             raise ValueError(f"{name!r}: choose one precision and one preset at most")
+        if BLOCKS in levers and isinstance(NUMBERS.get(next(iter(precisions), AUTO)), Quantised):
+            raise ValueError(f"{name!r}: engines of blocks do not compute in 8 bits")
         return cls(name, kind, (), next(iter(precisions), AUTO), next(iter(presets), None), BLOCKS in levers)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...hosts.comfy.skip.call_sigmas import CallSigmas
 from ...hosts.comfy.skip.step_skip import prediction
 from ...runtime.checking.measure import milliseconds
 from ...sampling.reuse import Reuse
@@ -30,7 +31,7 @@ def _of(rule: Reuse, device: torch.device) -> dict[str, float]:
     levels = [float(level) for level in torch.linspace(14.6, 0.1, 2 * _STEPS)] + [0.0]
     guider = SimpleNamespace(conds={"positive": [{"uuid": "p"}], "negative": [{"uuid": "n"}]}, cfg=7.0)
     run = SkippingRun(levels, tuple(range(_COMPUTED)), rule)
-    step = prediction(guider, run)
+    step = prediction(guider, run, CallSigmas((), in_order=False))
     x = torch.randn(SHAPE, device=device)
     sigmas = torch.tensor(levels, device=device)[:, None]
     on_device, on_host = [], []

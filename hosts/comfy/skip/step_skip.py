@@ -21,13 +21,18 @@ from ....sampling.task import Task
 from ...step_conditions import StepConditions
 from ..process.build_waiting import throw_if_cancelled
 from ..run.call_wrappers import put_around_ours, wrappers_of
+from ..run.restart import SamplingStart
 from ..run.wrapper_keys import STEP_SKIP
 from .block_cache import CachedRun
+from .call_sigmas import IN_ORDER, CallSigmas
 from .sampling_task import has_parts, task_of
 
 log = logging.getLogger(__name__)
 
 _OTHERS = ("easycache", "lazycache")
+
+_out_of_order: set[tuple[str, type]] = set()
+"""Samplers, and the guiders that they were used with, whose calls did not come in the schedule's order."""
 
 
 def skip_steps(patcher: Any, preset: Preset, after_run: AfterRun | None = None) -> Any:
@@ -110,8 +115,19 @@ def _sample(
     given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
     guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
     task = task_of(guider, given["sampler"], given["sigmas"], mask, has_parts(shapes))
-    with skipping(guider, preset, task, after_run, _of_size(mask, given["noise"])):
-        return executor(*args, **kwargs)
+    case = task.sampler, type(guider)
+    sigmas = CallSigmas(task.sigmas, in_order=task.kind in IN_ORDER and case not in _out_of_order)
+    mask = _of_size(mask, given["noise"])
+    beginning = SamplingStart(guider, args, kwargs, guider.model_patcher.load_device)
+    with skipping(guider, preset, task, after_run, mask, sigmas):
+        result = executor(*args, **kwargs)
+    if sigmas.were_right():
+        return result
+    log.info("Slipstream: %s calls the model in an order of its own, so this picture is sampled again", task.sampler)
+    _out_of_order.add(case)
+    again, more = beginning.restore()
+    with skipping(guider, preset, task, after_run, mask):
+        return executor(*again, **more)
 
 
 def _of_size(mask: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor | None:
@@ -126,13 +142,19 @@ def _of_size(mask: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor | N
 
 @contextmanager
 def skipping(
-    guider: Any, preset: Preset, task: Task, after_run: AfterRun | None, mask: torch.Tensor | None = None
+    guider: Any,
+    preset: Preset,
+    task: Task,
+    after_run: AfterRun | None,
+    mask: torch.Tensor | None = None,
+    sigmas: CallSigmas | None = None,
 ) -> Iterator[None]:
     """A run of `guider` whose predictions are skipped as `preset` says.
 
     Args:
         task: what the run is.
         mask: for inpainting, of the latent's size: above 0 where the picture changes.
+        sigmas: of the calls; default: each is read from its call.
 
     Raises:
         UnsupportedModel: something else skips steps in this run already.
@@ -148,7 +170,7 @@ def skipping(
     if remark:
         warn_once(log, f"Slipstream skips steps as in {preset.name}: {remark}")
     try:
-        with nullcontext() if reason else _led(guider, run, cache):
+        with nullcontext() if reason else _led(guider, run, cache, sigmas or CallSigmas((), in_order=False)):
             yield
     finally:
         run.forget()
@@ -161,7 +183,7 @@ def skipping(
 
 
 @contextmanager
-def _led(guider: Any, run: SkippingRun, cache: CachedRun | None) -> Iterator[None]:
+def _led(guider: Any, run: SkippingRun, cache: CachedRun | None, sigmas: CallSigmas) -> Iterator[None]:
     """Put `run` inside of what other nodes put around a step's prediction, since they may change the guider for it, and
     outside of what nodes of ours put there, which stands in for the prediction itself.
     """
@@ -170,14 +192,16 @@ def _led(guider: Any, run: SkippingRun, cache: CachedRun | None) -> Iterator[Non
     wrappers = wrappers_of(guider.model_options, WrappersMP.PREDICT_NOISE)
     if STEP_SKIP in wrappers:
         raise UnsupportedModel("Two nodes skip steps in this run, Step Skip and Step Skip Sampler. Remove one of them.")
-    put_around_ours(wrappers, STEP_SKIP, prediction(guider, run, cache))
+    put_around_ours(wrappers, STEP_SKIP, prediction(guider, run, sigmas, cache))
     try:
         yield
     finally:
         wrappers.pop(STEP_SKIP, None)
 
 
-def prediction(guider: Any, run: SkippingRun, cache: CachedRun | None = None) -> Callable[..., torch.Tensor]:
+def prediction(
+    guider: Any, run: SkippingRun, sigmas: CallSigmas, cache: CachedRun | None = None
+) -> Callable[..., torch.Tensor]:
     """A wrapper of PREDICT_NOISE that leaves to `run` what is computed."""
     conditions = StepConditions(guider)
 
@@ -191,7 +215,7 @@ def prediction(guider: Any, run: SkippingRun, cache: CachedRun | None = None) ->
             return result
 
         throw_if_cancelled()
-        sigma = float(timestep.flatten()[0])
+        sigma = sigmas.of(timestep)
         at = conditions.next(sigma)
         return run(x, sigma, compute, at)
 

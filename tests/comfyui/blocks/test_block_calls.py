@@ -13,7 +13,7 @@ import comfy.model_management
 import pytest
 import torch
 
-from slipstream.core.spec import Optimize, Precision
+from slipstream.core.spec import Optimize, Precision, Quantised
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
@@ -998,3 +998,11 @@ def test_build_engine_makes_the_engines_of_all_blocks(tmp_path: Any, monkeypatch
         found, wanted = tiny.sample(fast, size=96, steps=3), tiny.sample(model, size=96, steps=3)
         assert distance(found, wanted) < 1e-5 and module.status.block_calls
         assert len(provider.store.digests()) == len(report)
+
+
+def test_eight_bits_are_not_for_engines_of_blocks_and_the_node_says_so(provider: EngineProvider) -> None:
+    model = tiny.model("sd15")
+    module = AcceleratedModule(provider, replace(BY_BLOCKS, precision=Quantised.FP8))
+    assert torch.equal(tiny.sample(accelerate_model(model, module), "sd15"), tiny.sample(model, "sd15"))
+    assert module.status.block_calls == 0
+    assert any("do not compute in 8 bits; choose another" in reason for reason in module.status.to_json()["reasons"])

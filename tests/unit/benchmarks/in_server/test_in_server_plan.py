@@ -67,6 +67,7 @@ def test_each_patch_has_its_turn_behind_the_base() -> None:
         ("slipstream+fp7", "'fp7' is not one of"),
         ("slipstream+fp8+int8", "one precision"),
         ("magic", "is no variant"),
+        ("slipstream+blocks+fp8", "engines of blocks do not compute in 8 bits"),
     ],
 )
 def test_variants_that_are_none(name: str, why: str) -> None:
