@@ -9,7 +9,7 @@ import torch
 from ....sampling.presets import Preset
 from ....sampling.run import AfterRun
 from .sampling_task import are_packed, has_parts, task_of
-from .step_skip import skipping
+from .step_skip import sample_skipping
 
 
 class SkippingSampler:
@@ -45,7 +45,6 @@ class SkippingSampler:
         # Older ComfyUIs do not tell the model; there is no other latent of that shape.
         parted = has_parts(model.latent_shapes) if hasattr(model, "latent_shapes") else are_packed(noise)
         task = task_of(model_wrap, self._sampler, sigmas, denoise_mask, parted)
-        with skipping(model_wrap, self._preset, task, self._after_run, denoise_mask):
-            return self._sampler.sample(
-                model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
-            )
+        args = model_wrap, sigmas, extra_args, callback, noise, latent_image, denoise_mask, disable_pbar
+        sample = self._sampler.sample
+        return sample_skipping(model_wrap, self._preset, task, self._after_run, denoise_mask, sample, args, {})

@@ -115,19 +115,8 @@ def _sample(
     given = inspect.signature(executor.original).bind(*args, **kwargs).arguments
     guider, mask, shapes = executor.class_obj, given.get("denoise_mask"), given.get("latent_shapes")
     task = task_of(guider, given["sampler"], given["sigmas"], mask, has_parts(shapes))
-    case = task.sampler, type(guider)
-    sigmas = CallSigmas(task.sigmas, in_order=task.kind in IN_ORDER and case not in _out_of_order)
     mask = _of_size(mask, given["noise"])
-    beginning = SamplingStart(guider, args, kwargs, guider.model_patcher.load_device)
-    with skipping(guider, preset, task, after_run, mask, sigmas):
-        result = executor(*args, **kwargs)
-    if sigmas.were_right():
-        return result
-    log.info("Slipstream: %s calls the model in an order of its own, so this picture is sampled again", task.sampler)
-    _out_of_order.add(case)
-    again, more = beginning.restore()
-    with skipping(guider, preset, task, after_run, mask):
-        return executor(*again, **more)
+    return sample_skipping(guider, preset, task, after_run, mask, executor, args, kwargs)
 
 
 def _of_size(mask: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor | None:
@@ -140,26 +129,50 @@ def _of_size(mask: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor | N
     return resized
 
 
-@contextmanager
-def skipping(
+def sample_skipping(
     guider: Any,
     preset: Preset,
     task: Task,
     after_run: AfterRun | None,
-    mask: torch.Tensor | None = None,
-    sigmas: CallSigmas | None = None,
-) -> Iterator[None]:
-    """A run of `guider` whose predictions are skipped as `preset` says.
+    mask: torch.Tensor | None,
+    sample: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A run of `guider` whose predictions are skipped as `preset` says; what `sample` gives.
 
     Args:
         task: what the run is.
         mask: for inpainting, of the latent's size: above 0 where the picture changes.
-        sigmas: of the calls; default: each is read from its call.
+        sample: called with `args` and `kwargs`, and once more where its calls were in no order that was expected.
 
     Raises:
         UnsupportedModel: something else skips steps in this run already.
         ValueError: the preset's steps do not belong to a run of that length.
     """
+    case = task.sampler, type(guider)
+    sigmas = CallSigmas(task.sigmas, in_order=task.kind in IN_ORDER and case not in _out_of_order)
+    beginning = SamplingStart(guider, args, kwargs, guider.model_patcher.load_device)
+    with _skipping(guider, preset, task, after_run, mask, sigmas):
+        result = sample(*args, **kwargs)
+    if sigmas.were_right():
+        return result
+    log.info("Slipstream: %s calls the model in an order of its own, so this picture is sampled again", task.sampler)
+    _out_of_order.add(case)
+    again, more = beginning.restore()
+    with _skipping(guider, preset, task, after_run, mask, CallSigmas((), in_order=False)):
+        return sample(*again, **more)
+
+
+@contextmanager
+def _skipping(
+    guider: Any,
+    preset: Preset,
+    task: Task,
+    after_run: AfterRun | None,
+    mask: torch.Tensor | None,
+    sigmas: CallSigmas,
+) -> Iterator[None]:
     _refuse_others(guider.model_options)
     steps, rule, reason = task.steps, preset.rule_for(task), preset.why_not(task)
     remark = "" if reason else preset.remark(task)
@@ -170,7 +183,7 @@ def skipping(
     if remark:
         warn_once(log, f"Slipstream skips steps as in {preset.name}: {remark}")
     try:
-        with nullcontext() if reason else _led(guider, run, cache, sigmas or CallSigmas((), in_order=False)):
+        with nullcontext() if reason else _led(guider, run, cache, sigmas):
             yield
     finally:
         run.forget()

@@ -15,6 +15,7 @@ from slipstream.hosts.comfy.models.demo_model import load_demo_model
 from slipstream.hosts.comfy.skip import call_sigmas, step_skip
 from slipstream.hosts.comfy.skip.call_sigmas import IN_ORDER, CallSigmas
 from slipstream.hosts.comfy.skip.sampling_task import sampler_name
+from slipstream.hosts.comfy.skip.skipping_sampler import SkippingSampler
 from slipstream.hosts.comfy.skip.step_skip import skip_steps
 from slipstream.sampling.presets import Selection, custom
 from slipstream.sampling.samplers import kind_of
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("on_
 
 HALF = custom(Selection(share=0.5))
 LEVELS = [8.0, 4.0, 2.0, 0.0]
-EULER = "euler"
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def model() -> Any:
     return load_demo_model()
 
 
-def waiting(monkeypatch: pytest.MonkeyPatch, sample: Callable[[], torch.Tensor]) -> torch.Tensor:
+def waiting(monkeypatch: pytest.MonkeyPatch, sample: Callable[[], Any]) -> Any:
     """What comes of it where each call's sigma is read."""
     with monkeypatch.context() as now:
         now.setattr(call_sigmas, "_is_at_hand", lambda timestep: True)
@@ -87,24 +87,28 @@ def test_comfyui_s_samplers_are_expected_rightly(model: Any, monkeypatch: pytest
     assert not step_skip._out_of_order
 
 
+@pytest.mark.parametrize("by_sampler", [False, True])
 def test_a_run_in_an_order_of_its_own_is_sampled_again_once(
-    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Any, by_sampler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any) -> torch.Tensor:
         executor(x, 0.9 * timestep, *rest)
         result: torch.Tensor = executor(x, timestep.clone(), *rest)
         return result
 
-    def patcher() -> Any:
-        seen = watched(model, HALF)
+    def sample() -> tuple[torch.Tensor, int]:
+        """And how many runs there were."""
+        seen = watched(model, None if by_sampler else HALF)
         seen.patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", predict)
-        return seen
+        euler = comfy.samplers.sampler_object("euler")
+        sampler = SkippingSampler(euler, HALF, seen.said.append) if by_sampler else euler
+        found = sampled(seen.patcher, sampler, steps=8)
+        return found, len(seen.said)
 
-    wanted = waiting(monkeypatch, lambda: sampled(patcher().patcher, EULER, steps=8))
+    wanted, runs = waiting(monkeypatch, sample)
+    assert runs == 1
     with caplog.at_level(logging.INFO):
-        first = patcher()
-        assert torch.equal(sampled(first.patcher, EULER, steps=8), wanted)
-    assert "sampled again" in caplog.text and len(first.said) == 2
-    second = patcher()
-    assert torch.equal(sampled(second.patcher, EULER, steps=8), wanted)
-    assert len(second.said) == 1, "it is known now"
+        found, runs = sample()
+    assert torch.equal(found, wanted) and runs == 2 and "sampled again" in caplog.text
+    found, runs = sample()
+    assert torch.equal(found, wanted) and runs == 1, "it is known now"
