@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     if words == ["worker", "fork"]:
         from ..runtime.building import fork_server, worker
 
-        return fork_server.serve(worker.serve)
+        return fork_server.serve(lambda: worker.serve(is_nice=True))
     if words[:1] == ["worker"] and len(words) == 2:  # internal, and light: a build process needs no command line
         from ..runtime.building.worker import main as work
 

@@ -1,8 +1,8 @@
 """The process that has imported what builds need, and becomes a build process by a fork, in milliseconds.
 
 Protocol: standard input is a socket. The host sends a message with the standard input and output of the process that it
-wants; answers are JSON: `{"unfit": why}` or `{"pid"}` of what was begun, and `{"pid", "code"}` of what has ended. The
-socket's end means that nobody needs it any more.
+wants. It is told in JSON: `{"pid"}` of what was begun, `{"refusal": why}` where that failed, `{"pid", "code"}` of what
+has ended, and `{"unfit": why}` where nothing can be forked. The socket's end means that nobody needs it any more.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ FORK = "fork"
 
 IDLE_SECONDS = 120.0
 """Without a build process, it ends after so long."""
+
+_LOOK_SECONDS = 0.2
+"""Between two looks at what has ended: no signal has to come for that, which others may block."""
 
 _IMPORTED = (
     "torch.export._trace",
@@ -54,13 +57,13 @@ def serve(work: Callable[[], int]) -> int:
     Args:
         work: what a build process does. It finds the host's files as its standard input and output.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a host that ignores it would have exit codes lost
+    host = _claim_socket()
     be_nice()
     _import_all()
-    host = _claim_socket()
     if why := _why_unfit():
         _say(host, {"unfit": why})
-        while host.recv(1):  # what is left unread would take the answer with it
-            pass
+        _await_end(host)
         return 1
     gc.collect()
     gc.freeze()  # what is never freed is never written to, and stays shared
@@ -90,6 +93,14 @@ def _claim_socket() -> socket.socket:
     return host
 
 
+def _await_end(host: socket.socket) -> None:
+    """Until the host has read what it was told: what it has sent, left unread, would take that away."""
+    host.settimeout(IDLE_SECONDS)
+    with suppress(OSError):
+        while host.recv(1):
+            pass
+
+
 def _why_unfit() -> str | None:
     """What forbids forks: a child has none of its parent's threads, and cannot use a GPU that its parent has used."""
     import torch
@@ -103,33 +114,31 @@ def _why_unfit() -> str | None:
 
 def _fork_as_told(host: socket.socket) -> bool:
     """Fork until nobody wants it any more: False. In a child it returns at once: True."""
-    running = 0
-    heard, signalled = os.pipe()
-    os.set_blocking(signalled, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(signalled)
+    running: set[int] = set()
+    host.setblocking(True)
     while True:
-        ready, _, _ = select.select([host.fileno(), heard], [], [], None if running else IDLE_SECONDS)
+        ready, _, _ = select.select([host.fileno()], [], [], _LOOK_SECONDS if running else IDLE_SECONDS)
+        running -= _tell_of_ends(host, running)
         if not ready:
-            return False
-        if heard in ready:
-            os.read(heard, 4096)
-            running -= _tell_of_ends(host)
-        if host.fileno() in ready:
-            message, files, _, _ = socket.recv_fds(host, 1, 2)
-            if not message:
+            if not running:
                 return False
-            if (child := os.fork()) == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for each in (heard, signalled, host.detach()):
-                    os.close(each)
+            continue
+        message, files, _, _ = socket.recv_fds(host, 1, 2)
+        if not message:
+            return False
+        try:
+            child = os.fork()
+        except OSError as error:
+            _say(host, {"refusal": str(error)})
+        else:
+            if child == 0:
+                host.close()
                 _take_streams(files)
                 return True
-            running += 1
-            for file in files:
-                os.close(file)
+            running.add(child)
             _say(host, {"pid": child})
+        for file in files:
+            os.close(file)
 
 
 def _take_streams(files: list[int]) -> None:
@@ -139,18 +148,15 @@ def _take_streams(files: list[int]) -> None:
         os.close(file)
 
 
-def _tell_of_ends(host: socket.socket) -> int:
-    """Returns: how many processes have ended."""
-    ended = 0
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended += 1
-        _say(host, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+def _tell_of_ends(host: socket.socket, running: set[int]) -> set[int]:
+    """Returns: the processes that have ended."""
+    ended = set()
+    for pid in running:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            ended.add(pid)
+            _say(host, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+    return ended
 
 
 def _say(host: socket.socket, what: dict[str, object]) -> None:

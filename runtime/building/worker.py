@@ -40,7 +40,6 @@ OUT_OF_MEMORY = "out_of_memory"
 
 _TOLD_BY = {"OutOfMemoryError", "MemoryError"}
 _PR_SET_PDEATHSIG = 1
-_NICE = 10
 
 
 def main(directory: str) -> int:
@@ -51,12 +50,17 @@ def main(directory: str) -> int:
     return _built(Path(directory), _claim_stdout())
 
 
-def serve() -> int:
-    """Build the jobs that standard input names one after another, see `worker_pool`; it never returns by itself."""
+def serve(is_nice: bool = False) -> int:
+    """Build the jobs that standard input names one after another, see `worker_pool`; it never returns by itself.
+
+    Args:
+        is_nice: pictures go first already.
+    """
     faulthandler.enable()
     jobs: SimpleQueue[bytes] = SimpleQueue()
     _end_with_host(jobs.put)
-    be_nice()
+    if not is_nice:
+        be_nice()
     report = _claim_stdout()
     while True:
         job = json.loads(jobs.get())
@@ -183,7 +187,7 @@ def _claim_stdout() -> IO[str]:
 def be_nice() -> None:
     """Pictures that are being made meanwhile go first."""
     if hasattr(os, "nice"):
-        os.nice(max(0, _NICE - os.nice(0)))
+        os.nice(10)
 
 
 def _end_with_host(hear: Callable[[bytes], None] = lambda line: None) -> None:

@@ -6,7 +6,7 @@ A process that is interrupted in the midst of a job is killed as any other, see 
 from __future__ import annotations
 
 import json
-import tempfile
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +15,10 @@ from pathlib import Path
 from ...core.programs import Program, TooLong, kill_group
 from .forks import Forks
 from .worker import DONE, SERVE
-from .worker_start import INDUCTOR, ROOT, STUMBLED_OVER, TRITON, cores, environment_of_many, start_worker
+from .worker_start import ROOT, environment_of_many, start_worker
 
 _PATIENCE_SECONDS = 2.0
 """How long processes that wait may take to end by themselves."""
-
-_FEW = 6
-"""Cores on which each process makes several builds, where the kinds of a model's blocks are many."""
 
 
 class Turn:
@@ -82,23 +79,8 @@ class WorkerPool:
         self._forks = Forks()
         self._start = start or self._forked_or_started
         self._idle: list[Program] = []
-        self._caches: tempfile.TemporaryDirectory[str] | None = None
+        self._owner = os.getpid()
         self._lock = threading.Lock()
-
-    def caches(self) -> dict[str, Path]:
-        """Variables of compilers' caches that jobs share until the pool is closed.
-
-        Triton's holds what launches kernels, which is the same for most. That of torch's compiler would hold
-        precompiled headers: to make them takes 6 s, in which other jobs wait, and each build gains 3 s by them.
-        """
-        if STUMBLED_OVER.search(tempfile.gettempdir()):
-            return {}
-        with self._lock:
-            if self._caches is None:
-                self._caches = tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)
-            folder = Path(self._caches.name)
-        shared = {TRITON: folder / "triton"}
-        return {**shared, INDUCTOR: folder / "inductor"} if cores() <= _FEW else shared
 
     def warm(self) -> None:
         """Jobs may come soon: prepare for their processes. Returns at once."""
@@ -129,7 +111,11 @@ class WorkerPool:
 
     def _next(self) -> Program | None:
         with self._lock:
-            return self._idle.pop() if self._idle else None
+            while self._idle:
+                if (process := self._idle.pop()).poll() is None:
+                    return process
+                kill_group(process)  # with what it may have left behind
+            return None
 
     def give_back(self, turn: Turn) -> bool:
         """Keep the process of a job that went well for the next one; False where it is not fit for that."""
@@ -145,6 +131,8 @@ class WorkerPool:
         The end of its standard input, which tells a process to end, may never come: what other nodes forked in the
         meantime holds the pipe open too.
         """
+        if os.getpid() != self._owner:  # a copy of the host, whose processes these are
+            return
         with self._lock:
             ending, self._idle = self._idle, []
         for process in ending:
@@ -159,10 +147,6 @@ class WorkerPool:
             assert process.stdout is not None
             process.stdout.close()
         self._forks.close()
-        with self._lock:
-            if not self._idle and self._caches is not None:
-                self._caches.cleanup()
-                self._caches = None
 
 
 def _given(process: Program, job: bytes) -> Turn | None:

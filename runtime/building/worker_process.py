@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import tempfile
 import threading
@@ -21,10 +22,11 @@ from ...core.protocols import Artifact, BuildJob
 from .job_file import write_job
 from .worker import LOG, OUT_OF_MEMORY, RESULT
 from .worker_pool import Turn, WorkerPool
-from .worker_start import INDUCTOR, STUMBLED_OVER, TRITON, environment_of_workers, start_worker
+from .worker_start import INDUCTOR, environment_of_workers, start_worker
 
 _POLL_SECONDS = 0.2
 _USUAL_SECONDS = 60.0
+_AWKWARD = re.compile(r"""[\s'"]""")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def run_build(
 
 def _temporary_folder(directory: Path, ending: ExitStack) -> Path:
     """Where compilers work: in the job's folder, so that nothing outlives it; but compilers stumble over blanks."""
-    if not STUMBLED_OVER.search(str(directory)) or STUMBLED_OVER.search(tempfile.gettempdir()):
+    if not _AWKWARD.search(str(directory)) or _AWKWARD.search(tempfile.gettempdir()):
         return directory
     return Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)))
 
@@ -90,7 +92,7 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
         log = ending.enter_context(open(job.directory / LOG, "wb"))
     except OSError as error:
         raise StoreError(f"The build's folder cannot be written: {error}; free some space, then queue again") from error
-    environment = _environment(temporary, workers)
+    environment = _environment(temporary)
     try:
         if workers is None:
             return start_worker(str(job.directory), job.directory, environment, errors=log)
@@ -99,17 +101,17 @@ def _start(job: BuildJob, temporary: Path, ending: ExitStack, workers: WorkerPoo
         raise BuildDied(f"The build process could not be started ({sys.executable}): {error}. Queue again") from error
 
 
+_TRITON = "TRITON_CACHE_DIR"
 _TEMPORARY = "TMPDIR", "TEMP", "TMP"
-_OF_JOBS = {INDUCTOR, TRITON, *_TEMPORARY}
-"""Variables of a job: processes that serve many take them from each."""
+_OF_JOBS = {INDUCTOR, _TRITON, *_TEMPORARY}
+"""Variables that are another folder for each job."""
 
 
-def _environment(temporary: Path, workers: WorkerPool | None) -> dict[str, str]:
+def _environment(temporary: Path) -> dict[str, str]:
     environment = environment_of_workers()
     # Compilers keep their intermediate files here, unless the user has a cache for them.
-    caches = workers.caches() if workers is not None else {}
-    environment.setdefault(INDUCTOR, str(caches.get(INDUCTOR) or temporary / "inductor"))
-    environment.setdefault(TRITON, str(caches.get(TRITON) or temporary / "triton"))
+    environment.setdefault(INDUCTOR, str(temporary / "inductor"))
+    environment.setdefault(_TRITON, str(temporary / "triton"))
     # A compiler that is killed leaves its temporary files behind; here they go with the job.
     return environment | dict.fromkeys(_TEMPORARY, str(temporary))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,11 +14,8 @@ from ...core.programs import NOTHING, PIPE, Program, Stream, start
 
 ROOT = Path(__file__).resolve().parents[2]
 
-INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-"""Variables: where torch's compiler and triton keep what they make."""
-
-STUMBLED_OVER = re.compile(r"""[\s'"]""")
-"""In the path of a folder: what compilers cannot take."""
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+"""The variable by which torch's compiler is told where to keep what it makes."""
 
 _ONE_OF_MANY = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """Variables of processes of which there are as many as cores: as it is imported, torch's compiler would start a pool of
@@ -51,8 +48,10 @@ def environment_of_workers() -> dict[str, str]:
     """This process's variables, and the number of threads for which CPU code is laid out: the host's."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     folders = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    if folders is not None and environment.get(INDUCTOR) == folders.default_cache_dir():
-        del environment[INDUCTOR]  # torch wrote it there itself; the user has chosen none
+    if INDUCTOR in environment and folders is not None:
+        with suppress(Exception):  # a user without a name, say
+            if environment[INDUCTOR] == folders.default_cache_dir():
+                del environment[INDUCTOR]  # torch wrote it there itself; the user has chosen none
     return environment
 
 

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from slipstream.core.programs import TooLong, kill_group
 from slipstream.runtime.building import fork_server
 from slipstream.runtime.building.forks import ARE_POSSIBLE, Forked, Forks
 from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.runtime.building.worker_start import ROOT, environment_of_many
+from slipstream.tests.fakes import wait_until
 
 pytestmark = pytest.mark.skipif(not ARE_POSSIBLE, reason="processes are forked on Linux alone")
 
@@ -101,18 +103,59 @@ def test_the_end_of_one_is_told_with_its_code(kept: Forks) -> None:
     assert other.wait(20) == -signal.SIGKILL  # with all that it started
 
 
-def test_another_one_is_started_where_it_was_killed(forks: Forks) -> None:
+def test_what_was_forked_goes_on_where_the_other_was_killed(forks: Forks, tmp_path: Path) -> None:
     first = forked(forks)
-    os.kill(parent_of(first.pid), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while first.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert first.returncode == -signal.SIGKILL
-    kill_group(first)
-    wait_until_gone(first.pid)
+    server = parent_of(first.pid)
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: forks._server is None, 10)
+    assert not Path(f"/proc/{server}").exists(), "no zombie is left"
+    assert first.poll() is None and say(first, tmp_path) == ["start", 1]
     second = forked(forks)
-    assert parent_of(second.pid) not in (1, os.getpid())
+    assert parent_of(second.pid) not in (server, os.getpid())
+    kill_group(first)
+    assert first.returncode == -signal.SIGKILL and second.poll() is None
+
+
+def test_the_end_of_one_is_seen_where_the_other_holds_still(forks: Forks) -> None:
+    process = forked(forks)
+    server = parent_of(process.pid)
+    os.kill(server, signal.SIGSTOP)
+    began = time.monotonic()
+    kill_group(process)
+    assert process.returncode == -signal.SIGKILL and time.monotonic() - began < 10
+    forks.close()
+    wait_until(lambda: not is_there(server), 10)
+
+
+def test_timeouts_of_others_are_not_its_own(kept: Forks) -> None:
+    socket.setdefaulttimeout(0.001)
+    try:
+        process = forked(kept)
+        began = time.monotonic()
+        assert process.poll() is None and time.monotonic() - began < 1
+        kill_group(process)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_a_fork_that_fails_costs_no_other_build(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "einops.py").write_text(
+        "import errno, os\n"
+        "fork, calls = os.fork, []\n"
+        "def failing():\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 3:\n"  # the first looks whether it is fit
+        "        raise BlockingIOError(errno.EAGAIN, 'too many processes')\n"
+        "    return fork()\n"
+        "os.fork = failing\n"
+    )
+    variables = {**VARIABLES, "PYTHONPATH": str(tmp_path)}
+    first = forks.fork(variables)
+    assert first is not None and forks.fork(variables) is None
+    third = forks.fork(variables)
+    assert third is not None and first.poll() is third.poll() is None
+    for process in (first, third):
+        kill_group(process)
 
 
 def test_it_ends_with_the_host(tmp_path: Path) -> None:
@@ -140,9 +183,28 @@ def test_libraries_that_run_threads_forbid_it(forks: Forks, tmp_path: Path) -> N
     (tmp_path / "einops.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    assert forks.fork({**VARIABLES, "PYTHONPATH": path}) is None
-    assert forks.fork(VARIABLES) is None, "it is not tried again"
+    variables = {**VARIABLES, "PYTHONPATH": str(tmp_path)}
+    forks.warm(variables)
+    server = forks._server
+    assert server is not None
+    wait_until(lambda: forks.code_of(0) is None and forks._server is None, 30)
+    assert server.poll() is not None
+    began = time.monotonic()
+    assert forks.fork(variables) is None and forks.fork(VARIABLES) is None
+    assert time.monotonic() - began < 1, "it is not tried again"
+
+
+def test_libraries_hear_from_the_host_whether_there_is_a_gpu(forks: Forks, tmp_path: Path) -> None:
+    """To ask the driver would start threads of its own."""
+    (tmp_path / "einops.py").write_text(
+        "import os, torch\n"
+        "def ask(): raise RuntimeError('the driver was asked')\n"
+        "torch._C._cuda_getDeviceCount = ask\n"
+        "open(os.environ['TOLD'], 'w').write(str(torch.cuda.is_available()))\n"
+    )
+    told = tmp_path / "told"
+    assert forks.fork({**VARIABLES, "PYTHONPATH": str(tmp_path), "TOLD": str(told)}) is not None
+    assert told.read_text() == str(torch.cuda.is_available())
 
 
 def test_other_variables_need_another_one_to_fork(forks: Forks) -> None:
@@ -156,7 +218,7 @@ def test_other_variables_need_another_one_to_fork(forks: Forks) -> None:
 
 def test_a_pool_starts_processes_one_by_one_where_none_can_be_forked(tmp_path: Path) -> None:
     pool = WorkerPool()
-    pool._forks._is_unfit = True
+    pool._forks._failures = 3
     turn = pool.take(tmp_path, {})
     assert [*turn.stdout] and parent_of(turn.pid) == os.getpid()
     kill_group(turn.process)
@@ -180,10 +242,20 @@ def test_a_pool_that_is_warm_has_imported_before_the_first_job(tmp_path: Path) -
 def test_it_ends_when_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.05)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        with ours, its:
-            assert not fork_server._fork_as_told(its)
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, before)
+    with ours, its:
+        assert not fork_server._fork_as_told(its)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_copy_of_the_host_leaves_its_processes_alone(tmp_path: Path) -> None:
+    """Which another node forks, and which ends as any Python does."""
+    pool = WorkerPool()
+    turn = pool.take(tmp_path, {})
+    assert [*turn.stdout]
+    if (copy := os.fork()) == 0:
+        pool.close()
+        os._exit(0)
+    os.waitpid(copy, 0)
+    assert turn.process.poll() is None and pool._forks._server is not None
+    kill_group(turn.process)
+    pool.close()
