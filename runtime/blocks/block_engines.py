@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -28,7 +29,6 @@ from ..building.build import WORKER_DEVICE_BYTES
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
 from ..building.supply import NEVER_BUILDS, Supply
 from ..building.worker_pool import WorkerPool
-from ..building.worker_start import cores
 from ..loaded.canary import LOAD, USE, Canary
 from ..planning.plan import Plan
 from ..settings.model_settings import BuildPolicy
@@ -408,9 +408,10 @@ def builds_at_once(is_hurried: bool = True) -> int:
         is_hurried: somebody waits for them. Else they take half of the cores and a quarter of the memory: what they
             hold is held while pictures are made, too.
     """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if is_hurried:
-        return max(1, min(cores(), *_by_memory()))
-    return max(1, min(cores() // 2, *(most // 4 for most in _by_memory())))
+        return max(1, min(cores, *_by_memory()))
+    return max(1, min(cores // 2, *(most // 4 for most in _by_memory())))
 
 
 def _by_memory() -> Iterable[int]:

@@ -60,11 +60,6 @@ def environment_of_many() -> dict[str, str]:
     return {**environment_of_workers(), **_ONE_OF_MANY}
 
 
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _flags() -> list[str]:
     """Those of the host that decide which packages Python finds: ComfyUI's Windows portable starts with -s."""
     flags = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
