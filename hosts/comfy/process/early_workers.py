@@ -1,7 +1,7 @@
 """Build processes that are made ready while the model of a prompt is still being loaded.
 
 A model file that Slipstream has not met needs engines soon. What a build process imports first takes seconds, in which
-ComfyUI reads the file.
+ComfyUI reads the file. Where cores or memory suffice for one build alone, nothing is begun ahead of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ....engine_cache import WeightsMemo
+from ....runtime.blocks.block_engines import builds_at_once
 from ....runtime.settings.model_settings import BuildPolicy
 from .server_events import server_of_process
 from .shared_provider import provider
@@ -53,7 +54,7 @@ def _warm(nodes: Mapping[str, Any]) -> None:
         _met.update(files)
         found = provider()
         known = {path for paths in WeightsMemo(found.store.root).files().values() for path in paths}
-        if any(str(file) not in known for file in files) and not found.supply.never_builds:
+        if builds_at_once() > 1 and any(str(file) not in known for file in files) and not found.supply.never_builds:
             found.blocks.workers.warm()
     except Exception:  # a head start is all that is lost
         log.debug("Slipstream: build processes are not made ready", exc_info=True)

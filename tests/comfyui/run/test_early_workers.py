@@ -33,6 +33,7 @@ def warmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     calls: list[bool] = []
     monkeypatch.setattr(provider.blocks.workers, "warm", lambda: calls.append(True))
     monkeypatch.setattr(early_workers, "provider", lambda: provider)
+    monkeypatch.setattr(early_workers, "builds_at_once", lambda: 4)
     return calls
 
 
