@@ -61,9 +61,13 @@ def test_a_file_that_was_not_met_makes_them_ready_once(checkpoint: Path, warmed:
     assert warmed == [True]
 
 
-def test_a_file_that_has_engines_does_not(
-    checkpoint: Path, warmed: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_machine_does_not(checkpoint: Path, warmed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_workers, "builds_at_once", lambda: 1)
+    queue(prompt())
+    assert not warmed
+
+
+def test_a_file_that_was_met_does_not(checkpoint: Path, warmed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.engine_cache.memos.SETTLED_SECONDS", -1.0)
     memo = WeightsMemo(early_workers.provider().store.root)
     assert memo.put(checkpoint, "digest", file_identity(checkpoint), "unet")
