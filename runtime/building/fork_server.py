@@ -117,11 +117,12 @@ def _fork_as_told(host: socket.socket) -> bool:
     running: set[int] = set()
     host.setblocking(True)
     while True:
-        ready, _, _ = select.select([host.fileno()], [], [], _LOOK_SECONDS if running else IDLE_SECONDS)
+        is_idle = not running
+        ready, _, _ = select.select([host.fileno()], [], [], IDLE_SECONDS if is_idle else _LOOK_SECONDS)
         running -= _tell_of_ends(host, running)
+        if not ready and is_idle:
+            return False
         if not ready:
-            if not running:
-                return False
             continue
         message, files, _, _ = socket.recv_fds(host, 1, 2)
         if not message:

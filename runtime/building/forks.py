@@ -115,7 +115,7 @@ class Forks:
         with self._starting:
             with self._lock:
                 self._begin(environment)
-                if self._socket is None or self._environment != environment:
+                if self._socket is None:
                     return None
                 asked = self._asked(self._socket)
             if asked is None:
@@ -142,6 +142,8 @@ class Forks:
     def _begin(self, environment: Mapping[str, str]) -> None:
         """Have a server, where that is possible."""
         self._hear()
+        if self._socket is not None and self._environment != environment:
+            self._fail("environment variables have changed")
         if self._socket is not None or self._failures >= _FAILURES:
             return
         try:
@@ -200,6 +202,7 @@ class Forks:
                 if self._socket is None or self._closings != closings:
                     return None
                 if time.monotonic() > deadline:
+                    self._failures = _FAILURES
                     self._fail("the process to fork does not answer")
                     return None
             time.sleep(_POLL_SECONDS)
@@ -228,7 +231,7 @@ class Forks:
 
     def _fail(self, why: str) -> None:
         self._failures += 1
-        log.info("Slipstream: build processes are started one by one: %s", why)
+        log.info("Slipstream: the process that build processes are forked from is given up: %s", why)
         self._end()
 
     def _end(self) -> None:

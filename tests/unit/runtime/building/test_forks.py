@@ -208,12 +208,28 @@ def test_libraries_hear_from_the_host_whether_there_is_a_gpu(forks: Forks, tmp_p
 
 
 def test_other_variables_need_another_one_to_fork(forks: Forks) -> None:
-    running = forked(forks)
-    other = {**VARIABLES, "OTHER": "1"}
-    assert forks.fork(other) is None, "how the running one ends would never be told"
-    kill_group(running)
-    second = forks.fork(other)
+    first = forked(forks)
+    second = forks.fork({**VARIABLES, "OTHER": "1"})
     assert second is not None and b"OTHER=1" in Path(f"/proc/{second.pid}/environ").read_bytes().split(b"\0")
+    assert first.poll() is None, "it goes on"
+    for number in range(3):  # an extension that never stops changing them
+        last = forks.fork({**VARIABLES, "OTHER": f"again {number}"})
+        if last is not None:
+            kill_group(last)
+    assert last is None and forks._server is None
+    for process in (first, second):
+        kill_group(process)
+
+
+def test_it_stays_for_the_next_build(kept: Forks) -> None:
+    first = forked(kept)
+    server = parent_of(first.pid)
+    kill_group(first)
+    time.sleep(1)
+    began = time.monotonic()
+    second = forked(kept)
+    assert parent_of(second.pid) == server and time.monotonic() - began < 1
+    kill_group(second)
 
 
 def test_a_pool_starts_processes_one_by_one_where_none_can_be_forked(tmp_path: Path) -> None:
