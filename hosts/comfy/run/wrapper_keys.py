@@ -12,3 +12,5 @@ STEP_TIMES = "slipstream_times"
 
 RECORDING = "slipstream_calibrate"
 """Of wrappers that record a calibration's steps, and play them again."""
+
+OURS = frozenset({ACCELERATE, STEP_SKIP, BLOCK_CACHE, ONE_STEP, STEP_TIMES, RECORDING})

@@ -22,9 +22,9 @@ from ...step_conditions import StepConditions
 from ..process.build_waiting import throw_if_cancelled
 from ..run.call_wrappers import put_around_ours, wrappers_of
 from ..run.restart import SamplingStart
-from ..run.wrapper_keys import STEP_SKIP
+from ..run.wrapper_keys import OURS, STEP_SKIP
 from .block_cache import CachedRun
-from .call_sigmas import IN_ORDER, CallSigmas
+from .call_sigmas import IN_ORDER, CallSigmas, is_waited_for
 from .sampling_task import has_parts, task_of
 
 log = logging.getLogger(__name__)
@@ -150,18 +150,38 @@ def sample_skipping(
         UnsupportedModel: something else skips steps in this run already.
         ValueError: the preset's steps do not belong to a run of that length.
     """
-    case = task.sampler, type(guider)
-    sigmas = CallSigmas(task.sigmas, in_order=task.kind in IN_ORDER and case not in _out_of_order)
-    beginning = SamplingStart(guider, args, kwargs, guider.model_patcher.load_device)
-    with _skipping(guider, preset, task, after_run, mask, sigmas):
-        result = sample(*args, **kwargs)
-    if sigmas.were_right():
-        return result
-    log.info("Slipstream: %s calls the model in an order of its own, so this picture is sampled again", task.sampler)
-    _out_of_order.add(case)
-    again, more = beginning.restore()
-    with _skipping(guider, preset, task, after_run, mask, CallSigmas((), in_order=False)):
-        return sample(*again, **more)
+    case, device = (task.sampler, type(guider)), guider.model_patcher.load_device
+    in_order = case not in _out_of_order and _keeps_order(guider, task, device) and preset.why_not(task) is None
+    beginning = SamplingStart(guider, args, kwargs, device) if in_order else None
+    sigmas = CallSigmas(task.sigmas, in_order)
+    told: list[Skipped] = []
+    try:
+        with _skipping(guider, preset, task, told.append, mask, sigmas):
+            result = sample(*args, **kwargs)
+        if beginning is None or sigmas.were_right():
+            return result
+        log.info("Slipstream: %s has noise levels of its own, so this picture is sampled again", task.sampler)
+        _out_of_order.add(case)
+        again, more = beginning.restore()
+        with _skipping(guider, preset, task, told.append, mask, CallSigmas((), in_order=False)):
+            return sample(*again, **more)
+    finally:
+        if after_run is not None and told:
+            after_run(told[-1])
+
+
+def _keeps_order(guider: Any, task: Task, device: torch.device) -> bool:
+    """Whether calls surely come in the schedule's order, so that no sigma has to be read before the end.
+
+    Not where another node is around the steps, whose state a second sampling would not begin anew, nor with hooks,
+    which read sigmas themselves.
+    """
+    from comfy.patcher_extension import WrappersMP
+
+    where = WrappersMP.PREDICT_NOISE
+    others = {*wrappers_of(guider.model_options, where), *getattr(guider.model_patcher, "wrappers", {}).get(where, {})}
+    has_hooks = any(cond.get("hooks") for conds in guider.conds.values() for cond in conds or ())
+    return is_waited_for(device) and task.kind in IN_ORDER and others <= OURS and not has_hooks
 
 
 @contextmanager
@@ -169,7 +189,7 @@ def _skipping(
     guider: Any,
     preset: Preset,
     task: Task,
-    after_run: AfterRun | None,
+    after_run: AfterRun,
     mask: torch.Tensor | None,
     sigmas: CallSigmas,
 ) -> Iterator[None]:
@@ -189,10 +209,9 @@ def _skipping(
         run.forget()
         if cache is not None:
             cache.forget()
-        if after_run is not None:
-            counts = (steps, 0) if reason else (run.computed_calls, run.skipped_calls)
-            reused = "" if cache is None else str(cache)
-            after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark, reused))
+        counts = (steps, 0) if reason else (run.computed_calls, run.skipped_calls)
+        reused = "" if cache is None else str(cache)
+        after_run(Skipped(preset.name, task.sampler, steps, *counts, rule.value, reason or "", remark, reused))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,8 @@ LEVELS = [8.0, 4.0, 2.0, 0.0]
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_sigmas, "_is_at_hand", lambda timestep: False)
+    for module in (call_sigmas, step_skip):
+        monkeypatch.setattr(module, "is_waited_for", lambda device: True)
     monkeypatch.setattr(step_skip, "_out_of_order", set())
 
 
@@ -41,7 +43,7 @@ def model() -> Any:
 def waiting(monkeypatch: pytest.MonkeyPatch, sample: Callable[[], Any]) -> Any:
     """What comes of it where each call's sigma is read."""
     with monkeypatch.context() as now:
-        now.setattr(call_sigmas, "_is_at_hand", lambda timestep: True)
+        now.setattr(step_skip, "is_waited_for", lambda device: False)
         return sample()
 
 
@@ -52,7 +54,13 @@ def at(sigma: float) -> torch.Tensor:
 def test_it_takes_what_the_schedule_says_and_finds_out() -> None:
     calls = CallSigmas(LEVELS, in_order=True)
     assert [calls.of(at(8.0)), calls.of(at(4.0))] == [8.0, 4.0] and calls.were_right()
-    assert calls.of(at(3.0)) == 2.0 and not calls.were_right()
+    assert calls.of(at(1.999)) == 2.0 and not calls.were_right(), "a prompt may begin between the two"
+
+
+def test_the_first_may_be_a_little_off_and_none_is_wider_than_32_bits() -> None:
+    calls = CallSigmas([8.001, 4.0 + 2e-8, 0.0], in_order=True)
+    calls.of(at(8.0))
+    assert calls.of(at(4.0)) == 4.0 and calls.were_right()
 
 
 def test_the_same_tensor_is_the_same_step() -> None:
@@ -87,28 +95,43 @@ def test_comfyui_s_samplers_are_expected_rightly(model: Any, monkeypatch: pytest
     assert not step_skip._out_of_order
 
 
+def sampled_by(model: Any, by_sampler: bool, predict: Any = None, **options: float) -> tuple[torch.Tensor, Any]:
+    """And what was noted of it."""
+    seen = watched(model, None if by_sampler else HALF)
+    if predict is not None:
+        seen.patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", predict)
+    euler = comfy.samplers.ksampler("euler", options)
+    sampler = SkippingSampler(euler, HALF, seen.said.append) if by_sampler else euler
+    torch.manual_seed(3)
+    return sampled(seen.patcher, sampler, steps=8), seen
+
+
 @pytest.mark.parametrize("by_sampler", [False, True])
-def test_a_run_in_an_order_of_its_own_is_sampled_again_once(
+def test_a_run_with_sigmas_of_its_own_is_sampled_again_once(
     model: Any, by_sampler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    churned = functools.partial(sampled_by, model, by_sampler, s_churn=2.0)
+    wanted, read = waiting(monkeypatch, churned)
+    with caplog.at_level(logging.INFO):
+        found, twice = churned()
+    assert torch.equal(found, wanted) and "sampled again" in caplog.text
+    assert len(twice.said) == 1 == len(read.said) and len(twice.sigmas) > len(read.sigmas)
+    found, once = churned()
+    assert torch.equal(found, wanted) and len(once.sigmas) == len(read.sigmas), "it is known now"
+
+
+@pytest.mark.parametrize("by_sampler", [False, True])
+def test_where_another_node_is_around_the_steps_each_is_read(
+    model: Any, by_sampler: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may count them, or ask for them as often as it likes."""
+
     def predict(executor: Any, x: torch.Tensor, timestep: torch.Tensor, *rest: Any) -> torch.Tensor:
         executor(x, 0.9 * timestep, *rest)
         result: torch.Tensor = executor(x, timestep.clone(), *rest)
         return result
 
-    def sample() -> tuple[torch.Tensor, int]:
-        """And how many runs there were."""
-        seen = watched(model, None if by_sampler else HALF)
-        seen.patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "other", predict)
-        euler = comfy.samplers.sampler_object("euler")
-        sampler = SkippingSampler(euler, HALF, seen.said.append) if by_sampler else euler
-        found = sampled(seen.patcher, sampler, steps=8)
-        return found, len(seen.said)
-
-    wanted, runs = waiting(monkeypatch, sample)
-    assert runs == 1
+    wanted, read = waiting(monkeypatch, lambda: sampled_by(model, by_sampler, predict))
     with caplog.at_level(logging.INFO):
-        found, runs = sample()
-    assert torch.equal(found, wanted) and runs == 2 and "sampled again" in caplog.text
-    found, runs = sample()
-    assert torch.equal(found, wanted) and runs == 1, "it is known now"
+        found, seen = sampled_by(model, by_sampler, predict)
+    assert torch.equal(found, wanted) and seen.sigmas == read.sigmas and "again" not in caplog.text
