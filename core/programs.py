@@ -1,8 +1,9 @@
 """Other programs that are started: this is the only module of the installed pack that starts any.
 
-Which ones: the Python of this process with this pack itself (builds of engines, commands of a fleet), ComfyUI for the
-builds of a workflow, the C++ compiler, and `nvidia-smi`, `git` and `taskkill`, which tell a version or end a build.
-Commands are lists of words: no shell reads them, and none of them comes from the network.
+Which ones: the Python of this process with this pack itself (builds of engines, some as forks of one such process;
+commands of a fleet), ComfyUI for the builds of a workflow, the C++ compiler, and `nvidia-smi`, `git` and `taskkill`,
+which tell a version or end a build. Commands are lists of words: no shell reads them, and none of them comes from the
+network.
 
 It uses the standard library alone: machines of a Ray cluster read it by its path.
 """
@@ -97,6 +98,15 @@ def start(
     return subprocess.Popen(
         list(command), cwd=folder, env=dict(environment), stdin=given, stdout=output, stderr=errors, **group
     )
+
+
+def fork() -> int:
+    """Go on as two processes: 0 in the new one, its id in the other. Only for a process that runs one thread.
+
+    Raises:
+        OSError: there can be no more.
+    """
+    return os.fork()
 
 
 def kill_group(program: Program) -> None:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
+from ...core.programs import fork
 from .worker import be_nice
 
 FORK = "fork"
@@ -107,7 +108,7 @@ def _why_unfit() -> str | None:
 
     if len(os.listdir("/proc/self/task")) > 1:
         return "its libraries run threads"
-    if (child := os.fork()) == 0:
+    if (child := fork()) == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return "its libraries have touched the GPU" if os.waitpid(child, 0)[1] else None
 
@@ -128,7 +129,7 @@ def _fork_as_told(host: socket.socket) -> bool:
         if not message:
             return False
         try:
-            child = os.fork()
+            child = fork()
         except OSError as error:
             _say(host, {"refusal": str(error)})
         else:

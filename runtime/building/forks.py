@@ -197,7 +197,7 @@ class Forks:
                 if self._begun:
                     return self._begun.pop()
                 if self._refusal is not None:
-                    log.info("Slipstream: a build process is started as any other: %s", self._refusal)
+                    log.debug("Slipstream: a build process is started as any other: %s", self._refusal)
                     return None
                 if self._socket is None or self._closings != closings:
                     return None
@@ -231,7 +231,7 @@ class Forks:
 
     def _fail(self, why: str) -> None:
         self._failures += 1
-        log.info("Slipstream: the process that build processes are forked from is given up: %s", why)
+        log.debug("Slipstream: the process that build processes are forked from is given up: %s", why)
         self._end()
 
     def _end(self) -> None:

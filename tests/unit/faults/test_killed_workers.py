@@ -13,6 +13,7 @@ from slipstream.core.errors import BuildCancelled, BuildDied
 from slipstream.core.progress import CancelToken, Progress, ignore_progress
 from slipstream.engine_cache import EngineStore
 from slipstream.runtime.building.build import build_engine
+from slipstream.runtime.building.fork_server import FORK
 from slipstream.runtime.building.worker import SERVE
 from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.tests.unit.runtime.building.test_whole_build import left_over, make_plan
@@ -38,7 +39,10 @@ def killer(find: Callable[[], list[Process]], phase: str, killed: list[int]) -> 
 
 def serving() -> list[Process]:
     """Workers of this process that take several jobs, as those of blocks do."""
-    return [each for each in processes() if each.parent == os.getpid() and f" worker {SERVE}" in each.command]
+    found = processes()
+    forking = [each.pid for each in found if each.parent == os.getpid() and f" worker {FORK}" in each.command]
+    own = [each for each in found if each.parent == os.getpid() and f" worker {SERVE}" in each.command]
+    return own + [each for each in found if each.parent in forking]
 
 
 @pytest.mark.parametrize("phase", ["start", "export"])
@@ -55,13 +59,13 @@ def test_a_worker_of_several_jobs_that_is_killed(store: EngineStore) -> None:
     """It is not kept: the next job begins in a new process."""
     plan, killed, pool = make_plan(), list[int](), WorkerPool()
     with pytest.raises(BuildDied, match="killed from outside"):
-        build_engine(plan, store, killer(serving, "export", killed), CancelToken(), workers=pool)
+        build_engine(plan, store, killer(serving, "compile", killed), CancelToken(), workers=pool)
     assert len(killed) == 1 and left_over(store) == [] and store.digests() == []
     assert in_session(killed[0]) == []
     again, cancel = list[int](), CancelToken()
 
     def stop(update: Progress) -> None:
-        if update.phase == "export":
+        if update.phase == "compile":
             again.extend(each.session for each in serving())
             cancel.cancel()
 
