@@ -398,7 +398,7 @@ def test_with_accelerated_model_controlnet_and_vae(client: ComfyClient) -> None:
     ((made,),) = [record_of(run, fast.step_skip)]
     assert made["step_skipping"] == {
         "preset": "balanced", "sampler": "euler", "steps": 20, "computed": 14, "skipped": 6,
-        "rule": "measured with bend", "reason": "", "remark": "",
+        "rule": "measured with bend", "reason": "", "remark": "", "caching": "",
     }  # fmt: skip
     (found,), (wanted,) = run.latents(), client.run(plain.graph).latents()
     assert np.linalg.norm(found - wanted) < 1e-3 * np.linalg.norm(wanted)
