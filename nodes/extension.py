@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..hosts.comfy.process import early_workers, saved_pictures
+from ..hosts.comfy.process.early_workers import prepare
+from ..hosts.comfy.process.saved_pictures import add_record
+from ..hosts.comfy.process.server_events import watch_prompts
 from .accelerate import AccelerateModel
 from .accelerate_controlnet import AccelerateControlNet
 from .accelerate_text_encoder import AccelerateTextEncoder
@@ -22,8 +24,8 @@ from .step_skip import SkipSigmas, StepSkip, StepSkipSampler
 
 class SlipstreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        saved_pictures.watch_prompts()  # here, since older ComfyUIs never call on_load
-        early_workers.watch_prompts()
+        for handler in (add_record, prepare):
+            watch_prompts(handler)  # here, since older ComfyUIs never call on_load
         add_routes()
         return [
             AccelerateModel,

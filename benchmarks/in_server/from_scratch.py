@@ -21,7 +21,7 @@ from .client import Client, Picture, PictureFailed
 from .plan import Block
 from .process import Installation, Server, ServerDied
 from .rows import figures_of, result_file
-from .variants import OURS
+from .variants import ServerVariant
 
 PREFIX = "from-scratch-"
 """How the names of files with these rows begin."""
@@ -52,7 +52,7 @@ def measure(
         for variant in variants:
             folder = installation.work / "from-scratch" / f"{case}-{variant}"
             caches = {f"{name}_CACHE_DIR": str(folder / name.lower()) for name in ("TORCHINDUCTOR", "TRITON")}
-            if variant.startswith(OURS):
+            if ServerVariant.of(variant).is_ours:
                 caches = {}  # its builds have caches of their own, and none of a user's is to serve them
             fresh = replace(installation, engines=folder / "engines", variables={**installation.variables, **caches})
             fresh.engines.mkdir(parents=True)

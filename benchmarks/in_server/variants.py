@@ -69,9 +69,10 @@ class ServerVariant:
         precisions, presets = ([lever for lever in levers if lever in known] for known in (NUMBERS, PRESETS))
         if len(precisions) > 1 or len(presets) > 1:
             raise ValueError(f"{name!r}: choose one precision and one preset at most")
-        if BLOCKS in levers and isinstance(NUMBERS.get(next(iter(precisions), AUTO)), Quantised):
+        precision = next(iter(precisions), AUTO)
+        if BLOCKS in levers and isinstance(NUMBERS.get(precision), Quantised):
             raise ValueError(f"{name!r}: engines of blocks do not compute in 8 bits")
-        return cls(name, kind, (), next(iter(precisions), AUTO), next(iter(presets), None), BLOCKS in levers)
+        return cls(name, kind, (), precision, next(iter(presets), None), BLOCKS in levers)
 
     @property
     def is_ours(self) -> bool:

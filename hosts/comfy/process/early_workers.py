@@ -12,11 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....engine_cache import WeightsMemo
-from ....runtime.blocks.block_engines import builds_at_once
 from ....runtime.settings.model_settings import BuildPolicy
-from .server_events import server_of_process
-from .shared_provider import provider
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +23,8 @@ _met: set[Path] = set()
 """Files of earlier prompts."""
 
 
-def watch_prompts() -> None:
-    """Look at every prompt that is queued. Once per process; nothing happens outside ComfyUI's server."""
-    server = server_of_process()
-    if server is not None and _prepare not in server.on_prompt_handlers:
-        server.add_on_prompt_handler(_prepare)
-
-
-def _prepare(json_data: dict[str, Any]) -> dict[str, Any]:
+def prepare(json_data: dict[str, Any]) -> dict[str, Any]:
+    """Begin to make processes ready where a prompt needs some soon; see `server_events.watch_prompts`."""
     nodes = json_data.get("prompt")
     if isinstance(nodes, dict) and any(_builds(node) for node in nodes.values()):
         threading.Thread(target=_warm, args=(nodes,), daemon=True, name="slipstream-early").start()
@@ -50,10 +40,13 @@ def _builds(node: Any) -> bool:
 
 def _warm(nodes: Mapping[str, Any]) -> None:
     try:
+        from ....runtime.blocks.block_engines import builds_at_once
+        from .shared_provider import provider
+
         files = set(_model_files(nodes)) - _met
         _met.update(files)
         found = provider()
-        known = {path for paths in WeightsMemo(found.store.root).files().values() for path in paths}
+        known = {path for paths in found.weights_memo.files().values() for path in paths}
         if builds_at_once() > 1 and any(str(file) not in known for file in files) and not found.supply.never_builds:
             found.blocks.workers.warm()
     except Exception:  # a head start is all that is lost

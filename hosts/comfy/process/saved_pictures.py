@@ -11,20 +11,12 @@ from collections import OrderedDict
 from typing import Any
 
 from .running_prompts import running_prompts
-from .server_events import server_of_process
 
 FIELD = "slipstream"
 _TOKEN = "run"
 _KEPT = 256
 
 _records: OrderedDict[str, dict[str, Any]] = OrderedDict()
-
-
-def watch_prompts() -> None:
-    """Give every prompt with a node of ours a record. Once per process; nothing happens outside ComfyUI's server."""
-    server = server_of_process()
-    if server is not None and _add_record not in server.on_prompt_handlers:
-        server.add_on_prompt_handler(_add_record)
 
 
 def record_run(what: dict[str, Any], node_id: str) -> None:
@@ -35,7 +27,8 @@ def record_run(what: dict[str, Any], node_id: str) -> None:
             record.setdefault(node_id, []).append(what)
 
 
-def _add_record(json_data: dict[str, Any]) -> dict[str, Any]:
+def add_record(json_data: dict[str, Any]) -> dict[str, Any]:
+    """Give a prompt with a node of ours a record; see `server_events.watch_prompts`."""
     nodes = json_data.get("prompt")
     if not isinstance(nodes, dict) or not any(map(_is_ours, nodes.values())):
         return json_data

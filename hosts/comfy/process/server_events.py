@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,16 @@ def allowed_origin() -> str | None:
     except ImportError:
         return None
     return getattr(args, "enable_cors_header", None) or None
+
+
+def watch_prompts(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Have `handler` see every prompt that is queued, and give what is to be queued. Once per process.
+
+    Nothing happens outside ComfyUI's server.
+    """
+    server = server_of_process()
+    if server is not None and handler not in server.on_prompt_handlers:
+        server.add_on_prompt_handler(handler)
 
 
 def send(event: str, data: Mapping[str, Any]) -> None:

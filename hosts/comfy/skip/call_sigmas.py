@@ -54,12 +54,9 @@ class CallSigmas:
 
         Some samplers begin a little below the first; no other may be off, since prompts and ControlNets begin at one.
         """
-        found = map(float, self._found)
-        off = [abs(taken - sigma) / max(abs(sigma), _LEAST) for taken, sigma in zip(self._taken, found, strict=True)]
-        return all(each <= SAME_SIGMA for each in off[:1]) and not any(off[1:])
-
-
-_LEAST = 1e-30
+        found = [float(each) for each in self._found]
+        is_first_near = not found or abs(self._taken[0] - found[0]) <= SAME_SIGMA * abs(found[0])
+        return is_first_near and self._taken[1:] == found[1:]
 
 
 def is_waited_for(device: torch.device) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import folder_paths
 import pytest
 
-from slipstream.engine_cache import EngineStore, WeightsMemo, file_identity
-from slipstream.hosts.comfy.process import early_workers
-from slipstream.hosts.comfy.process.early_workers import _prepare
+from slipstream.engine_cache import EngineStore, file_identity
+from slipstream.hosts.comfy.process import early_workers, shared_provider
+from slipstream.hosts.comfy.process.early_workers import prepare
+from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.provider import EngineProvider
 
 
@@ -32,8 +33,8 @@ def warmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     provider = EngineProvider(EngineStore(tmp_path / "store"))
     calls: list[bool] = []
     monkeypatch.setattr(provider.blocks.workers, "warm", lambda: calls.append(True))
-    monkeypatch.setattr(early_workers, "provider", lambda: provider)
-    monkeypatch.setattr(early_workers, "builds_at_once", lambda: 4)
+    monkeypatch.setattr(shared_provider, "provider", lambda: provider)
+    monkeypatch.setattr(block_engines, "builds_at_once", lambda: 4)
     return calls
 
 
@@ -48,7 +49,7 @@ def prompt(build: str = "background", ours: str = "SlipstreamAccelerateModel") -
 
 
 def queue(json_data: dict[str, Any]) -> None:
-    assert _prepare(json_data) is json_data
+    assert prepare(json_data) is json_data
     for thread in threading.enumerate():
         if thread.name == "slipstream-early":
             thread.join(20)
@@ -62,14 +63,14 @@ def test_a_file_that_was_not_met_makes_them_ready_once(checkpoint: Path, warmed:
 
 
 def test_a_small_machine_does_not(checkpoint: Path, warmed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_workers, "builds_at_once", lambda: 1)
+    monkeypatch.setattr(block_engines, "builds_at_once", lambda: 1)
     queue(prompt())
     assert not warmed
 
 
 def test_a_file_that_was_met_does_not(checkpoint: Path, warmed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.engine_cache.memos.SETTLED_SECONDS", -1.0)
-    memo = WeightsMemo(early_workers.provider().store.root)
+    memo = shared_provider.provider().weights_memo
     assert memo.put(checkpoint, "digest", file_identity(checkpoint), "unet")
     queue(prompt())
     assert not warmed

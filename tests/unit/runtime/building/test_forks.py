@@ -49,6 +49,12 @@ def forked(forks: Forks) -> Forked:
     return process
 
 
+def with_library(folder: Path, code: str) -> dict[str, str]:
+    """The variables with which builds import this in the place of a library."""
+    (folder / "einops.py").write_text(code)
+    return {**VARIABLES, "PYTHONPATH": str(folder)}
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -139,7 +145,8 @@ def test_timeouts_of_others_are_not_its_own(kept: Forks) -> None:
 
 
 def test_a_fork_that_fails_costs_no_other_build(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "einops.py").write_text(
+    variables = with_library(
+        tmp_path,
         "import errno, os\n"
         "fork, calls = os.fork, []\n"
         "def failing():\n"
@@ -147,9 +154,8 @@ def test_a_fork_that_fails_costs_no_other_build(forks: Forks, tmp_path: Path) ->
         "    if len(calls) == 3:\n"  # the first looks whether it is fit
         "        raise BlockingIOError(errno.EAGAIN, 'too many processes')\n"
         "    return fork()\n"
-        "os.fork = failing\n"
+        "os.fork = failing\n",
     )
-    variables = {**VARIABLES, "PYTHONPATH": str(tmp_path)}
     first = forks.fork(variables)
     assert first is not None and forks.fork(variables) is None
     third = forks.fork(variables)
@@ -180,10 +186,9 @@ def test_it_ends_with_the_host(tmp_path: Path) -> None:
 
 
 def test_libraries_that_run_threads_forbid_it(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "einops.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    variables = with_library(
+        tmp_path, "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
-    variables = {**VARIABLES, "PYTHONPATH": str(tmp_path)}
     forks.warm(variables)
     server = forks._server
     assert server is not None
@@ -196,14 +201,15 @@ def test_libraries_that_run_threads_forbid_it(forks: Forks, tmp_path: Path) -> N
 
 def test_libraries_hear_from_the_host_whether_there_is_a_gpu(forks: Forks, tmp_path: Path) -> None:
     """To ask the driver would start threads of its own."""
-    (tmp_path / "einops.py").write_text(
+    variables = with_library(
+        tmp_path,
         "import os, torch\n"
         "def ask(): raise RuntimeError('the driver was asked')\n"
         "torch._C._cuda_getDeviceCount = ask\n"
-        "open(os.environ['TOLD'], 'w').write(str(torch.cuda.is_available()))\n"
+        "open(os.environ['TOLD'], 'w').write(str(torch.cuda.is_available()))\n",
     )
     told = tmp_path / "told"
-    assert forks.fork({**VARIABLES, "PYTHONPATH": str(tmp_path), "TOLD": str(told)}) is not None
+    assert forks.fork({**variables, "TOLD": str(told)}) is not None
     assert told.read_text() == str(torch.cuda.is_available())
 
 
