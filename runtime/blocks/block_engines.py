@@ -405,12 +405,12 @@ def builds_at_once(is_hurried: bool = True) -> int:
     """How many builds this machine has cores and memory for.
 
     Args:
-        is_hurried: somebody waits for them. Else they take half of the cores and a quarter of the memory: what they
-            hold is held while pictures are made, too.
+        is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
+            half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if is_hurried:
-        return max(1, min(cores, *_by_memory()))
+        return max(1, min(cores + 1, *_by_memory()))
     return max(1, min(cores // 2, *(most // 4 for most in _by_memory())))
 
 

@@ -27,7 +27,8 @@ _BUILDING = {*WALKS, "SlipstreamBuildEngine"}
 """Classes of nodes that have engines built."""
 
 _INTERVAL = 0.25
-"""Seconds between two events of a kind, at least."""
+"""Seconds from a change until the page is told: changes come together, and most of them in a picture's first step, which
+the GPU waits for."""
 
 _COMPARING_SECONDS = 10.0
 """How long the news of an engine may wait until it was compared, where somebody waits for that."""
@@ -77,12 +78,12 @@ class Announcer:
         while True:
             goes_on = bool(self._builds or self._ended)
             self._woken.wait(_INTERVAL if goes_on else None)
+            time.sleep(_INTERVAL)
             self._woken.clear()
             try:
                 self._tell()
             except Exception:  # whatever an engine's files or ComfyUI's server raise: the next round may do
                 log.debug("Slipstream: the page could not be told", exc_info=True)
-            time.sleep(_INTERVAL)
 
     def _tell(self) -> None:
         found = builds(self._provider, self._registry)

@@ -370,7 +370,7 @@ def test_a_build_that_was_killed_is_asked_for_again_by_the_next_run(engines: Blo
 
 def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    for memory, hurried, unhurried in ([20, 64], 16, 5), ([64, 64], 16, 8), ([0], 1, 1):
+    for memory, hurried, unhurried in ([20, 64], 17, 5), ([16, 64], 16, 4), ([64, 64], 17, 8), ([0], 1, 1):
         monkeypatch.setattr(block_engines, "_by_memory", lambda memory=memory: memory)
         assert block_engines.builds_at_once() == hurried
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
