@@ -10,7 +10,7 @@ import torch
 
 
 class _Launcher:
-    """In the place of a launcher of triton's: the first launch does nothing, and the code is compiled for the second."""
+    """In the place of a launcher of triton's: a first launch does nothing, and the code is compiled for a second."""
 
     def __init__(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self._make: Callable[[], Any] = lambda: make(*args, **kwargs)
@@ -28,7 +28,7 @@ class _Launcher:
 
 @contextmanager
 def launchers_when_needed(device: torch.device) -> Iterator[None]:
-    """Let triton compile no launcher, a C compiler's run for each kind of arguments, for kernels that are launched once.
+    """Let triton compile no launcher, a C compiler's run for each kind of arguments, for kernels launched only once.
 
     torch's ahead-of-time compiler launches each kernel once, on inputs that it makes up, and what it writes down of the
     kernel is known before. Only kernels of which it times several variants are launched again.

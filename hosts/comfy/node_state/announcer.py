@@ -27,8 +27,8 @@ _BUILDING = {*WALKS, "SlipstreamBuildEngine"}
 """Classes of nodes that have engines built."""
 
 _INTERVAL = 0.25
-"""Seconds from a change until the page is told: changes come together, and most of them in a picture's first step, which
-the GPU waits for."""
+"""Seconds from a change until the page is told: changes come together, and most in a picture's first step, in which the
+GPU waits for this process."""
 
 _COMPARING_SECONDS = 10.0
 """How long the news of an engine may wait until it was compared, where somebody waits for that."""
