@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
 from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
-from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of
+from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of, layer_at
 from .block_patches import BLOCK, PATCHES, REPLACE
 
 PREFIX = "block."
@@ -127,6 +128,24 @@ def _called_out(place: str, *args: Any) -> torch.Tensor:
     return call_out([*tensors[0].shape], tensors, {PLACE: place})
 
 
+def _whole_called_out(place: str, tokens: torch.Tensor, context: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+    """Takes the place of a whole attention layer in a trace."""
+    return call_out([*tokens.shape], [tokens, *([] if context is None else [context])], {PLACE: place})
+
+
+@contextmanager
+def _with_wholes_out(block: torch.nn.Module, places: Sequence[str]) -> Iterator[None]:
+    """Meanwhile those of the places that are whole layers of a block are called out."""
+    layers = {place: block.get_submodule(layer) for place in places if (layer := layer_at(place)) is not None}
+    for place, layer in layers.items():
+        layer.__dict__["forward"] = functools.partial(_whole_called_out, place)
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.__dict__["forward"]
+
+
 class BlockGraph(torch.nn.Module):
     """The block as it is traced: plain attention, or one that is called out, and no patches but such as are."""
 
@@ -145,10 +164,15 @@ class BlockGraph(torch.nn.Module):
         is_out = arguments.pop(ATTENTION_OUT, False)
         attention = attention_called_out if is_out else scaled_dot_product_attention
         if self._kind.takes_options:
-            arguments[OPTIONS] = {OVERRIDE: attention, **(_with_places_out(places) if places else {})}
+            others = [place for place in places if layer_at(place) is None]
+            arguments[OPTIONS] = {OVERRIDE: attention, **(_with_places_out(others) if others else {})}
         if self._kind.attends is not None:
             arguments[self._kind.attends] = functools.partial(attention, None)
-        with plain_operators(), plain_attention(self._kind.attention, attention):
+        with (
+            plain_operators(),
+            plain_attention(self._kind.attention, attention),
+            _with_wholes_out(self.block, places),
+        ):
             return self.block(**arguments)
 
 

@@ -44,7 +44,7 @@ from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from .block_architecture import STORED, ComfyBlock, Owner, say_stored
-from .block_classes import OPTIONS
+from .block_classes import OPTIONS, PLACE, layer_at
 from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
@@ -211,6 +211,8 @@ class BlockCalls:
         self._reads: frozenset[str] = frozenset()
         self._served: dict[int, BlockOffer] = {}
         """Offers whose engines computed blocks in the last call of the network."""
+        self._within = BlockShare()
+        """What became of blocks in the midst of engines, in the call that is made now."""
         self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
         self._are_asked_for = settings.optimize is Optimize.BLOCKS
@@ -363,8 +365,10 @@ class BlockCalls:
             self.drop_graphs()
         elif self._graphed_blocks is not None:
             self._graphed_blocks.begin()
+        self._within = BlockShare()
         with led.leading(self._network, self._lead, self._lead_group, is_unchanged) as changed:
             result = compute()
+        self.share.add(self._within)
         self.share.eager.update(changed.values())
         self._say_reasons()
         self._settle()
@@ -433,8 +437,8 @@ class BlockCalls:
             return block.plain(*args, **kwargs)
         try:
             arguments, options = block.kind.arguments(type(block.module).forward, args, kwargs)
-            outside = outside_of(block.kind, options, arguments, block.reads)
-            if options and (reason := why_patched(options, block.reads, outside.places if outside else ())):
+            outside = outside_of(block.module, block.kind, options, arguments, block.reads)
+            if options and (reason := why_patched(options, block.reads, outside.names if outside else ())):
                 return self._plain(block, args, kwargs, reason)
             if outside is not None:
                 arguments |= outside.form
@@ -541,15 +545,15 @@ class BlockCalls:
         if _is_left_alone(group, options):
             return {}
         blocks = self._led.inside.get(place, {}) if self._led is not None else {}
-        places = frozenset(place for block in blocks for place in block.kind.places)
-        if not blocks or why_patched(options, group.reads, places, is_group=True) is not None:
+        names = frozenset().union(*(block.kind.names_outside for block in blocks))
+        if not blocks or why_patched(options, group.reads, names, is_group=True) is not None:
             return None
         found, before = {}, {name: options[name] for name in group.kind.writes if name in options}
         try:
             for block, told in blocks.items():
                 options.update(told)
-                outside = outside_of(block.kind, options, {}, block.reads)
-                if why_patched(options, block.reads, outside.places if outside else ()) is not None:
+                outside = outside_of(block.module, block.kind, options, {}, block.reads)
+                if why_patched(options, block.reads, outside.names if outside else ()) is not None:
                     return None
                 if outside is not None:
                     found[block.path] = replace(outside, tells=told)
@@ -840,12 +844,25 @@ class BlockCalls:
         return self._graphed_blocks(block, offer, tensors, weights, outside)
 
     def _attend(self, attention: Attention, *args: Any, **kwargs: Any) -> Any:
-        """Attention in the midst of an engine; blocks that it calls compute themselves."""
+        """Attention in the midst of an engine. Blocks that it calls compute themselves, but for one that is called out
+        as a whole: it has an engine of its own, of which the one around it knows nothing."""
+        if layer_at(kwargs.get(PLACE, "")) is not None:
+            return self._whole(functools.partial(attention, *args, **kwargs))
         self._resting += 1
         try:
             return attention(*args, **kwargs)
         finally:
             self._resting -= 1
+
+    def _whole(self, compute: Callable[[], _Result]) -> _Result:
+        """What a block in the midst of an engine gives, whose share is told when the call of the network is over."""
+        outer = self.share, self._served, self._inside
+        self.share, self._served, self._inside = BlockShare(), {}, None
+        try:
+            return compute()
+        finally:
+            self._within.add(self.share)
+            self.share, self._served, self._inside = outer
 
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
         """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
@@ -956,7 +973,7 @@ def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
     """Whether nothing of others has to do with what a layer around blocks gives."""
     if why_patched(options, group.reads, is_group=True) is not None:
         return False
-    return outside_of(group.kind, options, {}, group.reads) is None
+    return outside_of(group.module, group.kind, options, {}, group.reads) is None
 
 
 def _forms_of(outsides: Mapping[str, Outside]) -> dict[str, Any]:

@@ -23,6 +23,24 @@ OVERRIDE = "optimized_attention_override"
 PLACE = "place"
 """Of a call out of an engine: where in the block it is, see `BlockClass`."""
 
+_WHOLE = "whole:"
+
+
+def whole_of(layer: str) -> str:
+    """The place of a whole layer, see `BlockClass`."""
+    return _WHOLE + layer
+
+
+def layer_at(place: str) -> str | None:
+    """The layer that a place is the whole of; None where it is another place."""
+    return place.removeprefix(_WHOLE) if place.startswith(_WHOLE) else None
+
+
+def names_at(place: str) -> tuple[str, ...]:
+    """The names in `patches` and `patches_replace` whose functions compute at a place."""
+    layer = layer_at(place)
+    return (place,) if layer is None else (f"{layer}_patch", layer, f"{layer}_output_patch")
+
 
 @dataclass(frozen=True)
 class BlockClass:
@@ -39,6 +57,8 @@ class BlockClass:
         keeps: the argument that the block writes into for its next call; None where it has none.
         places: names in `patches` and `patches_replace`, of `transformer_options`, at which other nodes' functions are
             given tensors, and options, and give one tensor such as the first, which the block does not use otherwise.
+        wholes: names of its attention layers before which functions in `patches`, such as `attn1_patch`, may divide or
+            join tokens: what they and the layer make of these is computed elsewhere as a whole.
         writes: of `transformer_options`, what a call leaves there for other nodes to look at.
     """
 
@@ -50,6 +70,7 @@ class BlockClass:
     attends: str | None = None
     keeps: str | None = None
     places: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
     def arguments(self, method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -97,6 +118,11 @@ class BlockClass:
         return found
 
     @cached_property
+    def names_outside(self) -> frozenset[str]:
+        """All names in `patches` and `patches_replace` whose functions may compute elsewhere."""
+        return frozenset(self.places).union(*(names_at(whole_of(layer)) for layer in self.wholes))
+
+    @cached_property
     def place(self) -> tuple[str, str]:
         """Module and name."""
         return self.module, self.name
@@ -130,6 +156,7 @@ BLOCK_CLASSES = (
         "BasicTransformerBlock",
         {"x": (0, 1), "context": (0, 1)},
         places=("attn1", "attn1_output_patch", "middle_patch", "attn2", "attn2_output_patch"),
+        wholes=("attn1", "attn2"),
     ),
     BlockClass(_ATTENTION, "CrossAttention", {"x": (0, 1), "context": (0, 1), "value": (0, 1)}),
     BlockClass(_ATTENTION, "FeedForward", {"x": (0, 1)}),

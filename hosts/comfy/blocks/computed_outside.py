@@ -22,7 +22,7 @@ from ....core.errors import UnsupportedModel
 from ...stand_in import copied
 from ..models.diffusion_model import scaled_dot_product_attention
 from .block_architecture import ATTENTION_OUT, PLACES_OUT
-from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass
+from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, layer_at, names_at, whole_of
 from .block_patches import PATCHES, REPLACE, key_of_block
 
 Told = tuple[frozenset[str], dict[str, Any]]
@@ -39,13 +39,15 @@ class Outside:
     """What others compute in one call of a block.
 
     Attributes:
+        block: the live one.
         attention: what computes its attention; None where engines compute what it does.
-        places: names of the places at which other nodes' functions compute.
+        places: at which other nodes' functions compute.
         options: `transformer_options` of the call.
         tells: those that the layer around the block would have told it, were it not a graph.
         told: what the block tells functions; None where none is called.
     """
 
+    block: torch.nn.Module
     attention: Attention | None
     places: tuple[str, ...]
     options: dict[str, Any]
@@ -53,6 +55,11 @@ class Outside:
     told: Told | None = None
     _given: dict[str, Any] = field(default_factory=dict)
     """What functions gave in this call, by their places."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """In `patches` and `patches_replace`: whose functions compute at these places."""
+        return frozenset().union(*map(names_at, self.places))
 
     @property
     def form(self) -> dict[str, Any]:
@@ -88,12 +95,37 @@ class Outside:
 
     def _at(self, place: str, tensors: Sequence[torch.Tensor], extra: dict[str, Any]) -> Any:
         """What the functions at a place give."""
+        if (layer := layer_at(place)) is not None:
+            return self._whole(layer, *tensors, extra=extra)
         if replacements := self.options.get(REPLACE, {}).get(place):
             return replacements[key_of_block(replacements, self.options)](*tensors, extra)
         (found,) = tensors
         for function in self.options[PATCHES][place]:
             found = function(found, extra)
         return found
+
+    def _whole(
+        self, name: str, tokens: torch.Tensor, text: torch.Tensor | None = None, *, extra: dict[str, Any]
+    ) -> Any:
+        """What an attention layer gives with the functions before it, in its place and behind it.
+
+        Args:
+            text: that it looks at; None: the tokens themselves.
+        """
+        layer: Any = getattr(self.block, name)
+        before, _, behind = names_at(whole_of(name))
+        patches, replacements = self.options[PATCHES], self.options.get(REPLACE, {}).get(name) or {}
+        looked_at = values = tokens if text is None else text
+        for function in patches[before]:
+            tokens, looked_at, values = function(tokens, looked_at, values, extra)
+        if (replacement := replacements.get(key_of_block(replacements, self.options))) is not None:
+            found = replacement(layer.to_q(tokens), layer.to_k(looked_at), layer.to_v(values), extra)
+            tokens = layer.to_out(found)
+        else:
+            tokens = layer(tokens, context=looked_at, value=values, transformer_options=self.options)
+        for function in patches.get(behind) or ():
+            tokens = function(tokens, extra)
+        return tokens
 
     @contextmanager
     def given_already(self) -> Iterator[None]:
@@ -119,15 +151,35 @@ def with_functions(options: Mapping[str, Any], functions: Mapping[str, Callable[
     """Both kinds of patches in options, with other functions at some places where there are any."""
     given: dict[str, dict[str, Any]] = {name: dict(options.get(name) or {}) for name in (PATCHES, REPLACE)}
     for place, function in functions.items():
-        if replacements := given[REPLACE].get(place):
+        if layer_at(place) is not None:
+            before, replaced, behind = names_at(place)
+            given[REPLACE].pop(replaced, None)
+            given[PATCHES][before], given[PATCHES][behind] = _before_and_behind(function)
+        elif replacements := given[REPLACE].get(place):
             given[REPLACE][place] = {key_of_block(replacements, options): function}
         else:
             given[PATCHES][place] = [function]
     return given
 
 
+def _before_and_behind(function: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
+    """Functions around an attention layer by which the block goes on with what `function` gives, whatever the layer
+    makes of what it is given."""
+    found: list[Any] = []
+
+    def before(tokens: torch.Tensor, looked_at: torch.Tensor, values: Any, extra: dict[str, Any]) -> Any:
+        found.append(function(tokens, *([] if looked_at is tokens else [looked_at]), extra))
+        return tokens, looked_at, values
+
+    return [before], [lambda tokens, extra: found.pop()]
+
+
 def outside_of(
-    kind: BlockClass, options: dict[str, Any] | None, arguments: dict[str, Any], reads: Set[str]
+    block: torch.nn.Module,
+    kind: BlockClass,
+    options: dict[str, Any] | None,
+    arguments: dict[str, Any],
+    reads: Set[str],
 ) -> Outside | None:
     """What others compute in a call of a block; None where its engine computes all.
 
@@ -141,20 +193,35 @@ def outside_of(
         TypeError: the block is to be told what computes its attention, and is not.
     """
     attention = _attention_outside(kind, options, arguments)
-    places = tuple([place for place in _places(kind, options) if place in reads]) if options else ()
-    return Outside(attention, places, options or {}) if attention is not None or places else None
+    places = tuple([place for place in _places(kind, options) if reads.issuperset(names_at(place))]) if options else ()
+    return Outside(block, attention, places, options or {}) if attention is not None or places else None
 
 
 def _places(kind: BlockClass, options: Mapping[str, Any]) -> Iterator[str]:
-    patches, replaced = options.get(PATCHES), options.get(REPLACE)
-    for place in kind.places if patches or replaced else ():
-        functions = patches.get(place) if isinstance(patches, Mapping) else None
-        replacements = replaced.get(place) if isinstance(replaced, Mapping) else None
+    """The places at which functions compute, each name's at one place at most."""
+    patches, replaced = (each if isinstance(each, Mapping) else {} for each in map(options.get, (PATCHES, REPLACE)))
+    if not patches and not replaced:
+        return
+    taken: set[str] = set()
+    for layer in kind.wholes:
+        before, name, behind = names = names_at(whole_of(layer))
+        if patches.get(before) and _can_be_called(patches[before]) and _can_be_called(patches.get(behind)):
+            taken |= {*names}
+            if not replaced.get(name) or isinstance(replaced[name], Mapping):
+                yield whole_of(layer)
+    for place in kind.places:
+        functions, replacements = patches.get(place), replaced.get(place)
+        if place in taken:
+            continue
         if functions:
-            if isinstance(functions, list) and all(map(callable, functions)) and not replacements:
+            if _can_be_called(functions) and not replacements:
                 yield place
         elif isinstance(replacements, Mapping) and callable(replacements.get(key_of_block(replacements, options))):
             yield place
+
+
+def _can_be_called(functions: Any) -> bool:
+    return not functions or (isinstance(functions, list) and all(map(callable, functions)))
 
 
 _ATTENTION = "comfy.ldm.modules.attention"
@@ -241,6 +308,8 @@ class StandIns:
     def _computed(self, tensors: Sequence[torch.Tensor]) -> Any:
         if len(tensors) == 1:
             return 0.5 * tensors[0]
+        if len(tensors) == 2:  # a whole layer, which looks at a text
+            return 0.5 * tensors[0] + tensors[1].mean((1, 2), keepdim=True)
         heads = self.told[1].get(_HEADS) if self.told is not None else None
         if not isinstance(heads, int):
             raise UnsupportedModel("it does not say how many heads its attention has")

@@ -127,8 +127,7 @@ class LedNetwork:
 
     def is_of(self, network: torch.nn.Module) -> bool:
         """Whether the network still has these blocks."""
-        layers = layers_of(network)
-        return all(layers.get(block.path) is block.module for block in (*self.blocks, *self.groups))
+        return all(_layer_at(network, block.path) is block.module for block in (*self.blocks, *self.groups))
 
     @contextmanager
     def leading(
@@ -200,6 +199,16 @@ def _groups_of(network: torch.nn.Module, owner: Owner) -> Iterator[LedBlock]:
         kind = group_class_of(module)
         if kind is not None and type(fresh.get(path)) is type(module):
             yield LedBlock(path, module, kind, (_names_known(module), {}, {}))
+
+
+def _layer_at(network: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    """The layer of a path; None where there is none any more. Quicker for some layers than a walk over all."""
+    layer: torch.nn.Module | None = network
+    for name in path.split("."):
+        if layer is None:
+            break
+        layer = layer._modules.get(name)
+    return layer
 
 
 def _names_known(block: torch.nn.Module) -> frozenset[str]:

@@ -122,7 +122,7 @@ def patched(patcher: Any, how: str) -> Any:
 
 
 PATCHES = {
-    "attention input": 0.5, "attention output": 1.0, "one attention": 1.0, "every attention over the text": 1.0,
+    "attention input": 1.0, "attention output": 1.0, "one attention": 1.0, "every attention over the text": 1.0,
     "skips": 1.0, "attention function": 1.0,
 }  # fmt: skip
 """What another node does, and the least share of the calls of blocks that engines still compute."""
@@ -572,7 +572,7 @@ def test_layers_of_others_go_once_they_left_the_model(provider: EngineProvider) 
     assert known() is None
 
 
-def test_what_changes_tokens_before_attention_is_left_to_the_block(provider: EngineProvider) -> None:
+def test_what_changes_tokens_before_attention_is_called_out_with_it(provider: EngineProvider) -> None:
     """As HyperTile and token merging do: they divide the tokens before it, and put them together behind it."""
     model = tiny.model()
     fast, module = accelerated(provider, model)
@@ -586,7 +586,40 @@ def test_what_changes_tokens_before_attention_is_left_to_the_block(provider: Eng
     found, wanted = tiny.sample(on(fast), steps=STEPS), tiny.sample(on(model), steps=STEPS)
     assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, steps=STEPS))
     on_engines, total = share_of(module)
-    assert on_engines == total - 3
+    assert on_engines == total, "the layers that are called out have engines of their own"
+
+
+@pytest.mark.parametrize("how", ["fails", "gives another shape"])
+def test_a_function_before_attention_is_called_once_whatever_becomes_of_it(how: str, provider: EngineProvider) -> None:
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    calls = []
+
+    def on(patcher: Any, is_odd: bool) -> Any:
+        def before(n: torch.Tensor, context: Any, value: Any, extra: Any) -> Any:
+            calls.append(tuple(n.shape))
+            if is_odd and how == "fails":
+                raise ValueError("mine")
+            return (n[:, :1] if is_odd else 0.5 * n), context, value
+
+        clone = patcher.clone()
+        clone.set_model_attn1_patch(before)
+        return clone
+
+    tiny.sample(on(fast, False), steps=STEPS)
+    assert module.status.block_calls
+    wanted, found = [], []
+    for patcher, seen in ((model, wanted), (fast, found)):
+        calls.clear()
+        if how == "fails":
+            with pytest.raises(ValueError, match="mine"):
+                tiny.sample(on(patcher, True), steps=STEPS)
+            seen.append(None)
+        else:
+            seen.append(tiny.sample(on(patcher, True), steps=STEPS))
+        seen.append([*calls])
+    assert found[1] == wanted[1]
+    assert how == "fails" or distance(found[0], wanted[0]) < 1e-5
 
 
 def test_a_block_that_tells_what_engines_cannot_is_left_to_the_model(

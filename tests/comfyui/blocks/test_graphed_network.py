@@ -362,6 +362,57 @@ def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
     assert graphs.parts.replays - replays == STEPS * (others + len(_groups(model)))
 
 
+class Tiles(Inside):
+    """Functions around all first attention layers, which divide tokens into ever other numbers of tiles, and before
+    those over the text, which change it; one block's attention is replaced besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+
+    def divide(self, n: torch.Tensor, context: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> Any:
+        assert context is n and value is n
+        self._note("attn1 in", options)
+        self.numbers.append(2 + 2 * (len(self.told) // 5 % 2))
+        return (*[n.unflatten(1, (self.numbers[-1], -1)).flatten(0, 1)] * 3,)
+
+    def join(self, n: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        self._note("attn1 out", options)
+        return n.unflatten(0, (-1, self.numbers.pop())).flatten(1, 2)
+
+    def change(self, n: torch.Tensor, context: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> Any:
+        self._note("attn2 in", options)
+        return n.mul_(0.9), 1.1 * context, value[:, : context.shape[1]]
+
+    def put_into(self, patcher: Any) -> Any:
+        clone = patcher.clone()
+        clone.set_model_attn1_patch(self.divide)
+        clone.set_model_attn1_output_patch(self.join)
+        clone.set_model_attn2_patch(self.change)
+        clone.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0, 1)
+        return clone
+
+
+@pytest.mark.parametrize("family", ["sd15", "sdxl"])
+def test_around_layers_that_are_called_out_as_a_whole_a_group_is_one_row_of_graphs(
+    family: str, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    model = tiny.model(family, depth=2)
+    fast, module = accelerated(provider, model)
+    there = Tiles()
+    wanted = tiny.sample(there.put_into(model), family, steps=STEPS)
+    assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
+    for _ in range(2):
+        here, replays = Tiles(), graphs.parts.replays
+        assert distance(tiny.sample(here.put_into(fast), family, steps=STEPS), wanted) < 1e-5
+        assert here.told == there.told
+    groups = len(_groups(model))
+    on_engines, total = share_of(module)
+    within = 2 * 2 * groups - 1  # their own engines; one attention is another function's
+    assert on_engines == total
+    assert graphs.parts.replays - replays == STEPS * (total - 2 * groups - within + groups)
+
+
 def test_steps_with_and_without_others_in_the_midst_take_turns(provider: EngineProvider, graphs: HostGraphs) -> None:
     model = tiny.model(depth=2)
     fast, _ = accelerated(provider, model)
@@ -423,6 +474,8 @@ def test_a_group_in_which_others_do_more_is_left_to_its_blocks(provider: EngineP
     def more(patcher: Any) -> Any:
         clone = Inside().put_into(patcher)
         clone.set_model_attn1_patch(lambda q, k, v, options: (0.5 * q, k, v))
+        patches = clone.model_options["transformer_options"]["patches"]
+        patches["attn1_patch"] = (*patches["attn1_patch"],)  # no list, which blocks take as well
         return clone
 
     def less(patcher: Any) -> Any:
