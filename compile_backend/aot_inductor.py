@@ -25,6 +25,7 @@ from .cpp.toolchain import (
 from .cpp.vector_instructions import vector_instructions
 from .engine import CompiledEngine
 from .inductor.kernels import chosen_kernels
+from .inductor.launchers import launched_by_torch
 from .inductor.options import of_compiler, package_options
 from .packages import load_package
 from .program import CONSTANTS, SIGNATURE, ProgramSignature, export_program, load_constants
@@ -83,6 +84,7 @@ def compile_package(job: BuildJob, program: torch.export.ExportedProgram) -> Non
         headers_with_the_cache(),
         vector_instructions(job.device, job.keep),
         chosen_kernels(job.spec, job.device),
+        launched_by_torch(job.device),
     ):
         torch._inductor.aoti_compile_and_package(  # type: ignore[no-untyped-call,unused-ignore]
             program, package_path=str(job.directory / PACKAGE), inductor_configs=of_compiler(job.spec)

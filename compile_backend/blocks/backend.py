@@ -13,7 +13,6 @@ from ...core.progress import Progress, ProgressCallback
 from ...core.protocols import Artifact, BuildJob, Engine
 from ...core.spec import EngineSpec, Optimize, Precision
 from ..aot_inductor import PACKAGE, AOTInductorBackend, compile_package
-from ..inductor.launchers import launchers_when_needed
 from ..inductor.options import block_options
 from ..packages import load_package
 from .attention_out import calls_attention_out
@@ -50,8 +49,7 @@ class BlockBackend(AOTInductorBackend):
 
     def _compile(self, job: BuildJob, program: torch.export.ExportedProgram) -> tuple[str, ...]:
         """Names of the files that it made in the job's folder."""
-        with launchers_when_needed(job.device):
-            compile_package(job, program)
+        compile_package(job, program)
         return (PACKAGE,)
 
     def load(self, spec: EngineSpec, outputs: tuple[str, ...], artifact: Artifact, device: torch.device) -> Engine:

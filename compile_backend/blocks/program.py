@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,11 +127,16 @@ def export_block(job: BuildJob, architecture: BlockArchitecture) -> tuple[torch.
     """
     block = architecture.placeholder(job.spec.precision, job.device)
     own = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-    stored = {name: form for name, form in architecture.stored.items() if name in own}
-    weights = _as_stored(own, stored, job.device)
     inputs = [as_laid_out(tensor) for tensor in _example(job, architecture).values()]
-    traced = _Traced(block, own, stored, architecture.form, is_on_gpu=job.device.type == "cuda")
-    program = _export(job, traced, inputs, [*weights.values()], architecture)
+    unread: Set[str] = set()
+    while True:
+        own = {name: tensor for name, tensor in own.items() if name not in unread}
+        stored = {name: form for name, form in architecture.stored.items() if name in own}
+        weights = _as_stored(own, stored, job.device)
+        traced = _Traced(block, own, stored, architecture.form, is_on_gpu=job.device.type == "cuda")
+        program = _export(job, traced, inputs, [*weights.values()], architecture)
+        if not (unread := own.keys() & _unread(program, weights)):  # those of layers that are called out as a whole
+            break
     if written := _written(program, len(inputs)):
         # What the block writes into is the caller's: it is left as it is, and the result is a fresh tensor.
         traced.copied = written
@@ -272,6 +277,13 @@ def _export(
 def _open_axis() -> Any:
     """Open as far as the block's code leaves it so: torch finds out by itself what depends on what."""
     return torch.export.Dim.AUTO(min=2, max=LARGEST)  # type: ignore[attr-defined,operator,unused-ignore]
+
+
+def _unread(program: torch.export.ExportedProgram, weights: Mapping[str, Any]) -> set[str]:
+    """The names of weights, which are a program's last arguments, that it does not read."""
+    arguments = [node for node in program.graph.nodes if node.op == "placeholder"]
+    last = arguments[len(arguments) - len(weights) :]
+    return {name for name, node in zip(weights, last, strict=True) if not node.users}
 
 
 def _written(program: torch.export.ExportedProgram, inputs: int) -> frozenset[int]:

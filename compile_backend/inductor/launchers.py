@@ -1,44 +1,49 @@
-"""C code that launches triton's kernels from Python, which ahead-of-time builds hardly need. Attacks building time."""
+"""How kernels are launched while a package is built: once each, and oftener to time variants. Attacks building time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 
+_Launch = Callable[..., Any]
+
 
 class _Launcher:
-    """In the place of a launcher of triton's: a first launch does nothing, and the code is compiled for a second."""
+    """In the place of a launcher of triton's, for one kernel.
 
-    def __init__(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        self._make: Callable[[], Any] = lambda: make(*args, **kwargs)
-        self._launch: Any = None
-        self._was_called = False
+    Args:
+        make: compiles triton's own, which is done where torch's cannot launch the kernel.
+        source, metadata: of the kernel.
+    """
+
+    def __init__(self, make: Callable[[Any, Any], _Launch], source: Any, metadata: Any) -> None:
+        self._make: Callable[[], _Launch] = lambda: make(source, metadata)
+        self._launch: _Launch | None = None
+        try:
+            self._launch = _by_torch(source, metadata)
+        except Exception:  # another torch or triton, or a kind of argument that torch does not launch with
+            pass
 
     def __call__(self, *args: Any) -> Any:
-        if not self._was_called:
-            self._was_called = True
-            return None
         if self._launch is None:
             self._launch = self._make()
         return self._launch(*args)
 
 
 @contextmanager
-def launchers_when_needed(device: torch.device) -> Iterator[None]:
-    """Let triton compile no launcher, a C compiler's run for each kind of arguments, for kernels launched only once.
-
-    torch's ahead-of-time compiler launches each kernel once, on inputs that it makes up, and what it writes down of the
-    kernel is known before. Only kernels of which it times several variants are launched again.
-    """
+def launched_by_torch(device: torch.device) -> Iterator[None]:
+    """Let kernels be launched from Python by what torch has for that, where triton would have a C compiler write a
+    launcher for each kind of arguments."""
     driver = _driver() if device.type == "cuda" else None
     if driver is None:
         yield
         return
     before = driver.launcher_cls
-    driver.launcher_cls = lambda *args, **kwargs: _Launcher(before, *args, **kwargs)
+    driver.launcher_cls = lambda source, metadata: _Launcher(before, source, metadata)
     try:
         yield
     finally:
@@ -53,3 +58,31 @@ def _driver() -> Any:
         return driver.active if hasattr(driver.active, "launcher_cls") else None
     except Exception:  # no triton, or one that finds no GPU: the build tells
         return None
+
+
+def _by_torch(source: Any, metadata: Any) -> _Launch:
+    """What launches a kernel by torch's own launcher, which takes all but the constants among the arguments.
+
+    Raises:
+        Exception: it cannot launch this one.
+    """
+    from torch._C import _StaticCudaLauncher
+    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+
+    known = StaticallyLaunchedCudaKernel.__new__(StaticallyLaunchedCudaKernel)
+    kinds: str = known.arg_ty_from_signature(source)
+    constants = {*known.full_constexprs}
+    is_given = [kind != "constexpr" and at not in constants for at, kind in enumerate(source.signature.values())]
+    sizes = [getattr(metadata, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if any(sizes) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+        raise NotImplementedError("the kernel is launched in a way of its own")
+    scratch = [None for size in sizes if size is not None]  # none of which it uses
+
+    def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        given = [*compress(rest[-len(is_given) :], is_given), *scratch]
+        all_kinds = kinds + len(scratch) * "O"
+        _StaticCudaLauncher._launch_kernel(
+            function, x, y, z, metadata.num_warps, metadata.shared, all_kinds, tuple(given), stream
+        )
+
+    return launch

@@ -343,7 +343,7 @@ class _Part:
         hooks = [*map(len, self._hooks), *[len(getattr(torch.nn.modules.module, name, ())) for name in _GLOBAL_HOOKS]]
         values: list[Any] = [layer.__dict__ for layer in layers]
         values += chain.from_iterable([get(own) for get, own in self._gets])
-        values += chain.from_iterable(map(dict.values, filter(None, self._parts)))
+        values += chain.from_iterable([each.values() for each in self._parts if each])
         for own, name in self._held:
             values += _contents(own[name])
         kinds = [*map(type, layers)]

@@ -1,4 +1,4 @@
-"""From a kind of block and one of its calls to the engines that would do: one for all sizes, or one for these."""
+"""From a kind of block and one of its calls to the engines that would do: for all sizes, for such, or for these."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ def block_plans(
     optimize: Optimize,
     backend: BlockBackend,
 ) -> list[BlockPlan]:
-    """The engine for all sizes where the architecture leaves any axis open, and that for the example's sizes.
+    """The engine for all sizes where the architecture leaves any axis open, that for sizes of which the same are equal
+    as in the example, should the first take them for equal that are not here, and that for the example's sizes.
 
     Args:
         dtypes: of the example's tensors.
     """
-    profiles = [_profile(architecture.example, architecture.open_axes), ShapeProfile.static(architecture.example)]
+    of_any, of_such = (_profile(architecture.example, architecture.open_axes, each) for each in (False, True))
+    profiles = [of_any, of_such, ShapeProfile.static(architecture.example)]
     optimize = Optimize.BALANCED if optimize is Optimize.BLOCKS else optimize
     specs = [
         EngineSpec(
@@ -59,12 +61,21 @@ def block_plans(
     return [BlockPlan(architecture, spec, key_of(spec, environment), backend, device, precision) for spec in specs]
 
 
-def _profile(example: Mapping[str, Shape], open_axes: Mapping[str, tuple[int, ...]]) -> ShapeProfile:
-    """Axes that are open may have any size: that of the example is no part of it."""
+def _profile(example: Mapping[str, Shape], open_axes: Mapping[str, tuple[int, ...]], of_such: bool) -> ShapeProfile:
+    """Axes that are open may have any size: those of the example are no part of it.
+
+    Args:
+        of_such: but for which of them are equal, which a number in the midst of each range says.
+    """
+    numbers: dict[int, int] = {}
+
+    def range_of(size: int) -> ShapeRange:
+        return ShapeRange(2, 2 + (numbers.setdefault(size, len(numbers)) if of_such else 0), LARGEST)
+
     return ShapeProfile(
         {
             name: tuple(
-                ShapeRange(2, 2, LARGEST) if axis in open_axes.get(name, ()) else ShapeRange.exactly(size)
+                range_of(size) if axis in open_axes.get(name, ()) else ShapeRange.exactly(size)
                 for axis, size in enumerate(shape)
             )
             for name, shape in example.items()

@@ -26,7 +26,7 @@ from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
 from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
-from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of, layer_at
+from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of, layer_at, whole_of
 from .block_patches import BLOCK, PATCHES, REPLACE
 
 PREFIX = "block."
@@ -129,8 +129,18 @@ def _called_out(place: str, *args: Any) -> torch.Tensor:
 
 
 def _whole_called_out(place: str, tokens: torch.Tensor, context: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-    """Takes the place of a whole attention layer in a trace."""
-    return call_out([*tokens.shape], [tokens, *([] if context is None else [context])], {PLACE: place})
+    """Takes the place of a whole attention layer in a trace.
+
+    Raises:
+        UnsupportedModel: it is one over a text, of which there is none.
+    """
+    if context is None and place in _OVER_TEXTS:
+        raise UnsupportedModel("its attention over a text is given none")
+    is_over_itself = context is None or context is tokens
+    return call_out([*tokens.shape], [tokens] if is_over_itself else [tokens, context], {PLACE: place})
+
+
+_OVER_TEXTS = frozenset({whole_of("attn2")})
 
 
 @contextmanager

@@ -211,8 +211,8 @@ class BlockCalls:
         self._reads: frozenset[str] = frozenset()
         self._served: dict[int, BlockOffer] = {}
         """Offers whose engines computed blocks in the last call of the network."""
-        self._within = BlockShare()
-        """What became of blocks in the midst of engines, in the call that is made now."""
+        self._earlier: Mapping[str, dict[str, Any]] = {}
+        """By the paths of blocks what functions in their midst gave in this call, before its graph failed."""
         self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
         self._are_asked_for = settings.optimize is Optimize.BLOCKS
@@ -235,7 +235,9 @@ class BlockCalls:
         self._said: set[str] = set()
         self._fruitless: dict[Hashable, list[str]] = {}
         """By the shape of calls that were fruitless, see `BlockShare`: the reason of each."""
-        self._shares = threading.local()  # with several GPUs other threads compute other parts of a batch
+        self._shares = threading.local()
+        """With several GPUs other threads compute other parts of a batch: the `share` of each; and beside it, until the
+        network's call is over, what became of blocks that are called from within engines."""
         self._ending, self._is_running = ending, False
         if module.by_hand and self._times is not None:
             self._times.forgive_blocks(self.id)
@@ -365,10 +367,10 @@ class BlockCalls:
             self.drop_graphs()
         elif self._graphed_blocks is not None:
             self._graphed_blocks.begin()
-        self._within = BlockShare()
+        self._shares.within = BlockShare()
         with led.leading(self._network, self._lead, self._lead_group, is_unchanged) as changed:
             result = compute()
-        self.share.add(self._within)
+        self.share.add(self._shares.within)
         self.share.eager.update(changed.values())
         self._say_reasons()
         self._settle()
@@ -442,6 +444,7 @@ class BlockCalls:
                 return self._plain(block, args, kwargs, reason)
             if outside is not None:
                 arguments |= outside.form
+                outside.given.update(self._earlier.get(block.path, {}))
             form, tensors = taken_apart(arguments)
             if stored := self._stored_in(block, _dtype_of(tensors)):
                 form = tuple(sorted((*form, *taken_apart({STORED: stored})[0])))
@@ -522,7 +525,11 @@ class BlockCalls:
             options.update(copied(whole.left))
             return result
         by_parts = group in self._without_graph or not graphed.may_have_graph(call, outsides)
-        result, share, served, found_out = self._apart(group, place, args, kwargs, by_parts)
+        self._earlier = {path: outside.given for path, outside in outsides.items()}
+        try:
+            result, share, served, found_out = self._apart(group, place, args, kwargs, by_parts)
+        finally:
+            self._earlier = {}
         if share.is_by_engines and _forms_of(found_out) == _forms_of(outsides):
             self._without_graph.discard(group)
             left = {name: copied(options[name]) for name in group.kind.writes if name in options}
@@ -861,7 +868,7 @@ class BlockCalls:
         try:
             return compute()
         finally:
-            self._within.add(self.share)
+            self._shares.within.add(self.share)
             self.share, self._served, self._inside = outer
 
     def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:

@@ -53,8 +53,8 @@ class Outside:
     options: dict[str, Any]
     tells: Mapping[str, Any] = field(default_factory=dict)
     told: Told | None = None
-    _given: dict[str, Any] = field(default_factory=dict)
-    """What functions gave in this call, by their places."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """What functions gave in this call, by their places; they are not called again."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -87,8 +87,10 @@ class Outside:
             if place is None:
                 assert self.attention is not None
                 return self.attention(*given, **kwargs)
+            if place in self.given:  # in an attempt before this one
+                return self.given[place]
             found = self._at(place, given, extra)
-            self._given[place] = found.clone() if isinstance(found, torch.Tensor) else found
+            self.given[place] = found.clone() if isinstance(found, torch.Tensor) else found
             return found
 
         return call
@@ -115,10 +117,14 @@ class Outside:
         layer: Any = getattr(self.block, name)
         before, _, behind = names_at(whole_of(name))
         patches, replacements = self.options[PATCHES], self.options.get(REPLACE, {}).get(name) or {}
-        looked_at = values = tokens if text is None else text
+        looked_at: Any = tokens if text is None else text
+        values: Any = looked_at
         for function in patches[before]:
             tokens, looked_at, values = function(tokens, looked_at, values, extra)
         if (replacement := replacements.get(key_of_block(replacements, self.options))) is not None:
+            if looked_at is None:  # a layer over the tokens themselves
+                looked_at = values = tokens
+            values = looked_at if values is None else values
             found = replacement(layer.to_q(tokens), layer.to_k(looked_at), layer.to_v(values), extra)
             tokens = layer.to_out(found)
         else:
@@ -131,7 +137,7 @@ class Outside:
     def given_already(self) -> Iterator[None]:
         """Meanwhile what functions gave in this call, as far as an engine got, stands in their place: the block itself
         is called in its turn, and they may count their calls."""
-        functions = {place: functools.partial(_given, found) for place, found in self._given.items()}
+        functions = {place: functools.partial(_given, found) for place, found in self.given.items()}
         given = with_functions(self.options, functions) if functions else {}
         before = {name: self.options[name] for name in given if name in self.options}
         self.options.update(given)
@@ -193,17 +199,23 @@ def outside_of(
         TypeError: the block is to be told what computes its attention, and is not.
     """
     attention = _attention_outside(kind, options, arguments)
-    places = tuple([place for place in _places(kind, options) if reads.issuperset(names_at(place))]) if options else ()
+    places = (
+        tuple([place for place in _places(block, kind, options) if reads.issuperset(names_at(place))])
+        if options
+        else ()
+    )
     return Outside(block, attention, places, options or {}) if attention is not None or places else None
 
 
-def _places(kind: BlockClass, options: Mapping[str, Any]) -> Iterator[str]:
+def _places(block: torch.nn.Module, kind: BlockClass, options: Mapping[str, Any]) -> Iterator[str]:
     """The places at which functions compute, each name's at one place at most."""
     patches, replaced = (each if isinstance(each, Mapping) else {} for each in map(options.get, (PATCHES, REPLACE)))
     if not patches and not replaced:
         return
     taken: set[str] = set()
-    for layer in kind.wholes:
+    for layer in kind.wholes if patches else ():
+        if block._modules.get(layer) is None:
+            continue
         before, name, behind = names = names_at(whole_of(layer))
         if patches.get(before) and _can_be_called(patches[before]) and _can_be_called(patches.get(behind)):
             taken |= {*names}

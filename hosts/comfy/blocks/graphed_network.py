@@ -415,13 +415,17 @@ def _handed_out(whole: WholeCall, outsides: Mapping[str, Outside], attend: Calla
     if not outsides:
         return None
 
-    def compute(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
-        path, _, call = what.partition(" ")
+    @functools.cache
+    def attention_of(path: str) -> Attention:
+        """One for all calls out of a block: what it tells functions is theirs to write into."""
         outside = outsides[path]
         outside.told = whole.told[path]
-        attention: Attention = StandIns(outside).in_the_engine
-        if attend is not None:
-            attention = functools.partial(attend, outside.called(are_lent=True))
-        return attended(attention, given, shape, call)
+        if attend is None:
+            return StandIns(outside).in_the_engine
+        return functools.partial(attend, outside.called(are_lent=True))
+
+    def compute(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
+        path, _, call = what.partition(" ")
+        return attended(attention_of(path), given, shape, call)
 
     return compute

@@ -207,7 +207,7 @@ def _layer_at(network: torch.nn.Module, path: str) -> torch.nn.Module | None:
     for name in path.split("."):
         if layer is None:
             break
-        layer = layer._modules.get(name)
+        layer = layer._modules[name] if name in layer._modules else None  # those of scripted layers are no dict
     return layer
 
 

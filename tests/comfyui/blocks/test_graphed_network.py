@@ -238,7 +238,8 @@ def test_of_what_other_nodes_patch_blocks_alone_are_replayed(
     assert before and graphs.replays == before and module.status.block_calls
     (captures, first), (later, second) = counts
     on_engines, _ = share_of(module)
-    assert captures == later == on_engines and second - first == STEPS * on_engines
+    replayed = on_engines - (3 if how == "attention input" else 0)  # engines that are called from within others
+    assert captures == later == replayed and second - first == STEPS * replayed
 
 
 def test_a_blocks_graph_that_is_wrong_is_not_used(
