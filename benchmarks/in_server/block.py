@@ -29,7 +29,9 @@ from .variants import PLAIN, ServerVariant
 COMPARED_SEED = 7
 """Of the picture that is compared with the reference."""
 
-LATENT, PICTURE = "latent", "picture"
+KEPT = "latent", "picture", "text"
+"""What the probe keeps of the picture that is compared."""
+
 PROFILES = "kernels", "functions"
 
 _FIRST_SEED = 1000
@@ -87,17 +89,21 @@ class Pictures:
         self._ours: dict[str, Mapping[str, Any]] = {}
         self._others: dict[str, Mapping[str, Any]] = {}
 
-    def next(self, block: Block, **wishes: bool) -> Picture:
-        """Make a picture of a seed, and of a LoRA's strength, that no picture before it had."""
+    def next(self, block: Block, number: int = 0, **wishes: bool) -> Picture:
+        """Make a picture of a seed, and of a LoRA's strength, that no picture before it had.
+
+        Args:
+            number: chooses the length of the prompt, so that all variants meet them in the same order.
+        """
         seed = next(self._seeds)
         strength = round(0.4 + (seed % 60) / 100, 2)
-        return self.client.run(self._prompt(block, Wish(seed, strength)), **wishes)
+        return self.client.run(self._prompt(block, Wish(seed, number, strength)), **wishes)
 
     def compared(self, block: Block) -> tuple[Picture, dict[str, Any]]:
-        """Make the picture of the seed that all variants make, and return its latent and pixels as float32."""
-        prompt = self._prompt(block, Wish(COMPARED_SEED, nonce=next(self._seeds)))
+        """Make the picture of the seed that all variants make, and return what the probe keeps of it."""
+        prompt = self._prompt(block, Wish(COMPARED_SEED, COMPARED_SEED, nonce=next(self._seeds)))
         picture = self.client.run(prompt, keep=True)
-        files = {what: self._outputs / f"slipstream-benchmark-{what}.npy" for what in (LATENT, PICTURE)}
+        files = {what: self._outputs / f"slipstream-benchmark-{what}.npy" for what in KEPT}
         arrays = {what: np.load(file) for what, file in files.items() if file.exists()}
         for file in files.values():
             file.unlink(missing_ok=True)
@@ -162,10 +168,9 @@ class Bench:
     def _make(self, block: Block, pictures: Pictures, seen: Seen) -> None:
         if not block.patch:
             pictures.client.unload_models()
-        lengths = CASES[block.case].tokens  # each is met before pictures are timed
         is_warm = bool(block.patch) and not ServerVariant.of(block.variant).is_ours  # by the base's pictures
-        for _ in range(0 if is_warm else max(self.schedule.warmup - 1, len(lengths))):
-            seen.warmup_s.append(pictures.next(block).client_s)
+        for number in range(0 if is_warm else max(self.schedule.warmup - 1, CASES[block.case].first_pictures)):
+            seen.warmup_s.append(pictures.next(block, number).client_s)
         self._compare(block, pictures, seen)
         if block.is_reference_only:
             return
@@ -184,8 +189,8 @@ class Bench:
         """Make the timed pictures; those that were made when the time is over count."""
         seen.timed_from = time.monotonic()
         try:
-            for _ in range(self.schedule.pictures):
-                seen.timed.append(pictures.next(block))
+            for number in range(self.schedule.pictures):
+                seen.timed.append(pictures.next(block, number))
         except OutOfTime as stopped:
             return stopped
         finally:

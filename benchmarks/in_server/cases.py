@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from ..patching.patches import ADAPTER
 
 CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_models", "vae", "controlnet", "loras"
+TEXT_ENCODER = "text_encoders"
 """ComfyUI's folders of model files."""
 
-FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, ADAPTER)
+FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, TEXT_ENCODER, ADAPTER)
+
+
+MEETINGS = 8
+"""How often texts of each length are encoded at first: meanwhile engines are compared with the model, and timed beside
+it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Family:
         pooled: width of the pooled text, [1, pooled]; 0 where the family takes none.
         channels: of its latents.
         is_one_file: a checkpoint holds model and VAE; otherwise each has a file of its own.
+        clip_type: as ComfyUI's node Load CLIP takes it, of a family of text encoders.
     """
 
     width: int
@@ -51,6 +58,7 @@ class Family:
     tokens: int = 77
     channels: int = 4
     is_one_file: bool = True
+    clip_type: str = ""
 
 
 FAMILIES = {
@@ -58,6 +66,8 @@ FAMILIES = {
     "sdxl": Family(2048, pooled=1280),
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
     "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
+    "t5-xxl": Family(4096, clip_type="pixart"),
+    "t5-base": Family(768, clip_type="stable_audio"),
     "tiny": Family(768),
     "tiny-deep": Family(768),
 }
@@ -68,17 +78,18 @@ UNETS = ("sd15", "sdxl", "tiny", "tiny-deep")
 
 @dataclass(frozen=True)
 class PictureCase:
-    """One kind of picture, or several at once.
+    """One kind of picture, or several at once, or one kind of text.
 
     Attributes:
         title: in plain words.
         family: a key of `FAMILIES`.
-        size: width and height of the picture in pixels.
+        size: width and height of the picture in pixels; 0 where a text is encoded.
         has_control: with a ControlNet.
         has_lora: with a LoRA, whose strength is another in each picture.
         tokens: lengths of the positive prompt, the next one in each picture; empty: always its family's.
         second_size: width and height to which the latent is enlarged for a second sampler; None: there is one sampler.
         is_decode_only: a VAE decodes random latents, and no model runs.
+        is_encode_only: a text encoder encodes random texts, and nothing else runs.
         needs_gpu: a CPU would take minutes for a picture.
     """
 
@@ -94,13 +105,19 @@ class PictureCase:
     tokens: tuple[int, ...] = ()
     second_size: int | None = None
     is_decode_only: bool = False
+    is_encode_only: bool = False
     needs_gpu: bool = True
+
+    @property
+    def first_pictures(self) -> int:
+        """How many pictures there are at least before the one that is compared, by when no length is new."""
+        return len(self.tokens) * (MEETINGS if self.is_encode_only else 1)
 
     @property
     def files(self) -> tuple[ModelFile, ...]:
         """The model files that the workflow loads."""
-        if self.is_decode_only:
-            return (ModelFile(VAE, self.family),)
+        if self.is_decode_only or self.is_encode_only:
+            return (ModelFile(VAE if self.is_decode_only else TEXT_ENCODER, self.family),)
         whole = FAMILIES[self.family].is_one_file
         found = [ModelFile(each, self.family) for each in ((CHECKPOINT,) if whole else (DIFFUSION_MODEL, VAE))]
         found += [ModelFile(CONTROLNET, self.family)] if self.has_control else []
@@ -175,6 +192,15 @@ CASES = {
             is_decode_only=True,
         ),
         PictureCase(
+            "t5-xxl-encode",
+            "T5-XXL alone, texts of 24, 77 and 256 tokens",
+            "t5-xxl",
+            0,
+            0,
+            tokens=(24, 77, 256),
+            is_encode_only=True,
+        ),
+        PictureCase(
             "tiny-64-3",
             "a tiny model of SD1.5's kind, 64×64, 3 steps, to try this out on any machine",
             "tiny",
@@ -216,6 +242,16 @@ CASES = {
             64,
             0,
             is_decode_only=True,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "t5-base-encode",
+            "T5-base alone, texts of 24, 77 and 256 tokens, to try this out on any machine",
+            "t5-base",
+            0,
+            0,
+            tokens=(24, 77, 256),
+            is_encode_only=True,
             needs_gpu=False,
         ),
     )

@@ -8,6 +8,7 @@ different one, and an error says something.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +21,8 @@ from ..patching import adapter
 from ..patching.patches import ADAPTER
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
 from ..subjects.references import References
-from ..subjects.weights import randomise, randomise_controlnet, randomise_unet
-from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, ModelFile
+from ..subjects.weights import randomise, randomise_controlnet, randomise_t5, randomise_unet
+from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, ModelFile
 from .cases import VAE as VAE_FOLDER
 
 SEED = 7
@@ -47,6 +48,9 @@ TINY_DEEP = {
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
 QWEN_IMAGE = {"image_model": "qwen_image", "num_layers": 10}
 """A sixth of its blocks, each of full size: 3.4 billion weights."""
+T5_CONFIGS = {"t5-xxl": "t5_config_xxl.json", "t5-base": "t5_config_base.json"}
+"""ComfyUI's own, by the family; with a type of Load CLIP that has no other part they are a whole text encoder."""
+
 _LORA_TARGETS = ("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight")
 _SPARE_BYTES = 2 * 2**30
 
@@ -202,6 +206,23 @@ def _lora(family: str) -> Tensors:
     return found
 
 
+def _text_encoder(family: str) -> Tensors:
+    import comfy.model_management as management
+
+    network = t5_of(family, management.get_torch_device())
+    randomise_t5(network, SEED)
+    return _on_cpu(network.state_dict())
+
+
+def t5_of(family: str, device: torch.device) -> Any:
+    """Return a family's T5 as ComfyUI has it, in half precision, without weights yet."""
+    import comfy.ops
+    from comfy.text_encoders import t5
+
+    config = Path(t5.__file__).with_name(T5_CONFIGS[family]).read_text(encoding="utf-8")
+    return t5.T5(json.loads(config), torch.float16, device, comfy.ops.disable_weight_init)
+
+
 def _adapter(family: str) -> Tensors:
     return adapter.make(family, _unet(family).state_dict(), SEED)
 
@@ -212,6 +233,7 @@ _MAKERS: Mapping[str, Callable[[str], Tensors]] = {
     VAE_FOLDER: _vae,
     CONTROLNET: _controlnet,
     LORA: _lora,
+    TEXT_ENCODER: _text_encoder,
     ADAPTER: _adapter,
 }
 

@@ -41,7 +41,7 @@ class Picture:
 
     Attributes:
         client_s: seconds from sending the prompt to hearing that it has succeeded.
-        nodes: the probe's figures, a mapping for each sampler and decoder in the order in which they ran.
+        nodes: the probe's figures, a mapping for each sampler, decoder and encoder in the order in which they ran.
         files: saved pictures, as `/view` takes them.
     """
 
@@ -52,7 +52,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of models, ControlNets and VAEs that Slipstream accelerates.
+    """Calls of models, ControlNets, VAEs and text encoders that Slipstream accelerates.
 
     Attributes:
         engine: engines of whole models made them, or engines of their blocks.

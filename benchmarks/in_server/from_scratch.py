@@ -78,7 +78,7 @@ def _measure_one(
             block = Block((), row["case"], row["variant"])
             began = time.monotonic()
             while (at := time.monotonic() - began) < seconds:
-                row["pictures"].append(_told(at, pictures.next(block), client))
+                row["pictures"].append(_told(at, pictures.next(block, len(row["pictures"])), client))
                 say(f"{block.case} {block.variant} {row['pictures'][-1]}")
                 time.sleep(row["rest_s"])
 

@@ -8,15 +8,16 @@ from typing import Any
 
 from ...core.spec import Optimize
 from ..patching.patches import ADAPTER, Given, Node, Patch
-from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, VAE, ModelFile, PictureCase
+from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, VAE, ModelFile, PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
 SAMPLER, SCHEDULER = "euler", "normal"
 POSITIVE, NEGATIVE = 1, 2
 """Seeds of the two prompts."""
 
-ACCELERATE_MODEL, ACCELERATE_CONTROLNET, ACCELERATE_VAE, STEP_SKIP = OUR_NODES = (
-    "SlipstreamAccelerateModel", "SlipstreamAccelerateControlNet", "SlipstreamAccelerateVAE", "SlipstreamStepSkip",
+ACCELERATE_MODEL, ACCELERATE_CONTROLNET, ACCELERATE_VAE, ACCELERATE_TEXT_ENCODER, STEP_SKIP = OUR_NODES = (
+    "SlipstreamAccelerateModel", "SlipstreamAccelerateControlNet", "SlipstreamAccelerateVAE",
+    "SlipstreamAccelerateTextEncoder", "SlipstreamStepSkip",
 )  # fmt: skip
 
 Link = list[Any]
@@ -32,12 +33,14 @@ class Wish:
     """What tells one picture from another.
 
     Attributes:
-        seed: of the noise, or of the latent that is decoded.
+        seed: of the noise, or of the latent or text that is decoded or encoded.
+        number: says which of the case's lengths the prompt has.
         lora_strength: where the case has a LoRA.
         nonce: another one makes ComfyUI compute a picture again that it has computed before.
     """
 
     seed: int
+    number: int = 0
     lora_strength: float = 0.75
     nonce: int = 0
 
@@ -89,6 +92,20 @@ class _Builder:
         self._graph = Graph()
 
     def build(self) -> Prompt:
+        picture = self._encode() if self._case.is_encode_only else self._decode()
+        self._graph.add("SaveImage", images=picture, filename_prefix="slipstream-benchmark")
+        return self._graph.prompt
+
+    def _encode(self) -> Link:
+        """A picture of nothing, which is there when a text is encoded."""
+        clip = self._first("CLIPLoader", clip_name=self._file(TEXT_ENCODER), type=self._family.clip_type)
+        if self._variant.is_ours:
+            clip = self._first(ACCELERATE_TEXT_ENCODER, clip=clip, **self._defaults[ACCELERATE_TEXT_ENCODER])
+        wish = {"seed": self._wish.seed, "nonce": self._wish.nonce, "tokens": self._prompt_tokens}
+        text = self._first("CLIPTextEncode", clip=clip, text=self._first("SlipstreamBenchmarkText", **wish))
+        return self._first("SlipstreamBenchmarkBlank", behind=text)
+
+    def _decode(self) -> Link:
         if self._case.is_decode_only:
             latent, vae = self._random_latent(), self._load_vae()
         else:
@@ -96,9 +113,7 @@ class _Builder:
             latent = self._sample(self._accelerated_model(model))
         if self._variant.is_ours and self._has_vae:
             vae = self._first(ACCELERATE_VAE, vae=vae, **self._defaults[ACCELERATE_VAE])
-        picture = self._first("VAEDecode", samples=latent, vae=vae)
-        self._graph.add("SaveImage", images=picture, filename_prefix="slipstream-benchmark")
-        return self._graph.prompt
+        return self._first("VAEDecode", samples=latent, vae=vae)
 
     def _load(self) -> tuple[Link, Link]:
         """The model, with its LoRA where there is one, and the VAE."""
@@ -156,8 +171,7 @@ class _Builder:
         return self._first(node.class_type, **{**self._defaults[node.class_type], **inputs, **links})
 
     def _prompts(self) -> tuple[Link, Link]:
-        lengths = self._case.tokens or (self._family.tokens,)
-        positive = self._random_prompt(POSITIVE, lengths[self._wish.seed % len(lengths)])
+        positive = self._random_prompt(POSITIVE, self._prompt_tokens)
         negative = self._random_prompt(NEGATIVE, self._family.tokens)
         if not self._case.has_control:
             return positive, negative
@@ -180,6 +194,11 @@ class _Builder:
     def _random_latent(self) -> Link:
         shape = {"size": self._case.size, "batch": self._case.batch, "channels": self._family.channels}
         return self._first("SlipstreamBenchmarkLatent", seed=self._wish.seed, nonce=self._wish.nonce, **shape)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        lengths = self._case.tokens or (self._family.tokens,)
+        return lengths[self._wish.number % len(lengths)]
 
     @property
     def _variant_choices(self) -> dict[str, Any]:

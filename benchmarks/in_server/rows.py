@@ -17,9 +17,10 @@ from .variants import OURS
 PREFIX = "server-"
 """How the names of files with these rows begin."""
 
-FIGURES = ("client_s", "sampler_s", "decoder_s", "before_s", "first_step_ms", "step_ms", "after_s")
-"""Of each picture: seconds by the client, in sampler nodes, in the decoder node, before the first call of the model,
-milliseconds from the first call to the second and from call to call, and seconds after the last call."""
+FIGURES = ("client_s", "sampler_s", "decoder_s", "encoder_s", "before_s", "first_step_ms", "step_ms", "after_s")
+"""Of each picture: seconds by the client, in sampler nodes, in the decoder node, in the node that encodes a text, and
+before the first call of the model, milliseconds from the first call to the second and from call to call, and seconds
+after the last call."""
 
 FIELDS = (
     "case", "flags", "comfyui", "variant", "patch", "turn", *FIGURES, "pictures", "samples", "build_s", "vram_mb",
@@ -52,21 +53,19 @@ def result_file(folder: Path, gpu: str | None, day: date, prefix: str = PREFIX) 
     return folder / f"{prefix}{name}-{day.isoformat()}.jsonl"
 
 
-def figures_of(client_s: float, nodes: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def figures_of(client_s: float, nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return a picture's `FIGURES`, less those of nodes that did not run.
 
     Of several samplers the seconds are added up; the step is the last one's.
 
     Args:
-        nodes: the probe's figures of each sampler and decoder, in the order in which they ran.
+        nodes: the probe's figures of each sampler, decoder and encoder, in the order in which they ran.
     """
-    samplers = [node for node in nodes if node["node"] == "sampler"]
-    decoders = [node for node in nodes if node["node"] == "decoder"]
     found = {"client_s": client_s}
-    if samplers:
-        found["sampler_s"] = sum(node["seconds"] for node in samplers)
-    if decoders:
-        found["decoder_s"] = sum(node["seconds"] for node in decoders)
+    for node in nodes:
+        name = f"{node['node']}_s"
+        found[name] = found.get(name, 0.0) + node["seconds"]
+    samplers = [node for node in nodes if node["node"] == "sampler"]
     called = [node for node in samplers if node["calls"]]
     if called:
         found["before_s"] = sum(node["before"] for node in called)

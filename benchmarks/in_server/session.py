@@ -157,7 +157,7 @@ def line_of(row: Row) -> str:
     head = f"{row['case']}  {row['variant']}{patch}  {flags_text(row['flags'])}  turn {row['turn']}"
     if not row["pictures"]:
         return f"{head}  {'died' if row['died'] else 'failed'}: {row.get('failed')}"
-    names = {"client_s": "client", "sampler_s": "sampler", "decoder_s": "decoder"}
+    names = {"client_s": "client", "sampler_s": "sampler", "decoder_s": "decoder", "encoder_s": "encoder"}
     figures = [f"{title} {row[name]:.3f} s" for name, title in names.items() if row[name] is not None]
     figures += [f"step {row['step_ms']:.2f} ms"] if row["step_ms"] is not None else []
     error = "unknown" if row["error"] is None else f"{row['error']:.1e}"

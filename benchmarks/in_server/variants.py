@@ -28,7 +28,7 @@ RIVALS: dict[str, Flags] = {
 _WORDS = {
     PLAIN: "the workflow of stock nodes",
     TORCH_COMPILE: "the same with ComfyUI's own node TorchCompileModel, backend inductor, behind the model's loader",
-    OURS: "the same with Slipstream's Accelerate nodes for model, ControlNet and VAE, each with its default settings",
+    OURS: "the same with Slipstream's Accelerate nodes, each with its default settings",
 }
 
 
@@ -85,6 +85,10 @@ class ServerVariant:
             return reason
         if case.is_decode_only and self.kind == TORCH_COMPILE:
             return "ComfyUI has no such node for a VAE"
+        if case.is_encode_only and self.kind == TORCH_COMPILE:
+            return "ComfyUI has no such node for a text encoder"
+        if case.is_encode_only and (self.by_blocks or self.precision != AUTO):
+            return "Accelerate Text Encoder has no such choice"
         return None
 
 

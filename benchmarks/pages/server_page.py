@@ -13,10 +13,10 @@ from .tables import escaped
 
 _HEADLINE = ("case", "plain", "TorchCompileModel", "Slipstream", "over plain", "over TorchCompileModel")
 _WITHIN = (
-    "case", "variant", "before ms", "step ms", "after ms", "decoder ms", "first picture s", "VRAM MB", "peak MB",
-    "error", "calls on engines",
+    "case", "variant", "before ms", "step ms", "after ms", "decoder or encoder ms", "first picture s", "VRAM MB",
+    "peak MB", "error", "calls on engines",
 )  # fmt: skip
-_OTHERS = ("case", "flags", "variant", "sampler and decoder s", "client s", "over plain", "error", "calls on engines")
+_OTHERS = ("case", "flags", "variant", "nodes s", "client s", "over plain", "error", "calls on engines")
 
 _MOST_WORDS = 400
 """Letters that the page shows of a reason; the row has all."""
@@ -62,11 +62,11 @@ def _headline_line(case: CaseTurns) -> list[str]:
 
 
 def _within_line(case: CaseTurns, turns: Turns) -> list[str]:
-    seconds = [turns.median(figure) for figure in ("before_s", "after_s", "decoder_s")]
-    before, after, decoder = (_rounded(None if each is None else 1000 * each, 1) for each in seconds)
+    seconds = [turns.median(figure) for figure in ("before_s", "after_s", "decoder_s", "encoder_s")]
+    before, after, decoder, encoder = (_rounded(None if each is None else 1000 * each, 1) for each in seconds)
     first, *_ = (row["build_s"] for row in turns.rows)
     return [
-        case.case, f"`{turns.variant}`", before, _rounded(turns.median("step_ms"), 2), after, decoder,
+        case.case, f"`{turns.variant}`", before, _rounded(turns.median("step_ms"), 2), after, decoder or encoder,
         _rounded(first, 1), _rounded(turns.largest("vram_mb"), 0), _rounded(turns.largest("peak_mb"), 0),
         *_trust(turns),
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def _if_counts(turns: Turns | None) -> Turns | None:
 
 
 def _seconds(turns: Turns | None) -> str:
-    """Seconds in sampler and decoder, and behind them the client's."""
+    """Seconds in sampler and decoder, or in the encoder, and behind them the client's."""
     if turns is None or turns.busy_s is None:
         return ""
     return f"{turns.busy_s:.2f} ({_rounded(turns.median('client_s'), 2)})"
@@ -167,8 +167,8 @@ prompt after another.
 """
 
 _UNIT = """
-Seconds of a picture in the nodes KSampler and VAE Decode; in brackets by the client's clock, from sending the prompt to
-hearing that the picture is saved. Each is the median of all turns.
+Seconds of a picture in the nodes KSampler and VAE Decode, or of a text in CLIP Text Encode; in brackets by the client's
+clock, from sending the prompt to hearing that the picture is saved. Each is the median of all turns.
 """
 
 _HOW = """Variants take turns in the same server, servers of other flags take turns on the same card, and before each
@@ -176,11 +176,11 @@ turn ComfyUI unloads its models. Each turn begins with pictures that are not tim
 the last is compared. No two pictures are alike, since ComfyUI computes nothing twice. All variants have the same
 workflow but for the nodes that make it faster.
 
-The GPU is waited for where a sampler or decoder node begins and ends, and nowhere in between. "before" is the time from
-the sampler's begin to the first call of the model, "step" from call to call, "after" from the last call's end to the
-sampler's end, all three by CUDA events. "first picture" is that of the first turn, with all that is built or compiled
-in it. "VRAM" is the memory in use on the whole device after the timed pictures, "peak" the highest while they were
-made. "error" is the relative error of latent or picture, whichever is larger, against the plain workflow with default
-flags and the same seed. A row of Slipstream is given no speed where more than 5 % of its calls ran on the eager model.
-Of other flags and variants, "over plain" is left out where their run has no plain workflow at default flags.
+The GPU is waited for where such a node begins and ends, and nowhere in between. "before" is the time from the sampler's
+begin to the first call of the model, "step" from call to call, "after" from the last call's end to the sampler's end,
+all three by CUDA events. "first picture" is that of the first turn, with all that is built or compiled in it. "VRAM" is
+the memory in use on the whole device after the timed pictures, "peak" the highest while they were made. "error" is the
+relative error of latent or picture, whichever is larger, or of the encoded text, against the plain workflow with
+default flags and the same seed. A row of Slipstream is given no speed where more than 5 % of its calls ran on the eager
+model. Of other flags and variants, "over plain" is left out where their run has no plain workflow at default flags.
 """

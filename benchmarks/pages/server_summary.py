@@ -38,10 +38,10 @@ class Turns:
 
     @property
     def busy_s(self) -> float | None:
-        """Seconds in sampler and decoder, the median of all pictures."""
+        """Seconds in sampler and decoder, or in the encoder of a text, the median of all pictures."""
         found: list[float] = []
         for row in self.rows:
-            parts = [row["samples"][name] for name in ("sampler_s", "decoder_s") if name in row["samples"]]
+            parts = [row["samples"][name] for name in ("sampler_s", "decoder_s", "encoder_s") if name in row["samples"]]
             found += [sum(each) for each in zip(*parts, strict=False)]
         return median(found) if found else None
 

@@ -13,7 +13,7 @@ FOLDER = "references"
 _BEFORE_VERSION = "--comfyui-"
 
 Arrays = Mapping[str, Any]
-"""Latent [B, C, H, W] and picture [B, H, W, 3] as float32, by these names."""
+"""Latent [B, C, H, W] and picture [B, H, W, 3], or text [B, tokens, width], as float32, by these names."""
 
 
 class References:
@@ -46,7 +46,7 @@ class References:
             file.unlink(missing_ok=True)
 
     def errors(self, case: str, comfyui: str, arrays: Arrays) -> dict[str, float]:
-        """Return the relative error of latent and picture, by name; empty where there is no reference."""
+        """Return the relative error of each array, by name; empty where there is no reference."""
         if not self.has(case, comfyui):
             return {}
         with np.load(self._file(case, comfyui)) as known:

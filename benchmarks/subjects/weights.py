@@ -53,6 +53,17 @@ def randomise_unet(unet: Any, seed: int) -> None:
 
 
 @torch.no_grad()
+def randomise_t5(network: Any, seed: int) -> None:
+    """With tokens that stand out among what layers add, and attention to many: T5 leaves its scale to the weights."""
+    randomise(network, seed)
+    width = network.shared.weight.shape[1]
+    network.shared.weight.mul_(width**0.5)
+    for block in network.encoder.block:
+        attention = block.layer[0].SelfAttention
+        attention.q.weight.mul_((attention.num_heads / attention.q.weight.shape[0]) ** 0.5)
+
+
+@torch.no_grad()
 def randomise_controlnet(network: Any, seed: int) -> None:
     """With an influence that shows and does not drown the picture; its hint passes many layers without a norm."""
     randomise(network, seed)

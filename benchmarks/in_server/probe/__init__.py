@@ -1,4 +1,4 @@
-"""A node pack for the benchmark's server: it times sampler and decoder from inside, and makes random inputs.
+"""A node pack for the benchmark's server: it times sampler, decoder and encoder from inside, and makes random inputs.
 
 The benchmark copies this folder into the server's `custom_nodes`. It imports nothing of Slipstream.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from .random_inputs import Edges, RandomEmbedding, RandomLatent, RandomPrompt
+from .random_inputs import Blank, Edges, RandomEmbedding, RandomLatent, RandomPrompt, RandomText
 
 
 class ProbeExtension(ComfyExtension):  # type: ignore[misc]
@@ -18,7 +18,7 @@ class ProbeExtension(ComfyExtension):  # type: ignore[misc]
         from .install import install
 
         install()
-        return [RandomPrompt, RandomLatent, RandomEmbedding, Edges]
+        return [RandomPrompt, RandomText, RandomLatent, RandomEmbedding, Edges, Blank]
 
 
 async def comfy_entrypoint() -> ProbeExtension:

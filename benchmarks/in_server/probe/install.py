@@ -22,7 +22,7 @@ from .timing import EVENT, Probe
 
 
 def install() -> None:
-    """Time the server's sampler and decoder nodes from now on, tell its client of each, and count objects if asked."""
+    """Time the server's nodes from now on, tell its client of each, and count objects if asked."""
     probe = Probe(_send, Path(folder_paths.get_output_directory()))
     PromptServer.instance.add_on_prompt_handler(probe.take_wishes)
     wrap(probe)
@@ -34,9 +34,10 @@ async def _count(request: web.Request) -> web.Response:
 
 
 def wrap(probe: Probe) -> None:
-    """Put a probe around the sampler node, the decoder node and the calls of each step."""
+    """Put a probe around the nodes that sample, decode and encode texts, and the calls of each step."""
     nodes.KSampler.sample = probe.around_sampler(nodes.KSampler.sample)
     nodes.VAEDecode.decode = probe.around_decoder(nodes.VAEDecode.decode)
+    nodes.CLIPTextEncode.encode = probe.around_encoder(nodes.CLIPTextEncode.encode)
     model = comfy.samplers.KSamplerX0Inpaint
     model.__call__ = probe.around_call(model.__call__)
 

@@ -1,21 +1,29 @@
-"""Random prompts, latents and hints, so that the benchmark needs no text encoder and no picture."""
+"""Random prompts, texts, latents and hints, so that pictures need no text encoder, and nothing needs a picture."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Sequence
 
 import torch
 from comfy_api.latest import io
 
 _CATEGORY = "slipstream/benchmark"
 _SHAPES = 12
+_WORDS = (
+    "the", "house", "tree", "river", "light", "dark", "red", "blue", "green", "old", "young", "small", "large", "stone",
+    "water", "sky", "city", "forest", "mountain", "garden", "street", "window", "morning", "night", "summer", "winter",
+)  # fmt: skip
+"""Each is one token of T5's."""
 
 
-def _schema(name: str, title: str, output: io.Output, *whole_numbers: str) -> io.Schema:
+def _schema(name: str, title: str, output: io.Output, *whole_numbers: str, links: Sequence[io.Input] = ()) -> io.Schema:
     inputs = [io.Int.Input(each, default=0, min=0, max=1 << 31) for each in whole_numbers]
     return io.Schema(
         node_id=f"SlipstreamBenchmark{name}",
         display_name=f"{title} (benchmark)",
         category=_CATEGORY,
-        inputs=inputs,
+        inputs=[*links, *inputs],
         outputs=[output],
     )
 
@@ -37,6 +45,20 @@ class RandomPrompt(io.ComfyNode):  # type: ignore[misc]
         text = torch.randn(1, tokens, width, generator=generator)
         extra = {"pooled_output": torch.randn(1, pooled, generator=generator)} if pooled else {}
         return io.NodeOutput([[text, extra]])
+
+
+class RandomText(io.ComfyNode):  # type: ignore[misc]
+    """A text for a text encoder that is timed by itself, drawn from a seed."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node; another `nonce` makes ComfyUI encode the same text again."""
+        return _schema("Text", "Random Text", io.String.Output(), "seed", "nonce", "tokens")
+
+    @classmethod
+    def execute(cls, seed: int, nonce: int, tokens: int) -> io.NodeOutput:
+        """Return a text of so many tokens, the one that ends it included."""
+        return io.NodeOutput(" ".join(random.Random(seed).choices(_WORDS, k=tokens - 1)))
 
 
 class RandomLatent(io.ComfyNode):  # type: ignore[misc]
@@ -87,3 +109,17 @@ class Edges(io.ComfyNode):  # type: ignore[misc]
             picture[:, top : bottom + 1, [left, right]] = 1
             picture[:, [top, bottom], left : right + 1] = 1
         return io.NodeOutput(picture)
+
+
+class Blank(io.ComfyNode):  # type: ignore[misc]
+    """A picture of nothing, to be saved where no model makes one: what is saved says who computed what it needs."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """Describe the node, which runs behind the one that encodes a text."""
+        return _schema("Blank", "Blank", io.Image.Output(), links=[io.Conditioning.Input("behind")])
+
+    @classmethod
+    def execute(cls, behind: object) -> io.NodeOutput:
+        """Return a picture [1, 8, 8, 3]."""
+        return io.NodeOutput(torch.zeros(1, 8, 8, 3))

@@ -1,4 +1,4 @@
-"""Times the nodes KSampler and VAE Decode, and within the sampler the calls of the model.
+"""Times the nodes KSampler, VAE Decode and CLIP Text Encode, and within the sampler the calls of the model.
 
 The device is synchronised where such a node begins and ends, and nowhere in between.
 """
@@ -20,7 +20,7 @@ from .profiles import PROFILES, profiled
 EVENT = "slipstream_benchmark"
 """The type of the websocket event that carries a node's figures, and the name of a prompt's wishes in `extra_data`."""
 
-LATENT, PICTURE = "latent", "picture"
+LATENT, PICTURE, TEXT = "latent", "picture", "text"
 
 
 class SamplerRun:
@@ -65,12 +65,12 @@ class Probe:
     """What is timed at the moment, and what the prompt that runs asks for.
 
     Args:
-        send: is given the figures of each sampler and decoder.
-        folder: where latents and pictures are kept for whoever asks for them.
+        send: is given the figures of each sampler, decoder and encoder.
+        folder: where latents, pictures and encoded texts are kept for whoever asks for them.
 
     Attributes:
-        wishes: of the prompt that was queued last: `keep` saves latent and picture as float32, and `synchronised`
-            waits for the GPU around every call of the model; `kernels` and `functions` write where the time goes.
+        wishes: of the prompt that was queued last: `keep` saves these as float32, and `synchronised` waits for the GPU
+            around every call of the model; `kernels` and `functions` write where the time goes.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], folder: Path) -> None:
@@ -115,15 +115,21 @@ class Probe:
 
     def around_decoder(self, decode: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the method of a decoder node."""
+        return self._around(decode, "decoder", lambda result: self._keep(PICTURE, result[0]))
 
-        @functools.wraps(decode)
+    def around_encoder(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the method of a node that encodes a text."""
+        return self._around(encode, "encoder", lambda result: self._keep(TEXT, result[0][0][0]))
+
+    def _around(self, method: Callable[..., Any], node: str, keep: Callable[[Any], None]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:
             wait()
             began = time.perf_counter()
-            result = decode(*args, **kwargs)
+            result = method(*args, **kwargs)
             wait()
-            self._send({"node": "decoder", "seconds": time.perf_counter() - began})
-            self._keep(PICTURE, result[0])
+            self._send({"node": node, "seconds": time.perf_counter() - began})
+            keep(result)
             return result
 
         return timed

@@ -12,9 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from slipstream.benchmarks.in_server.cases import FAMILIES
+from slipstream.benchmarks.in_server.checkpoints import t5_of
 from slipstream.benchmarks.in_server.probe import clocks, timing
 from slipstream.benchmarks.in_server.rows import FIELDS, counts_as_headline
 
@@ -71,6 +74,17 @@ def test_pictures_of_a_real_server(
 
 
 @pytest.mark.slow
+def test_texts_of_a_real_server(root: Path, comfyui_dir: Path, models: Path, tmp_path: Path) -> None:
+    words = ("--cases", "t5-base-encode", "--variants", "plain,slipstream", "--limit", "560")
+    said, rows = measure(root, comfyui_dir, models, tmp_path, *words)
+    assert [row["variant"] for row in rows] == ["plain", "slipstream"], said
+    assert all(0 < row["encoder_s"] < row["client_s"] < 60 and row["sampler_s"] is None for row in rows)
+    plain, ours = rows
+    assert plain["errors"] == {"text": 0.0} and 0 < ours["errors"]["text"] < 1e-4
+    assert ours["engine_calls"] + ours["eager_calls"] == 2 and ours["build_s"] > 10
+
+
+@pytest.mark.slow
 def test_torch_compile_with_previews_and_comfyuis_fast_flag(
     root: Path, comfyui_dir: Path, models: Path, tmp_path: Path
 ) -> None:
@@ -99,6 +113,34 @@ def test_patches_in_one_server(root: Path, comfyui_dir: Path, models: Path, tmp_
     base, rescaled, tiled = (row["blocks_on_engines"] / row["blocks"] for row in rows[1::2])
     assert base == rescaled == 1.0 > tiled > 0.5
     assert not any(map(counts_as_headline, rows)) and len(list((tmp_path / "logs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("family", "model", "part"), [("t5-xxl", "T5_XXL", "t5xxl"), ("t5-base", "T5_BASE", "t5base")])
+def test_comfyui_knows_the_text_encoders(family: str, model: str, part: str) -> None:
+    """All weights that it has are in the file, of the same shapes, and nothing else is."""
+    import comfy.sd
+
+    meta = torch.device("meta")
+    weights = t5_of(family, meta).state_dict()
+    assert comfy.sd.detect_te_model(weights) is comfy.sd.TEModel[model]
+    kind = comfy.sd.CLIPType[FAMILIES[family].clip_type.upper()]
+    clip = comfy.sd.load_text_encoder_state_dicts(
+        [dict(weights)], clip_type=kind, model_options={"initial_device": meta}
+    )
+    (found,) = clip.cond_stage_model.children()
+    assert found is getattr(clip.cond_stage_model, part)
+    wanted = found.transformer.state_dict()
+    assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in wanted.items()}
+    assert weights["shared.weight"].shape[1] == FAMILIES[family].width
+
+
+def test_a_text_has_as_many_tokens_as_asked() -> None:
+    from comfy.text_encoders.pixart_t5 import PixArtTokenizer
+
+    from slipstream.benchmarks.in_server.probe.random_inputs import RandomText
+
+    (text,), (other,) = (RandomText.execute(seed, 0, tokens=77).result for seed in (1, 2))
+    assert text != other and len(PixArtTokenizer().tokenize_with_weights(text)["t5xxl"][0]) == 77
 
 
 def assert_is_gone(logs: Path) -> None:
@@ -204,6 +246,14 @@ def test_calls_outside_of_a_sampler_node_are_left_alone(device: Gpu, probe: timi
     assert told == [{"node": "decoder", "seconds": 2.0}]
 
 
+def test_an_encoded_text_is_timed_and_kept(device: Gpu, probe: timing.Probe, told, tmp_path: Path) -> None:
+    probe.take_wishes({"extra_data": {timing.EVENT: {"keep": True}}})
+    probe.around_encoder(lambda: ([[torch.ones(1, 3, 4, dtype=torch.float16), {}]], device.work(0.25, 2.0)))()
+    assert told == [{"node": "encoder", "seconds": 2.25}] and device.waits == 2
+    kept = np.load(tmp_path / "slipstream-benchmark-text.npy")
+    assert kept.shape == (1, 3, 4) and kept.dtype == np.float32
+
+
 def test_the_probe_leaves_what_whole_steps_ask_about(probe: timing.Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slipstream replays whole steps only where ComfyUI's own functions make them up."""
     import comfy.model_base
@@ -213,7 +263,8 @@ def test_the_probe_leaves_what_whole_steps_ask_about(probe: timing.Probe, monkey
     from slipstream.hosts.comfy.run.step_contents import why_other_code
 
     model_of_steps = comfy.samplers.KSamplerX0Inpaint
-    for owner, name in ((nodes.KSampler, "sample"), (nodes.VAEDecode, "decode"), (model_of_steps, "__call__")):
+    methods = (nodes.KSampler, "sample"), (nodes.VAEDecode, "decode"), (nodes.CLIPTextEncode, "encode")
+    for owner, name in (*methods, (model_of_steps, "__call__")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # afterwards it is as it was
     monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=None))
     from slipstream.benchmarks.in_server.probe.install import wrap

@@ -16,7 +16,7 @@ from slipstream.benchmarks.in_server.rows import FIELDS, counts_as_headline
 from slipstream.benchmarks.subjects.rows import Row, read
 
 FAKE = Path(__file__).with_name("fake_comfyui") / "main.py"
-TINY, CANNY = "tiny-64-3", "tiny-canny-64-3"
+TINY, CANNY, TEXT = "tiny-64-3", "tiny-canny-64-3", "t5-base-encode"
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (checkout / "comfy").mkdir(parents=True)
     shutil.copy(FAKE, checkout / "main.py")
     (checkout / "comfyui_version.py").write_text('__version__ = "1.2.3"\n')
-    for case in (TINY, CANNY):
+    for case in (TINY, CANNY, TEXT):
         for file in CASES[case].files:
             (tmp_path / "models" / file.folder).mkdir(parents=True, exist_ok=True)
             (tmp_path / "models" / file.path).touch()
@@ -59,6 +59,16 @@ def test_the_command_writes_a_row_for_each_turn(measure, tmp_path: Path) -> None
     assert ours["error"] == pytest.approx(0.01, rel=1e-3) and not counts_as_headline(ours)
     assert ours["versions"] == {"torch": "2.11.0", "python": "3.12.3", "comfyui": "1.2.3", **ours["versions"]}
     assert len({row["run"] for row in rows}) == 1 and ours["commit"] == "abc" and ours["gpu"] == "Fake GPU"
+
+
+def test_texts_are_compared_when_each_length_was_met_often(measure) -> None:
+    status, rows = measure("--cases", TEXT, "--variants", "plain,slipstream,torch-compile", "--pictures", "3")
+    assert status == command.OK and [row["variant"] for row in rows] == ["plain", "slipstream"]
+    for row in rows:
+        assert (row["encoder_s"], row["sampler_s"], row["decoder_s"]) == (0.25, None, None)
+        assert len(row["samples"]["warmup_s"]) == 25 and row["samples"]["encoder_s"] == [0.25] * 3
+    assert [row["errors"] for row in rows] == [{"text": 0.0}, {"text": pytest.approx(0.01, rel=1e-3)}]
+    assert (rows[1]["engine_calls"], rows[1]["eager_calls"]) == (18, 6)
 
 
 def test_patches_are_measured_in_one_server(measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,14 @@ def test_the_tables_say_what_the_rows_say() -> None:
     assert "commit cccccccccccc; timed pictures a turn: 2, after 2 others." in text and "What went wrong" not in text
 
 
+def test_a_text_has_its_encoders_seconds() -> None:
+    samples = {"client_s": [0.5, 0.5], "encoder_s": [0.25, 0.25], "warmup_s": [9.0]}
+    plain, ours = (server_row(name, case="t5-xxl-encode", samples=samples) for name in ("plain", "slipstream"))
+    headline, line, _ = lines_of(section([plain, ours]), "t5-xxl-encode")
+    assert headline[1:] == ["0.25 (0.50)", "", "0.25 (0.50)", "1.00× (1.00×)", ""]
+    assert line[2:6] == ["", "", "", "250.0"]
+
+
 def test_what_does_not_count_has_no_speed_but_a_reason() -> None:
     ended = {"died": True, "failed": "the server ended | <b>", "pictures": 0, "error": None}
     dead = server_row("slipstream", samples={"warmup_s": []}, **ended)

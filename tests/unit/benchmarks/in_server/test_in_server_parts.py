@@ -32,6 +32,7 @@ def test_figures_of_a_picture_with_two_samplers() -> None:
     seconds = {"client_s": 6.0, "sampler_s": 5.0, "decoder_s": 0.75, "before_s": 0.75, "after_s": 0.75}
     assert found == {**seconds, "first_step_ms": 300.0, "step_ms": 400.0}
     assert "step_ms" not in figures_of(1.0, [{**one, "calls": 1, "steps": []}])
+    assert figures_of(1.0, [{"node": "encoder", "seconds": 0.5}] * 2) == {"client_s": 1.0, "encoder_s": 1.0}
     medians = medians_of([found, {"client_s": 7.0}, {"client_s": 9.0}])
     assert medians["client_s"] == 7.0 and medians["samples"]["client_s"] == [6.0, 7.0, 9.0]
     assert medians["samples"]["step_ms"] == [400.0]

@@ -100,9 +100,9 @@ def test_workflows_differ_in_accelerating_nodes_alone(case: str, variant: str) -
 
 def test_our_nodes_are_at_their_defaults() -> None:
     prompt = prompt_of("sd15-canny-512-20", "slipstream+fp8+balanced")
-    (model,), (control,), (vae,), (skip,) = (by_class(prompt, node) for node in OUR_NODES)
+    (model,), (control,), (vae,), no_text_encoder, (skip,) = (by_class(prompt, node) for node in OUR_NODES)
     assert (model["backend"], model["precision"], control["precision"]) == ("auto", "fp8", "fp8")
-    assert vae["precision"] == "auto"
+    assert vae["precision"] == "auto" and not no_text_encoder
     assert skip["preset"] == "balanced"
     (sampler,) = by_class(prompt, "KSampler")
     assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
@@ -137,6 +137,22 @@ def test_hires_fix_samples_twice_and_a_lora_has_its_strength() -> None:
     assert (first["denoise"], second["denoise"]) == (1.0, 0.5) and first["latent_image"] != second["latent_image"]
     (lora,) = by_class(prompt_of("sdxl-1024-30-lora", "plain", Wish(1, lora_strength=0.5)), "LoraLoaderModelOnly")
     assert lora["strength_model"] == 0.5
+
+
+def test_a_text_is_encoded_between_its_loader_and_a_picture_of_nothing() -> None:
+    made = build_prompt(CASES["t5-xxl-encode"], ServerVariant.of("slipstream"), Wish(9, number=4, nonce=3), DEFAULTS)
+    loader, accelerate, text, encoder, blank, save = made.values()
+    assert loader["inputs"] == {"clip_name": "slipstream-benchmark-t5-xxl.safetensors", "type": "pixart"}
+    assert accelerate["class_type"] == "SlipstreamAccelerateTextEncoder" and accelerate["inputs"]["clip"] == ["1", 0]
+    assert text["inputs"] == {"seed": 9, "nonce": 3, "tokens": 77}, "the second of three lengths"
+    assert encoder == {"class_type": "CLIPTextEncode", "inputs": {"clip": ["2", 0], "text": ["3", 0]}}
+    assert (blank["inputs"], save["inputs"]["images"]) == ({"behind": ["4", 0]}, ["5", 0])
+
+
+def test_what_means_nothing_for_a_text_encoder_is_left_out() -> None:
+    names = "plain,fast,slipstream,torch-compile,slipstream+fp8,slipstream+blocks,slipstream+balanced".split(",")
+    case = CASES["t5-xxl-encode"]
+    assert [name for name in names if ServerVariant.of(name).why_left_out(case) is None] == names[:3]
 
 
 def test_defaults_come_from_the_server() -> None:

@@ -99,13 +99,14 @@ def run(prompt_id, prompt, wishes):
     for _ in range(classes.count("KSampler")):
         figures = {"calls": 3, "before": 0.25, "steps": [0.5, 0.25], "after": 0.125}
         send(EVENT, prompt_id, node="sampler", seconds=1.5, **figures)
-    send(EVENT, prompt_id, node="decoder", seconds=0.5)
+    what, node, seconds = ("text", "encoder", 0.25) if "CLIPTextEncode" in classes else ("picture", "decoder", 0.5)
+    send(EVENT, prompt_id, node=node, seconds=seconds)
     if wishes.get("keep"):
         pixels = np.full((1, 8, 8, 3), 1.0 + 0.01 * is_ours(prompt), dtype=np.float32)
         pixels *= 1 + bool(set(classes) & set(WISHES["patches"]))
         if set(classes) & set(WISHES["breaks"]):
             pixels[0, 0, 0, 0] = np.nan
-        np.save(OUTPUT / "slipstream-benchmark-picture.npy", pixels)
+        np.save(OUTPUT / f"slipstream-benchmark-{what}.npy", pixels)
     send("executed", prompt_id, output={"images": [{"filename": "one.png", "subfolder": "", "type": "output"}]})
     send("execution_success", prompt_id)
 
