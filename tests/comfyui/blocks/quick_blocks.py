@@ -6,6 +6,7 @@ What is real: kinds, forms, sizes that programs leave open, keys, the store, wei
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from slipstream.runtime.building.worker_process import Built
 from slipstream.runtime.provider import EngineProvider
 
 PROGRAM = "program"
+_alone = threading.Lock()
+"""torch does not trace two programs at once, and one file's last build may go on while the next one's first begins."""
 _programs: dict[str, Any] = {}
 """By what is written into the file `PROGRAM`: torch does not read all programs again that it wrote."""
 
@@ -62,7 +65,8 @@ class QuickBlockBackend(BlockBackend):
 def build_here(job: Any, progress: Any, cancel: Any, **_: Any) -> Built:
     """In the place of the build process."""
     job = from_plain(json.loads(json.dumps(as_plain(job))))  # as it crosses to the build process
-    program, signature = export_block(job, job.architecture)
+    with _alone:
+        program, signature = export_block(job, job.architecture)
     signature.save(job.directory)
     name = str(len(_programs))
     _programs[name] = program

@@ -21,7 +21,7 @@ BLOCK = "middle_block.1.transformer_blocks.0"
 def keys(
     patcher: Any, path: str = BLOCK, tokens: int = 16, text: int = 77, batch: int = 2, changes: Any = None, **more: Any
 ) -> list[str]:
-    """Digests of the engines that a block's call wants: that for all sizes, and that for its own."""
+    """Digests of the engines that a block's call wants: those for all sizes, for such sizes, and for its own."""
     owner = ComfyDiffusionModel.of(patcher.model)
     width = owner.fresh.get_submodule(path).norm1.weight.shape[0]
     example = {"context": (batch, text, 32), "x": (batch, tokens, width)}
@@ -43,7 +43,9 @@ def test_blocks_of_one_kind_share_an_engine() -> None:
 
 def test_sizes_share_an_engine_and_have_one_each_beside() -> None:
     first, second = keys(tiny.model()), keys(tiny.model(), tokens=36, text=154, batch=4)
-    assert first[0] == second[0] and first[1] != second[1]
+    assert first[:2] == second[:2] and first[2] != second[2]
+    third = keys(tiny.model(), tokens=77)
+    assert first[0] == third[0] and first[1] != third[1], "there are as many tokens as the text has"
 
 
 def test_other_kinds_have_other_engines() -> None:
