@@ -25,7 +25,12 @@ from ...architecture import RECIPE, fingerprint_of, random_inputs
 from ...live_model.account import settings_of
 from ...live_model.layer_walk import layers_of
 from ...live_model.source_code import source_digest
-from ..models.diffusion_model import plain_attention, plain_operators, scaled_dot_product_attention
+from ..models.diffusion_model import (
+    attention_over_a_text,
+    plain_attention,
+    plain_operators,
+    scaled_dot_product_attention,
+)
 from .block_classes import OPTIONS, OVERRIDE, PLACE, BlockClass, block_class_of, layer_at, whole_of
 from .block_patches import BLOCK, PATCHES, REPLACE
 
@@ -177,7 +182,8 @@ class BlockGraph(torch.nn.Module):
             others = [place for place in places if layer_at(place) is None]
             arguments[OPTIONS] = {OVERRIDE: attention, **(_with_places_out(others) if others else {})}
         if self._kind.attends is not None:
-            arguments[self._kind.attends] = functools.partial(attention, None)
+            over_a_text = attention if is_out else attention_over_a_text
+            arguments[self._kind.attends] = functools.partial(over_a_text, None)
         with (
             plain_operators(),
             plain_attention(self._kind.attention, attention),
@@ -279,7 +285,7 @@ def block_digest(block: torch.nn.Module) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-BLOCK_RECIPE = 3
+BLOCK_RECIPE = 4
 """Raise when the way in which engines of blocks are exported or compiled changes."""
 
 

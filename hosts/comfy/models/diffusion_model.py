@@ -77,6 +77,20 @@ def scaled_dot_product_attention(chosen: Any, *args: Any, **kwargs: Any) -> torc
     return attention_pytorch(*args, **kwargs)
 
 
+def attention_over_a_text(
+    chosen: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    """The same as two products, for the few tokens of a text in fp32: the operator's kernels for a GPU want masks of
+    certain lengths, and a program that is traced with one is for texts of that length alone."""
+    from comfy.ldm.modules.attention import attention_basic
+
+    is_added = mask is None or mask.is_floating_point()
+    if q.dtype is not torch.float32 or not is_added or kwargs.get("enable_gqa"):
+        return scaled_dot_product_attention(chosen, q, k, v, heads, mask, **kwargs)
+    found: torch.Tensor = attention_basic(q, k, v, heads, mask, **kwargs)
+    return found
+
+
 @contextmanager
 def plain_attention(module: str | None, attention: Callable[..., Any] = scaled_dot_product_attention) -> Iterator[None]:
     """The same for a class that takes no override: its module's `optimized_attention` is another one meanwhile, for
