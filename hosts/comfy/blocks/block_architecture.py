@@ -151,14 +151,15 @@ _OVER_TEXTS = frozenset({whole_of("attn2")})
 @contextmanager
 def _with_wholes_out(block: torch.nn.Module, places: Sequence[str]) -> Iterator[None]:
     """Meanwhile those of the places that are whole layers of a block are called out."""
-    layers = {place: block.get_submodule(layer) for place in places if (layer := layer_at(place)) is not None}
-    for place, layer in layers.items():
-        layer.__dict__["forward"] = functools.partial(_whole_called_out, place)
+    names = {place: name for place in places if (name := layer_at(place)) is not None}
+    owns = {place: block.get_submodule(name).__dict__ for place, name in names.items()}
+    for place, own in owns.items():
+        own["forward"] = functools.partial(_whole_called_out, place)
     try:
         yield
     finally:
-        for layer in layers.values():
-            del layer.__dict__["forward"]
+        for own in owns.values():
+            del own["forward"]
 
 
 class BlockGraph(torch.nn.Module):

@@ -199,11 +199,8 @@ def outside_of(
         TypeError: the block is to be told what computes its attention, and is not.
     """
     attention = _attention_outside(kind, options, arguments)
-    places = (
-        tuple([place for place in _places(block, kind, options) if reads.issuperset(names_at(place))])
-        if options
-        else ()
-    )
+    found = _places(block, kind, options) if options else ()
+    places = tuple([place for place in found if reads >= {*names_at(place)}])
     return Outside(block, attention, places, options or {}) if attention is not None or places else None
 
 
