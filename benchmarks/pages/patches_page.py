@@ -108,6 +108,6 @@ Accelerate Model stands before that node; all else is as above, and the VAE is C
 turns in one server, first without a patch, then with each. Seconds are the sampler's, the median of the timed
 pictures; "faster by" is plain's over Slipstream's, and "kept" is that ratio with the patch over that ratio without
 one, both of the same run. "changes the picture by" is how far plain's picture with the patch is from plain's without
-it, "error" how far Slipstream's is from plain's with the same patch, each of latent or picture, whichever is larger.
-Blocks that engines do not compute run as they are, with whatever the node changed in them.
+it, 0 % where the node finds nothing to do in this model; "error" how far Slipstream's is from plain's with the same
+patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as they are, with whatever the node changed in them.
 """

@@ -20,7 +20,8 @@ from .engine import BlockEngine, Run
 from .program import SIGNATURE, BlockArchitecture, BlockSignature, export_block
 
 _KEPT_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Options under which no memory is written twice: whoever computes attention may keep what the package hands out."""
+"""Options under which no memory is written twice: whoever computes attention may keep what the package hands out, and
+what it gives the package."""
 
 
 class BlockBackend(AOTInductorBackend):

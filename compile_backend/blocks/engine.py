@@ -44,6 +44,10 @@ class BlockEngine:
             self._accepted[inputs] = known
         return known
 
+    def takes_others_for_equal(self, inputs: Inputs) -> bool:
+        """Whether sizes are to be equal in its inputs that are not in these."""
+        return self._signature.sizes.takes_others_for_equal([shape for shape, _ in inputs])
+
     def _has_short_indices(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether what it computes can be indexed in 32 bits, as kernels for open sizes do."""
         return self._signature.sizes.most_elements(shapes) < _INDEX_LIMIT

@@ -40,6 +40,15 @@ class Sizes:
         """Whether inputs of these shapes may be given to the program."""
         return self._symbols(shapes) is not None
 
+    def takes_others_for_equal(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether axes of one symbol have different sizes in these shapes, of as many axes."""
+        found: dict[str, set[int]] = {}
+        for wanted, sizes in zip(self.shapes, shapes, strict=False):
+            for size, other in zip(wanted, sizes, strict=False):
+                if not isinstance(size, int) and [*size.values()] == [1]:
+                    found.setdefault(next(iter(size)), set()).add(other)
+        return any(len(each) > 1 for each in found.values())
+
     def most_elements(self, shapes: Sequence[Sequence[int]]) -> float:
         """Of any tensor that the program computes from inputs of these shapes, which it accepts; 0 for one size."""
         known = self._symbols(shapes) or {}

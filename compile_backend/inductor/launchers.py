@@ -11,6 +11,9 @@ import torch
 
 _Launch = Callable[..., Any]
 
+_MOST_ARGUMENTS = 100
+"""torch launches with 120 at most."""
+
 
 class _Launcher:
     """In the place of a launcher of triton's, for one kernel.
@@ -67,14 +70,21 @@ def _by_torch(source: Any, metadata: Any) -> _Launch:
         Exception: it cannot launch this one.
     """
     from torch._C import _StaticCudaLauncher
-    from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+
+    if torch.version.hip:
+        raise NotImplementedError("AMD's kernels are launched in another way")
+    try:
+        from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
+    except ImportError:  # an older torch
+        from torch._inductor.runtime.static_cuda_launcher import StaticallyLaunchedCudaKernel
 
     known = StaticallyLaunchedCudaKernel.__new__(StaticallyLaunchedCudaKernel)
     kinds: str = known.arg_ty_from_signature(source)
     constants = {*known.full_constexprs}
     is_given = [kind != "constexpr" and at not in constants for at, kind in enumerate(source.signature.values())]
     sizes = [getattr(metadata, f"{name}_scratch_size", None) for name in ("global", "profile")]
-    if any(sizes) or metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
+    is_usual = metadata.num_ctas == 1 and not (metadata.launch_cooperative_grid or metadata.launch_pdl)
+    if any(sizes) or not is_usual or len(kinds) > _MOST_ARGUMENTS:
         raise NotImplementedError("the kernel is launched in a way of its own")
     scratch = [None for size in sizes if size is not None]  # none of which it uses
 

@@ -211,9 +211,11 @@ class BlockEngines:
 
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
-        reason, is_final = "", True
+        reason, is_final, are_others_equal = "", True, False
         may_build = self.supply.may_build(wish.policy)
         for plan in filter(self._is_wanted, wish.plans):
+            if plan.of_such and not are_others_equal:
+                continue
             digest = plan.key.digest
             found = self.store.lookup(digest)
             if found is not None and not wish.by_hand and (refusal := found.why_refused(may_build)):
@@ -226,6 +228,7 @@ class BlockEngines:
                     offer = wish.offer
                     offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
                     return
+                are_others_equal = engine.takes_others_for_equal(wish.offer.inputs)
                 continue
             if (why_not := self._why_not_asked_for(plan, may_build)) is not None:
                 reason, is_final = why_not, is_final and may_build
@@ -303,7 +306,9 @@ class BlockEngines:
                 self.queue.forget(ticket.plan)
                 return self._bring(wish)
             reason = str(ticket.error or "its build ended without an engine")
-            rest = [plan for plan in wish.plans if plan.key.digest != digest and self._is_wanted(plan)]
+            rest = [
+                plan for plan in wish.plans if plan.key.digest != digest and self._is_wanted(plan) and not plan.of_such
+            ]
             is_no_fault = ticket.state is TicketState.CANCELLED or isinstance(ticket.error, _NO_FAULT)
             if not rest or (is_no_fault and not isinstance(ticket.error, BackendUnavailable)):
                 return wish.offer.refuse(reason, is_final=not is_no_fault)

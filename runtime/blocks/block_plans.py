@@ -18,12 +18,17 @@ from ..planning.plan import Plan
 
 @dataclass(frozen=True)
 class BlockPlan(Plan):
-    """One engine of a kind of block."""
+    """One engine of a kind of block.
+
+    Attributes:
+        of_such: it is for sizes of which the same are equal as in the example.
+    """
 
     backend: BlockBackend
+    of_such: bool = False
 
     def __str__(self) -> str:
-        size = " for one size" if self.spec.is_static else ""
+        size = " for one size" if self.spec.is_static else " for such sizes" if self.of_such else ""
         return f"blocks {self.spec.fingerprint.architecture_name}{size}"
 
 
@@ -58,7 +63,12 @@ def block_plans(
         for profile in dict.fromkeys(profiles)
     ]
     environment = backend.environment(device)
-    return [BlockPlan(architecture, spec, key_of(spec, environment), backend, device, precision) for spec in specs]
+    return [
+        BlockPlan(
+            architecture, spec, key_of(spec, environment), backend, device, precision, of_such=spec.profile is of_such
+        )
+        for spec in specs
+    ]
 
 
 def _profile(example: Mapping[str, Shape], open_axes: Mapping[str, tuple[int, ...]], of_such: bool) -> ShapeProfile:

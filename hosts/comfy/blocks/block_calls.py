@@ -458,25 +458,26 @@ class BlockCalls:
             offer = self._by_other_sizes(block, form, tensors, inputs)
         if offer is None or self._is_to_be_asked_for_again(offer):
             if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
-                return self._plain(block, args, kwargs, _CAST)
+                return self._plain(block, args, kwargs, _CAST, outside)
             offer = self._ask(block, form, tensors, inputs)
         engine = offer.engine
         if engine is None:
             if offer.is_coming:
                 self._wished[id(offer)] = offer
-                return self._rest(block, args, kwargs)
+                return self._rest(block, args, kwargs, outside)
             self.share.without += 1
-            return self._plain(block, args, kwargs, offer.reason)
+            return self._plain(block, args, kwargs, offer.reason, outside)
         if self._engines.is_refused(offer):
             offer.refuse("its engine was found wrong", is_final=False)
-            return self._plain(block, args, kwargs, offer.reason)
+            return self._plain(block, args, kwargs, offer.reason, outside)
         if not offer.is_trusted and id(offer) in self._trials:
-            return self._rest(block, args, kwargs)
+            return self._rest(block, args, kwargs, outside)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
-            return self._plain(block, args, kwargs, "its inputs lie elsewhere, or gradients are asked for")
+            reason = "its inputs lie elsewhere, or gradients are asked for"
+            return self._plain(block, args, kwargs, reason, outside)
         if outside is not None and not offer.is_trusted:
             self._try_with_stand_ins(block, offer, tensors, options, outside, args, kwargs)
-            return self._rest(block, args, kwargs)
+            return self._rest(block, args, kwargs, outside)
         if self._inside is not None:
             self._inside[block] = outside, dict(options or {})
         stand_in: Attention | None = None
@@ -487,15 +488,16 @@ class BlockCalls:
         if isinstance(found, str):
             if self._has_stand_ins and outside is not None:  # the block itself would call what they stand for
                 raise torch.OutOfMemoryError(found) if found == _TOO_LITTLE_MEMORY else UnsupportedModel(found)
-            with outside.given_already() if outside else nullcontext():
-                return self._plain(block, args, kwargs, found)
+            return self._plain(block, args, kwargs, found, outside)
         if offer.is_trusted:
             self.share.engine += 1
             self.share.apart += bool(stored)
-            self.share.outside += outside is not None
+            if outside is not None:
+                self.share.outside += 1
+                outside.given.clear()
             self._served[id(offer)] = offer
             return found
-        wanted = self._rest(block, args, kwargs)
+        wanted = self._rest(block, args, kwargs, outside)
         self._compare(offer, found, wanted)
         return wanted
 
@@ -706,17 +708,28 @@ class BlockCalls:
             return False
         return not offer.is_final or self._hooks.by_hand
 
-    def _plain(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
-        """The block itself, whose parts may be on engines."""
+    def _plain(
+        self,
+        block: LedBlock,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reason: str,
+        outside: Outside | None = None,
+    ) -> Any:
+        """The block itself, whose parts may be on engines; of `outside` nothing is called again."""
         self.share.eager[reason] += 1
-        return block.plain(*args, **kwargs)
+        with outside.given_already() if outside else nullcontext():
+            return block.plain(*args, **kwargs)
 
-    def _rest(self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _rest(
+        self, block: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], outside: Outside | None = None
+    ) -> Any:
         """The block itself until its engine is ready; none is asked for its parts."""
         self.share.waiting += 1
         self._resting += 1
         try:
-            return block.plain(*args, **kwargs)
+            with outside.given_already() if outside else nullcontext():
+                return block.plain(*args, **kwargs)
         finally:
             self._resting -= 1
 

@@ -81,11 +81,12 @@ def attention_over_a_text(
     chosen: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: Any = None, **kwargs: Any
 ) -> torch.Tensor:
     """The same as two products, for the few tokens of a text in fp32: the operator's kernels for a GPU want masks of
-    certain lengths, and a program that is traced with one is for texts of that length alone."""
+    certain lengths, and a program that is traced with one is for texts of that length alone. So CLIP and T5 have it;
+    text encoders of Llama's kind, which divide queries into heads themselves, take longer texts."""
     from comfy.ldm.modules.attention import attention_basic
 
     is_added = mask is None or mask.is_floating_point()
-    if q.dtype is not torch.float32 or not is_added or kwargs.get("enable_gqa"):
+    if q.dtype is not torch.float32 or not is_added or kwargs.get("skip_reshape"):
         return scaled_dot_product_attention(chosen, q, k, v, heads, mask, **kwargs)
     found: torch.Tensor = attention_basic(q, k, v, heads, mask, **kwargs)
     return found

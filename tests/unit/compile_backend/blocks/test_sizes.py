@@ -33,6 +33,12 @@ def test_shapes(shapes: list[tuple[int, ...]], is_accepted: bool) -> None:
     assert Sizes.from_json(json.loads(json.dumps(SIZES.to_json()))).accept(shapes) is is_accepted
 
 
+def test_sizes_that_are_taken_for_equal() -> None:
+    assert SIZES.takes_others_for_equal([(2, 10, 64), (3, 7, 64), (1, 17, 8)])
+    assert not SIZES.takes_others_for_equal([(2, 10, 64), (2, 7, 64), (1, 16, 8)])
+    assert not SIZES.takes_others_for_equal([(9, 10, 64), (9, 7, 32), (1, 17, 8)])
+
+
 def test_a_symbol_that_only_a_multiple_names() -> None:
     pairs = Sizes((({"s": 2, "": 1},),), {"s": (2, 10)})
     assert [size for size in range(30) if pairs.accept([(size,)])] == [2 * half + 1 for half in range(2, 11)]

@@ -44,6 +44,7 @@ class Launchers:
 
 @pytest.fixture
 def launchers(monkeypatch: pytest.MonkeyPatch) -> Launchers:
+    pytest.importorskip("torch._inductor.runtime.static_triton_launcher")  # as it is with or without triton
     made = Launchers()
     runtime = ModuleType("triton.runtime")
     runtime.driver = SimpleNamespace(active=made)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.compile_backend.blocks.backend import BlockBackend
-from slipstream.core.errors import BackendUnavailable, BuildDied, BuildFailed, BuildOutOfMemory
+from slipstream.core.errors import BackendUnavailable, BuildDied, BuildFailed, BuildOutOfMemory, UnsupportedModel
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
@@ -54,8 +54,19 @@ class FakeBlockBackend(BlockBackend):
 
 
 class FakeEngine:
+    """Takes calls of all sizes.
+
+    Attributes:
+        number: how many of its kind were loaded before it.
+    """
+
+    number = 0
+
     def accepts(self, inputs: Any) -> bool:
         return True
+
+    def takes_others_for_equal(self, inputs: Any) -> bool:
+        return False
 
 
 class Builder:
@@ -374,6 +385,53 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(block_engines, "_by_memory", lambda memory=memory: memory)
         assert block_engines.builds_at_once() == hurried
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
+
+
+class ChoosyEngine(FakeEngine):
+    """As the first one of its kind it takes no call."""
+
+    are_others_equal = False
+
+    def accepts(self, inputs: Any) -> bool:
+        return self.number > 0
+
+    def takes_others_for_equal(self, inputs: Any) -> bool:
+        return self.are_others_equal
+
+
+@dataclass(frozen=True)
+class WideBlock(FakeBlock):
+    """One of whose calls two sizes are open."""
+
+    open_axes: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"x": (0, 1)})
+
+    @property
+    def example(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (2, self.size)}
+
+
+@pytest.mark.parametrize("are_others_equal", [True, False])
+def test_an_engine_for_such_sizes_is_built_where_the_first_one_takes_others_for_equal(
+    are_others_equal: bool, engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[ChoosyEngine] = []
+
+    def load_block(artifact: Artifact, device: torch.device) -> Any:
+        loaded.append(ChoosyEngine())
+        loaded[-1].number, loaded[-1].are_others_equal = len(loaded) - 1, are_others_equal
+        return loaded[-1]
+
+    monkeypatch.setattr(engines.backend, "load_block", load_block)
+    assert found(engines, WideBlock()).engine is loaded[1]
+    assert [str(plan).partition(" for ")[2] for plan in builder.built] == [
+        "", "such sizes" if are_others_equal else "one size"
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_had_for_all_sizes_is_had_for_one(engines: BlockEngines, builder: Builder) -> None:
+    builder.error = UnsupportedModel("its sizes do not let themselves be left open")
+    assert found(engines, WideBlock()).engine is None
+    assert [str(plan).partition(" for ")[2] for plan in builder.built] == ["", "one size"]
 
 
 def test_builds_that_run_out_of_memory_side_by_side_are_made_one_by_one(
