@@ -109,5 +109,6 @@ turns in one server, first without a patch, then with each. Seconds are the samp
 pictures; "faster by" is plain's over Slipstream's, and "kept" is that ratio with the patch over that ratio without
 one, both of the same run. "changes the picture by" is how far plain's picture with the patch is from plain's without
 it, 0 % where the node finds nothing to do in this model; "error" how far Slipstream's is from plain's with the same
-patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as they are, with whatever the node changed in them.
+patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as they are, with whatever
+the node changed in them.
 """

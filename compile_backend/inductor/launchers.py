@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import compress
 from typing import Any
 
@@ -26,10 +27,8 @@ class _Launcher:
     def __init__(self, make: Callable[[Any, Any], _Launch], source: Any, metadata: Any) -> None:
         self._make: Callable[[], _Launch] = lambda: make(source, metadata)
         self._launch: _Launch | None = None
-        try:
+        with suppress(Exception):  # another torch or triton, or a kind of argument that torch does not launch with
             self._launch = _by_torch(source, metadata)
-        except Exception:  # another torch or triton, or a kind of argument that torch does not launch with
-            pass
 
     def __call__(self, *args: Any) -> Any:
         if self._launch is None:
@@ -63,6 +62,19 @@ def _driver() -> Any:
         return None
 
 
+def _kernels_of_torch() -> type:
+    """The class that knows how a kernel's arguments are told to torch's launcher; its module's name has changed.
+
+    Raises:
+        ImportError: this torch has none.
+    """
+    for name in ("static_triton_launcher", "static_cuda_launcher"):
+        with suppress(ImportError):
+            found: type = importlib.import_module(f"torch._inductor.runtime.{name}").StaticallyLaunchedCudaKernel
+            return found
+    raise ImportError("this torch launches no kernels of triton's by itself")
+
+
 def _by_torch(source: Any, metadata: Any) -> _Launch:
     """What launches a kernel by torch's own launcher, which takes all but the constants among the arguments.
 
@@ -73,12 +85,8 @@ def _by_torch(source: Any, metadata: Any) -> _Launch:
 
     if torch.version.hip:
         raise NotImplementedError("AMD's kernels are launched in another way")
-    try:
-        from torch._inductor.runtime.static_triton_launcher import StaticallyLaunchedCudaKernel
-    except ImportError:  # an older torch
-        from torch._inductor.runtime.static_cuda_launcher import StaticallyLaunchedCudaKernel
-
-    known = StaticallyLaunchedCudaKernel.__new__(StaticallyLaunchedCudaKernel)
+    kernels: Any = _kernels_of_torch()
+    known = kernels.__new__(kernels)
     kinds: str = known.arg_ty_from_signature(source)
     constants = {*known.full_constexprs}
     is_given = [kind != "constexpr" and at not in constants for at, kind in enumerate(source.signature.values())]
