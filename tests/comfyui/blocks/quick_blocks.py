@@ -28,8 +28,8 @@ from slipstream.runtime.building.worker_process import Built
 from slipstream.runtime.provider import EngineProvider
 
 PROGRAM = "program"
-_alone = threading.Lock()
-"""torch does not trace two programs at once, and one file's last build may go on while the next one's first begins."""
+_alone = threading.RLock()
+"""torch traces no program while another thread traces one, or calls one that was traced."""
 _programs: dict[str, Any] = {}
 """By what is written into the file `PROGRAM`: torch does not read all programs again that it wrote."""
 
@@ -56,7 +56,8 @@ class QuickBlockBackend(BlockBackend):
 
         def run(given: list[torch.Tensor]) -> Any:
             self.calls += 1
-            results = module(given[:count], given[count:])
+            with _alone:
+                results = module(given[:count], given[count:])
             return [result * self.factor for result in results]
 
         return BlockEngine(signature, run)
