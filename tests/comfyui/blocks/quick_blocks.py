@@ -29,7 +29,8 @@ from slipstream.runtime.provider import EngineProvider
 
 PROGRAM = "program"
 _alone = threading.RLock()
-"""torch traces no program while another thread traces one, or calls one that was traced."""
+"""torch traces one program at a time, while no other thread makes a module of one, calls that, or writes a tensor as a
+text."""
 _programs: dict[str, Any] = {}
 """By what is written into the file `PROGRAM`: torch does not read all programs again that it wrote."""
 
@@ -51,7 +52,8 @@ class QuickBlockBackend(BlockBackend):
 
     def load_block(self, artifact: Artifact, device: torch.device) -> BlockEngine:
         signature = BlockSignature.read(artifact.directory)
-        module = module_of(_programs[(artifact.directory / PROGRAM).read_text()])
+        with _alone:
+            module = module_of(_programs[(artifact.directory / PROGRAM).read_text()])
         count = len(signature.dtypes)
 
         def run(given: list[torch.Tensor]) -> Any:

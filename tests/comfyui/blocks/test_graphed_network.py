@@ -323,7 +323,9 @@ class Inside:
         return n.mul_(0.5)
 
     def _note(self, what: str, options: dict[str, Any]) -> None:
-        self.told.append((what, {name: str(options.get(name)) for name in self.NAMES}))
+        values = {name: options.get(name) for name in self.NAMES}
+        values["sigmas"] = values["sigmas"].tolist()  # a tensor's text would void what another thread traces
+        self.told.append((what, {name: str(value) for name, value in values.items()}))
         if self.error is not None and len(self.told) == self.error[0]:
             raise self.error[1]
 
