@@ -1,4 +1,4 @@
-"""How kernels are launched while a package is built: once each, and oftener to time variants. Attacks building time."""
+"""How kernels are launched while a package is built: once each, and oftener to time variants. Reduces build time."""
 
 from __future__ import annotations
 
@@ -95,12 +95,10 @@ def _by_torch(source: Any, metadata: Any) -> _Launch:
     if any(sizes) or not is_usual or len(kinds) > _MOST_ARGUMENTS:
         raise NotImplementedError("the kernel is launched in a way of its own")
     scratch = [None for size in sizes if size is not None]  # none of which it uses
+    kinds += len(scratch) * "O"
 
     def launch(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        given = [*compress(rest[-len(is_given) :], is_given), *scratch]
-        all_kinds = kinds + len(scratch) * "O"
-        _StaticCudaLauncher._launch_kernel(
-            function, x, y, z, metadata.num_warps, metadata.shared, all_kinds, tuple(given), stream
-        )
+        given = *compress(rest[-len(is_given) :], is_given), *scratch
+        _StaticCudaLauncher._launch_kernel(function, x, y, z, metadata.num_warps, metadata.shared, kinds, given, stream)
 
     return launch

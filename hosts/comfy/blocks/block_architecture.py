@@ -139,13 +139,13 @@ def _whole_called_out(place: str, tokens: torch.Tensor, context: torch.Tensor | 
     Raises:
         UnsupportedModel: it is one over a text, of which there is none.
     """
-    if context is None and place in _OVER_TEXTS:
+    if context is None and place == _OVER_A_TEXT:
         raise UnsupportedModel("its attention over a text is given none")
     is_over_itself = context is None or context is tokens
     return call_out([*tokens.shape], [tokens] if is_over_itself else [tokens, context], {PLACE: place})
 
 
-_OVER_TEXTS = frozenset({whole_of("attn2")})
+_OVER_A_TEXT = whole_of("attn2")
 
 
 @contextmanager

@@ -345,26 +345,6 @@ class Inside:
         return apply(given["input"], given["timestep"], **{**given["c"], "transformer_options": options})
 
 
-@pytest.mark.parametrize("family", ["sd15", "sdxl"])
-def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
-    family: str, provider: EngineProvider, graphs: HostGraphs
-) -> None:
-    model = tiny.model(family, depth=3)
-    fast, module = accelerated(provider, model)
-    there = Inside()
-    wanted = tiny.sample(there.put_into(model), family, steps=STEPS)
-    assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
-    for _ in range(2):
-        here, replays = Inside(), graphs.parts.replays
-        assert distance(tiny.sample(here.put_into(fast), family, steps=STEPS), wanted) < 1e-5
-        assert here.told == there.told
-        assert all(torch.equal(kept, copy) for kept, copy in here.kept), "what they keep stays as it is"
-    on_engines, total = share_of(module)
-    others = total - 3 * len(_groups(model))
-    assert on_engines == total
-    assert graphs.parts.replays - replays == STEPS * (others + len(_groups(model)))
-
-
 class Tiles(Inside):
     """Functions around all first attention layers, which divide tokens into ever other numbers of tiles, and before
     those over the text, which change it; one block's attention is replaced besides."""
@@ -397,23 +377,27 @@ class Tiles(Inside):
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
-def test_around_layers_that_are_called_out_as_a_whole_a_group_is_one_row_of_graphs(
-    family: str, provider: EngineProvider, graphs: HostGraphs
+@pytest.mark.parametrize(("kind", "depth"), [(Inside, 3), (Tiles, 2)])
+def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
+    kind: type[Inside], depth: int, family: str, provider: EngineProvider, graphs: HostGraphs
 ) -> None:
-    model = tiny.model(family, depth=2)
+    model = tiny.model(family, depth=depth)
     fast, module = accelerated(provider, model)
-    there = Tiles()
+    there = kind()
     wanted = tiny.sample(there.put_into(model), family, steps=STEPS)
     assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
     for _ in range(2):
-        here, replays = Tiles(), graphs.parts.replays
+        here, replays = kind(), graphs.parts.replays
         assert distance(tiny.sample(here.put_into(fast), family, steps=STEPS), wanted) < 1e-5
         assert here.told == there.told
+        assert all(torch.equal(kept, copy) for kept, copy in here.kept), "what they keep stays as it is"
     groups = len(_groups(model))
+    # Two attentions of each block are called out and have engines of their own, but for one that a function replaces.
+    within = 2 * depth * groups - 1 if kind is Tiles else 0
     on_engines, total = share_of(module)
-    within = 2 * 2 * groups - 1  # their own engines; one attention is another function's
+    others = total - depth * groups - within
     assert on_engines == total
-    assert graphs.parts.replays - replays == STEPS * (total - 2 * groups - within + groups)
+    assert graphs.parts.replays - replays == STEPS * (others + groups)
 
 
 def test_steps_with_and_without_others_in_the_midst_take_turns(provider: EngineProvider, graphs: HostGraphs) -> None:

@@ -17,7 +17,7 @@ from slipstream.hosts.comfy.blocks.computed_outside import outside_of
 from slipstream.hosts.comfy.blocks.led_network import LedNetwork
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.test_block_calls import accelerated, share_of
-from slipstream.tests.comfyui.blocks.test_graphed_network import HostGraphs, graphs  # noqa: F401
+from slipstream.tests.comfyui.blocks.test_graphed_network import graphs  # noqa: F401
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
 
@@ -35,9 +35,9 @@ def provider(request: pytest.FixtureRequest, shared_provider: EngineProvider) ->
     return shared_provider
 
 
-def is_the_same(provider: EngineProvider, patch: Patching, depth: int = 2, pictures: int = 2) -> None:
-    """Whether pictures and what functions note are as ComfyUI has them."""
-    model = tiny.model(depth=depth)
+def assert_same(provider: EngineProvider, patch: Patching) -> None:
+    """Pictures, and what functions note, are as ComfyUI has them."""
+    model = tiny.model(depth=2)
     fast, module = accelerated(provider, model)
 
     def sampled(patcher: Any) -> tuple[torch.Tensor, list[Any]]:
@@ -49,7 +49,7 @@ def is_the_same(provider: EngineProvider, patch: Patching, depth: int = 2, pictu
 
     wanted, there = sampled(model)
     assert distance(wanted, tiny.sample(model, steps=STEPS)) > 1e-3
-    for _ in range(pictures):
+    for _ in range(2):
         found, here = sampled(fast)
         assert distance(found, wanted) < 1e-5 and here == there
     assert share_of(module)[0] > 0
@@ -63,7 +63,7 @@ def test_functions_before_a_replaced_attention_may_give_none(layer: str, provide
         for place in EVERYWHERE:
             clone.set_model_patch_replace(lambda q, k, v, extra: q + v.mean(1, keepdim=True), layer, *place)
 
-    is_the_same(provider, patch)
+    assert_same(provider, patch)
 
 
 def test_functions_of_a_block_tell_one_another_by_its_options(provider: EngineProvider) -> None:
@@ -80,7 +80,7 @@ def test_functions_of_a_block_tell_one_another_by_its_options(provider: EnginePr
         clone.set_model_attn1_output_patch(lambda n, extra: n if extra["mine"] == len(noted) else 0 * n)
         clone.set_model_attn2_patch(later)
 
-    is_the_same(provider, patch)
+    assert_same(provider, patch)
 
 
 @pytest.mark.parametrize("block_index", [0, 1])
@@ -102,7 +102,7 @@ def test_what_functions_gave_before_an_engine_failed_stands(block_index: int, pr
         clone.set_model_attn1_patch(before)
         clone.set_model_attn1_output_patch(behind)
 
-    is_the_same(provider, patch)
+    assert_same(provider, patch)
 
 
 def test_tiles_of_all_sizes_share_their_engines(shared_provider: EngineProvider) -> None:

@@ -54,14 +54,6 @@ class FakeBlockBackend(BlockBackend):
 
 
 class FakeEngine:
-    """Takes calls of all sizes.
-
-    Attributes:
-        number: how many of its kind were loaded before it.
-    """
-
-    number = 0
-
     def accepts(self, inputs: Any) -> bool:
         return True
 
@@ -388,8 +380,13 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
 
 
 class ChoosyEngine(FakeEngine):
-    """As the first one of its kind it takes no call."""
+    """As the first one of its kind it takes no call.
 
+    Attributes:
+        number: how many of its kind were loaded before it.
+    """
+
+    number = 0
     are_others_equal = False
 
     def accepts(self, inputs: Any) -> bool:
