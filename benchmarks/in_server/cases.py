@@ -66,6 +66,7 @@ FAMILIES = {
     "sdxl": Family(2048, pooled=1280),
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
     "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
+    "z-image": Family(2560, tokens=24, channels=16, is_one_file=False),
     "t5-xxl": Family(4096, clip_type="pixart"),
     "t5-base": Family(768, clip_type="stable_audio"),
     "tiny": Family(768),
@@ -181,6 +182,15 @@ CASES = {
             1024,
             8,
             cfg=4.0,
+            tokens=(37, 112, 256),
+        ),
+        PictureCase(
+            "z-image-1024-8",
+            "8 of Z-Image's 30 layers and Flux's VAE, prompts of three lengths, 1024×1024, 8 steps of euler, CFG 1",
+            "z-image",
+            1024,
+            8,
+            cfg=1.0,
             tokens=(37, 112, 256),
         ),
         PictureCase(

@@ -48,6 +48,13 @@ TINY_DEEP = {
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
 QWEN_IMAGE = {"image_model": "qwen_image", "num_layers": 10}
 """A sixth of its blocks, each of full size: 3.4 billion weights."""
+Z_IMAGE = {
+    "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 3840, "cap_feat_dim": 2560, "n_layers": 8,
+    "qk_norm": True, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512],
+    "rope_theta": 256.0, "ffn_dim_multiplier": 8.0 / 3.0, "z_image_modulation": True, "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}  # fmt: skip
+"""8 of its 30 layers, each of full size, and all of its refiners: 2.2 billion weights."""
 T5_CONFIGS = {"t5-xxl": "t5_config_xxl.json", "t5-base": "t5_config_base.json"}
 """ComfyUI's own, by the family; with a type of Load CLIP that has no other part they are a whole text encoder."""
 
@@ -103,6 +110,8 @@ def _diffusion_model(family: str) -> Tensors:
 
     if family == "flux":
         config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL)), comfy.model_base.Flux
+    elif family == "z-image":
+        config, kind = comfy.supported_models.ZImage(dict(Z_IMAGE)), comfy.model_base.Lumina2
     else:
         assert family == "qwen-image", family
         config, kind = comfy.supported_models.QwenImage(dict(QWEN_IMAGE)), comfy.model_base.QwenImage
