@@ -1,4 +1,4 @@
-"""CUDA streams of our own: never the default one, and never a wait on the host."""
+"""CUDA streams of our own, and the order of work on those of others; never a wait on the host."""
 
 from __future__ import annotations
 
@@ -79,6 +79,37 @@ def wait_for_streams(device: torch.device) -> None:
     """
     for number in range(_STREAMS):
         _stream(device, number).synchronize()
+
+
+class Turns:
+    """Work on its callers' streams that has to do with the same memory, and is done in the order in which it is given,
+    whichever stream is current then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._done: torch.cuda.Event | None = None
+
+    @contextmanager
+    def turn(self) -> Iterator[Stream]:
+        """The current stream, which waits for the turns before; the host does not. No turn begins within another."""
+        if self._device.type != "cuda":
+            yield _NoStream()
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        else:
+            stream.wait_event(self._done)
+        try:
+            yield stream
+        finally:
+            self._done.record(stream)
+
+    def wait(self) -> None:
+        """Block until the last one is done."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 class Branch:

@@ -25,7 +25,7 @@ import torch
 
 from ...core.protocols import Engine, HandOut, Tensors
 from ...core.shapes import ShapeProfile
-from ...core.streams import capture_stream, side_stream, wait_for_streams
+from ...core.streams import Turns, capture_stream, wait_for_streams
 from ..capture.arena import Arena, Graph, capture, give_back, prepare_libraries
 from ..capture.compiling import compile_in_background
 from ..capture.library import CaptureError, CaptureLibrary, loaded_library
@@ -99,8 +99,8 @@ class Graphing:
 class CudaGraphs:
     """What a function computes, as CUDA graphs: one for each set of shapes, of those that were used last.
 
-    Work is done on streams of its own, joined with the caller's by events: never on the default stream, and without
-    waiting on the host. The graphs run one after the other, so they compute in the same memory.
+    They are launched on the caller's stream, without waiting on the host. They run one after the other, so they compute
+    in the same memory.
 
     Args:
         are_many: they are those of many small functions, which share the buffers that they read and write as well; no
@@ -113,6 +113,7 @@ class CudaGraphs:
         self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
         self._kept = _MANY_KEPT if are_many else _GRAPHS_KEPT
         self._shared: _Buffers | None = weakref.WeakValueDictionary() if are_many else None
+        self._turns = Turns(device)
         self._arena: Arena | None = None
         self._hopeless: set[Hashable] = set()
 
@@ -207,7 +208,7 @@ class CudaGraphs:
     def _close(self, calls: Iterable[_Call]) -> None:
         for call in calls:
             with _capturing:
-                wait_for_streams(self._device)  # a graph that still runs must keep its memory
+                self._turns.wait()  # a graph that still runs must keep its memory
                 self._graphs.pop(call).close()
 
     def _capture(
@@ -257,6 +258,7 @@ class CudaGraphs:
         # What is kept here outlives a host's inference mode.
         with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
             wait_for_streams(self._device)
+            self._turns.wait()
             give_back(library)
             prepare_libraries(library, self._device)
             graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
@@ -287,7 +289,9 @@ class CudaGraphs:
             raise
         if len(self._graphs) >= self._kept:
             self._close([next(iter(self._graphs))])
-        self._graphs[call] = _Graph(tensors, like, handed, self._device, self._arena, constant, self._shared)
+        self._graphs[call] = _Graph(
+            tensors, like, handed, self._device, self._arena, self._turns, constant, self._shared
+        )
         return self._graphs[call]
 
 
@@ -364,6 +368,7 @@ class _Graph:
         like: its results, on the meta device.
         handed: what it hands out, on the meta device.
         arena: in which it computes; shared with graphs that never run at the same time.
+        turns: of all graphs that share its memory.
         constant: see `CudaGraphs.run`.
         shared: buffers of graphs that never run at the same time either; None: it has its own.
     """
@@ -375,6 +380,7 @@ class _Graph:
         handed: Sequence[_Handed],
         device: torch.device,
         arena: Arena,
+        turns: Turns,
         constant: frozenset[str],
         shared: _Buffers | None = None,
     ) -> None:
@@ -387,7 +393,7 @@ class _Graph:
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
-        self._arena = arena
+        self._arena, self._turns = arena, turns
         self._graphs: list[Graph] = []
         self._constant = constant
         self._copied: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -441,22 +447,21 @@ class _Graph:
     def replay(self, tensors: Tensors, outside: HandOut | None = None) -> Tensors:
         assert self._graphs
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        put: Callable[[], object] = partial(self._put_all, tensors)
-        for graph, handed in zip(self._graphs, [*self._handed, None], strict=True):
-            with side_stream(self._device) as stream, torch.no_grad():
-                put()
+        with self._turns.turn() as stream:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    self._put(name, tensor)
+            for graph, handed in zip(self._graphs, [*self._handed, None], strict=True):
                 graph.launch(stream)
-                if handed is None:
-                    for name, result in results.items():
-                        result.copy_(self._outputs[name])
-            if handed is not None:
-                assert outside is not None
-                put = partial(handed.taken.copy_, outside(handed.given, handed.taken.shape, handed.what))
+                if handed is not None:
+                    assert outside is not None
+                    found = outside(handed.given, handed.taken.shape, handed.what)
+                    with torch.no_grad():
+                        handed.taken.copy_(found)
+            with torch.no_grad():
+                for name, result in results.items():
+                    result.copy_(self._outputs[name])
         return results
-
-    def _put_all(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            self._put(name, tensor)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into the graph's input buffer, unless its values are there already."""

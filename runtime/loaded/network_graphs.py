@@ -25,8 +25,10 @@ class _Kept:
     Attributes:
         wholes: of whole calls of the network.
         parts: of calls of its blocks.
+        inner: of calls of its blocks in the midst of such a call.
         canaries: by the digests of the engines that are captured together.
         lock: held while the graphs are used, or dropped.
+        depth: of how many calls, one in the midst of another, they are used in.
     """
 
     network: ref[torch.nn.Module]
@@ -34,16 +36,24 @@ class _Kept:
     graphing: Graphing
     wholes: CudaGraphs
     parts: CudaGraphs
+    inner: CudaGraphs
     canaries: dict[frozenset[str], EngineCanary] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    depth: int = 0
 
     @property
     def bytes(self) -> int:
-        return self.wholes.bytes + self.parts.bytes
+        return self.wholes.bytes + self.parts.bytes + self.inner.bytes
 
     def drop(self) -> None:
-        self.wholes.drop()
-        self.parts.drop()
+        for graphs in (self.wholes, self.parts, self.inner):
+            graphs.drop()
+
+    def wanted(self, parts: bool) -> CudaGraphs | None:
+        """Those that nobody computes by at the moment, in whose memory nothing is left for later."""
+        if self.depth == 0:
+            return self.parts if parts else self.wholes
+        return self.inner if parts and self.depth == 1 else None
 
 
 class NetworkGraphs:
@@ -89,20 +99,23 @@ class NetworkGraphs:
 
         Args:
             digests: of the engines that take part. Should a capture end the process, none is captured with them again.
-            parts: calls of its blocks are wanted instead, one by one.
+            parts: calls of its blocks are wanted instead, one by one; in the midst of a call, too.
         """
         kept = self._kept_for(network, device)
         if not kept.lock.acquire(blocking=False):
             yield None
             return
+        outer, graphs = kept.graphing.canary, kept.wanted(parts)
+        kept.depth += 1
         try:
             canary = kept.canaries.get(digests)
             if canary is None or canary.is_outdated:
                 canary = kept.canaries[digests] = EngineCanary(self._canary, *sorted(digests))
             kept.graphing.canary = canary
-            graphs = kept.parts if parts else kept.wholes
-            yield graphs if graphs.are_possible else None
+            yield graphs if graphs is not None and graphs.are_possible else None
         finally:
+            kept.depth -= 1
+            kept.graphing.canary = outer
             kept.lock.release()
 
     def drop(self, network: torch.nn.Module) -> None:
@@ -144,20 +157,21 @@ class NetworkGraphs:
                 known = None
             if known is None:
                 graphing = Graphing(self._capture_library)
-                wholes, parts = CudaGraphs(device, graphing), CudaGraphs(device, graphing, are_many=True)
-                known = _Kept(ref(network), device, graphing, wholes, parts)
+                parts, inner = (CudaGraphs(device, graphing, are_many=True) for _ in range(2))
+                known = _Kept(ref(network), device, graphing, CudaGraphs(device, graphing), parts, inner)
                 self._kept[number] = known
             self._kept.move_to_end(number)
             return known
 
     def _drop(self, numbers: Iterable[int]) -> None:
-        """Drop graphs, but for those that another thread uses at this moment."""
+        """Drop graphs, but for those that are used at this moment, in this thread or another."""
         for number in numbers:
             kept = self._kept.get(number)
             if kept is None or not kept.lock.acquire(blocking=False):
                 continue
             try:
-                del self._kept[number]
-                kept.drop()
+                if not kept.depth:
+                    del self._kept[number]
+                    kept.drop()
             finally:
                 kept.lock.release()

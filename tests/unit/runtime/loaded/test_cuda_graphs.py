@@ -147,6 +147,26 @@ def test_work_of_the_callers_stream_is_waited_for(engine: Engine, fast: GraphedE
         assert right(found, wanted, engine)
 
 
+def test_callers_on_several_streams_take_turns(fast: GraphedEngine) -> None:
+    class Slow(Engine):
+        def __call__(self, **tensors: torch.Tensor) -> Tensors:
+            torch.cuda._sleep(5_000_000)
+            return super().__call__(**tensors)
+
+    slow, streams = Slow(), [torch.cuda.Stream() for _ in range(3)]
+    fast._engine = slow  # type: ignore[assignment]
+    fast.update_weights(slow.weights)
+    given = [draw(seed) for seed in range(9)]
+    fast(x=given[0])
+    torch.cuda.synchronize()
+    found = []
+    for place, x in enumerate(given):
+        with torch.cuda.stream(streams[place % 3]):
+            found.append(fast(x=x))
+    torch.cuda.synchronize()
+    assert all(right(each, x, slow) for each, x in zip(found, given, strict=True))
+
+
 def test_its_memory_is_known_and_given_back(engine: Engine, fast: GraphedEngine) -> None:
     fast(x=draw(0))
     assert 16 * MB < fast.device_bytes < 128 * MB

@@ -87,6 +87,7 @@ class Graph:
         handed: object,
         device: torch.device,
         memory: Memory,
+        turns: object,
         constant: frozenset[str],
         shared: object = None,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_a_network_keeps_its_graphs_whatever_engines_take_part() -> None:
     assert first is not None and used(networks, network, OTHERS) is first and first.bytes == 100
     with networks.using(network, CUDA, SOME, parts=True) as parts:
         assert parts is not None and parts is not first
-    assert networks.device_bytes(CUDA) == 101
+    assert networks.device_bytes(CUDA) == 102
     networks.drop(network)
     assert networks.device_bytes(CUDA) == first.bytes == parts.bytes == 0
 
@@ -61,25 +62,41 @@ def test_those_in_use_stay_and_the_others_give_way_oldest_first() -> None:
     told: list[torch.device] = []
     pool.on_change = told.append
     graphs = [used(networks, network) for network in networks_of]
-    assert pool.device_bytes(CUDA) == 303
+    assert pool.device_bytes(CUDA) == 306
     pool.close_all_idle(CUDA)
-    assert pool.device_bytes(CUDA) == 303, "a model may run by them where no engine is used"
+    assert pool.device_bytes(CUDA) == 306, "a model may run by them where no engine is used"
     with networks.running(networks_of[0]):
-        assert pool.free(CUDA, 50) == 101 and told == [CUDA]
+        assert pool.free(CUDA, 50) == 102 and told == [CUDA]
         assert [each.bytes for each in graphs] == [100, 0, 100]
-        assert pool.free(CUDA, 1000) == 101
-    assert pool.device_bytes(CUDA) == 101
+        assert pool.free(CUDA, 1000) == 102
+    assert pool.device_bytes(CUDA) == 102
     pool.clear()
     assert pool.device_bytes(CUDA) == 0
 
 
 def test_what_one_thread_uses_no_other_gets_or_drops() -> None:
     networks, network = NetworkGraphs(), torch.nn.Identity()
-    with networks.using(network, CUDA, SOME) as graphs:
-        assert graphs is not None and used(networks, network) is None
-        networks.drop(network)
+    with networks.using(network, CUDA, SOME) as graphs, ThreadPoolExecutor(1) as other:
+        assert graphs is not None and other.submit(used, networks, network).result() is None
+        other.submit(networks.drop, network).result()
         assert networks.free(CUDA, 1000) == 0 and graphs.bytes == 100
-    assert networks.free(CUDA, 1000) == 101
+    assert networks.free(CUDA, 1000) == 102
+
+
+def test_in_the_midst_of_a_call_others_are_used_and_none_dropped() -> None:
+    networks, network = NetworkGraphs(), torch.nn.Identity()
+    with networks.using(network, CUDA, SOME, parts=True) as outer:
+        outer_canary = networks._kept[id(network)].graphing.canary
+        assert used(networks, network) is None, "a whole call has no graph in the midst of another"
+        with networks.using(network, CUDA, OTHERS, parts=True) as inner:
+            assert inner is not None and inner is not outer
+            with networks.using(network, CUDA, OTHERS, parts=True) as innermost:
+                assert innermost is None
+            networks.drop(network)
+            assert networks.free(CUDA, 1000) == 0 and inner.bytes == 1
+        assert networks._kept[id(network)].graphing.canary is outer_canary
+    with networks.using(network, CUDA, SOME, parts=True) as again:
+        assert again is outer
 
 
 def test_few_are_kept_and_none_of_networks_that_are_gone() -> None:
@@ -87,11 +104,11 @@ def test_few_are_kept_and_none_of_networks_that_are_gone() -> None:
     for network in kept:
         with networks.running(network):
             used(networks, network)
-    assert networks.device_bytes(CUDA) == 202
+    assert networks.device_bytes(CUDA) == 204
     del network, kept[-1]
     with networks.running(kept[0]):
         pass
-    assert networks.device_bytes(CUDA) == 101
+    assert networks.device_bytes(CUDA) == 102
 
 
 def test_an_engine_that_ended_a_process_in_a_capture_is_in_no_other_until_somebody_wants_it(tmp_path: Path) -> None:
