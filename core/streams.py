@@ -40,6 +40,11 @@ def current_stream(device: torch.device) -> Stream:
     return torch.cuda.current_stream(device) if device.type == "cuda" else _NoStream()
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what the current stream is given now becomes a CUDA graph, and is not computed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def wait_for(device: torch.device) -> None:
     """Block until `device` has finished all work."""
     if device.type == "cuda":

@@ -26,7 +26,7 @@ from ....core.errors import UnsupportedModel
 from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision, Role
-from ....core.streams import wait_for
+from ....core.streams import is_capturing, wait_for
 from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
@@ -88,6 +88,9 @@ _GROUPS_KEPT = 512
 _CAST = "ComfyUI casts its weights at each call"
 
 _TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
+
+_CAPTURED = "a CUDA graph is being captured"
+"""By others, in which no result can be read, and no weights may move."""
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 
@@ -427,8 +430,8 @@ class BlockCalls:
     def _why_not(self) -> str | None:
         if torch.compiler.is_compiling():
             return "another node compiles the model"
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"  # in which no result can be read, and no weights may move
+        if is_capturing(self._device):
+            return _CAPTURED
         if self._times is not None and (reason := self._times.why_not_blocks(self.id)):
             return reason
         return why_not_in_this_mode(self._device) or self._engines.why_unavailable(self._device)
@@ -456,6 +459,8 @@ class BlockCalls:
         offer = block.offers.get((form, inputs, self._device, self._settings.effort))
         if offer is None and self._is_seldom_called:
             offer = self._by_other_sizes(block, form, tensors, inputs)
+        if is_capturing(self._device) and not self._may_be_captured(block, offer):
+            return self._plain(block, args, kwargs, _CAPTURED, outside)
         if offer is None or self._is_to_be_asked_for_again(offer):
             if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
                 return self._plain(block, args, kwargs, _CAST, outside)
@@ -617,7 +622,7 @@ class BlockCalls:
 
     def _graphs_of(self, group: LedBlock) -> GraphedNetwork | None:
         """Those of the calls of a layer around blocks; None where there are none in this call of the network."""
-        if not self._is_by_parts or self._hooks.by_hand or self._led is None:
+        if not self._may_have_parts or self._led is None:
             return None
         if group not in self._graphed_groups:
             self._keep_graphs()
@@ -625,6 +630,11 @@ class BlockCalls:
                 self._network, self._led, self._device, self._module, self._settings, self._lying, group.path
             )
         return self._graphed_groups[group]
+
+    @property
+    def _may_have_parts(self) -> bool:
+        """Whether calls of single blocks and groups may be CUDA graphs in the call that is made now."""
+        return self._is_by_parts and not self._hooks.by_hand and not is_capturing(self._device)
 
     def _compare(self, offer: BlockOffer, found: Any, wanted: Any) -> None:
         """Hold an engine's result against the block's; where memory does not suffice for that, a later one."""
@@ -776,6 +786,12 @@ class BlockCalls:
                 return found
         return None
 
+    def _may_be_captured(self, block: LedBlock, offer: BlockOffer | None) -> bool:
+        """Whether others may capture what an engine does: it has proved itself, and its weights lie where they stay."""
+        if offer is None or offer.engine is None or not offer.is_trusted:
+            return False
+        return self._given.get((block, offer.engine)) is not None
+
     def _may_be_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
         try:
             return self._are_at_hand(block, dtype_of(_precision_of(tensors)))
@@ -854,7 +870,7 @@ class BlockCalls:
     ) -> Any:
         """What the engine gives, by CUDA graphs of this block alone, or why they do not, in words; None where there are
         none."""
-        if not self._is_by_parts or self._hooks.by_hand or self._led is None:
+        if not self._may_have_parts or self._led is None:
             return None
         if self._graphed_blocks is None:
             self._keep_graphs()
