@@ -155,7 +155,7 @@ def test_callers_on_several_streams_take_turns(fast: GraphedEngine) -> None:
 
     slow, streams = Slow(), [torch.cuda.Stream() for _ in range(3)]
     fast._engine = slow  # type: ignore[assignment]
-    fast.update_weights(slow.weights)
+    fast.update_weights({"w": torch.randn(256, 256, device=CUDA)})
     given = [draw(seed) for seed in range(9)]
     fast(x=given[0])
     torch.cuda.synchronize()
