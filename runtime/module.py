@@ -208,6 +208,8 @@ class Run:
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
         self.by_blocks: Callable[[], ByBlocks | str] | None = None
+        self._may_give_way = True
+        """Whether engines that are slower than those of blocks leave calls to them."""
         self.settings = module.asked = settings or module.settings
         module.host_precision = _precision_of(source)
         self._finite_only = finite_only
@@ -278,12 +280,20 @@ class Run:
             status.count_blocks(reason, by_blocks.share, by_blocks.engine)
             engine = by_blocks.engine if veto is None or by_blocks.is_steady else None
             return Answer(engine, is_vetoed=engine is None)
+        if veto is None:
+            self._take_back()
         if by_blocks != reason:
             fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
             is_new, reason = status.explain_eager(reason, fuller), fuller
         if is_new:
             say_plain(reason)
         return Answer(is_vetoed=veto is not None)
+
+    def _take_back(self) -> None:
+        """No engine of blocks had a part: those of the whole model that gave way answer the next calls of the run."""
+        self._may_give_way = False
+        for call in [call for call, offer in self._offers.items() if offer.gives_way]:
+            del self._offers[call]
 
     @property
     def is_to_be_compared(self) -> bool:
@@ -459,7 +469,9 @@ class Run:
 
     def _new_offer(self, call: CallShape, settings: Settings) -> Offer:
         module, self._wanted = self._module, ""
-        hooks = replace(self._hooks, wants=self._want)  # not kept: a run, and with it its model, ends at once
+        has_blocks = self.by_blocks is not None and self._may_give_way
+        # Not kept: a run, and with it its model, ends at once.
+        hooks = replace(self._hooks, wants=self._want, has_blocks=has_blocks)
         offer = module.provider.offer(self._source, call, settings, hooks)
         if self._wanted:
             self._requested[call] = self._wanted

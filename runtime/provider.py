@@ -73,6 +73,7 @@ class HostHooks:
         wants: told the digest of each engine whose build is asked for.
         by_hand: a person asked for the engines: earlier failures are ignored, and where the build that the run waits
             for is cancelled, the run ends with the first of `interruptions`.
+        has_blocks: where the engine of the whole model gives way, engines of its blocks compute.
     """
 
     progress: ProgressCallback = ignore_progress
@@ -82,6 +83,7 @@ class HostHooks:
     drop_copies: Callable[[torch.device], object] = lambda device: None
     wants: Callable[[str], None] = lambda digest: None
     by_hand: bool = False
+    has_blocks: bool = False
 
 
 _NO_HOOKS = HostHooks()
@@ -94,12 +96,14 @@ class Offer:
     Attributes:
         build_seconds: how long a build of the missing engine is expected to take; None where none is missing, or no
             earlier build tells.
+        gives_way: there is one, and engines of blocks are to compute in its place.
     """
 
     engine: LoadedEngine | None = None
     plan: Plan | None = None
     reason: str = ""
     build_seconds: float | None = None
+    gives_way: bool = False
 
 
 @dataclass(frozen=True)
@@ -333,6 +337,8 @@ class EngineProvider:
             if self._shortages.why_not(plan.key.digest, plan.device):
                 self.pool.close_all_idle(plan.device)
             return Offer(reason=reason)
+        if hooks.has_blocks and (reason := self._why_blocks_instead(entry)):
+            return Offer(reason=reason, gives_way=True)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
 
@@ -603,6 +609,9 @@ class EngineProvider:
     def why_retired(self, entry: Entry) -> str | None:
         """Why an engine is not used since it is slower than the model, in words; None where it is used."""
         return None if self.step_times is None else self.step_times.why_not(entry)
+
+    def _why_blocks_instead(self, entry: Entry) -> str | None:
+        return None if self.step_times is None else self.step_times.why_blocks_instead(entry)
 
     def _forgiven(self, entry: Entry) -> Entry:
         return entry if self.step_times is None else self.step_times.forgive(entry)

@@ -4,6 +4,11 @@ A step that engines computed is compared with steps of the same work that the us
 steps there are before an engine is built; later a few are made on purpose, see `is_due`. An engine that seems slower
 beyond noise is suspected, since the machine may only have been busier with its steps than with the model's. One that
 is slower in new steps of both kinds as well is retired: its manifest says so, with the versions for which that holds.
+
+The engine of a whole model is compared with those of its blocks as well, and gives way to them where they are faster.
+They were timed before it came, so they serve and are timed again; where they are not faster after it as well, it comes
+back. Of blocks nothing is written down, so all this holds as long as the process.
+
 Where the model computes none any more, as with a VAE whose every call an engine answers, there are figures, but no
 engine is retired.
 """
@@ -92,6 +97,22 @@ class _Turns:
     last: int = 0
 
 
+@dataclass(frozen=True)
+class _Behind:
+    """What is known of a step whose engine gives way to those of blocks.
+
+    Attributes:
+        blocks: the same step by these.
+        engine_ms, blocks_ms: the medians.
+        is_sure: whether blocks were faster both before the engine served and after it.
+    """
+
+    blocks: TimedStep
+    engine_ms: float
+    blocks_ms: float
+    is_sure: bool
+
+
 _Unread = tuple[Clock, TimedStep, Any, Any]
 
 
@@ -135,6 +156,8 @@ class StepTimes:
         """Of the model, by the work, from before an engine was suspected: for figures alone."""
         self._unwritten: dict[EngineId, Speed] = {}
         self._of_blocks: OrderedDict[EngineId, Speed] = OrderedDict()
+        self._behind: OrderedDict[TimedStep, _Behind] = OrderedDict()
+        """Steps whose engine gives way to those of blocks."""
         self._lock = threading.RLock()
 
     # Measuring
@@ -215,6 +238,8 @@ class StepTimes:
         self._compares = False
 
     def _judge(self, step: TimedStep) -> None:
+        if self._gives_way(step):
+            return
         ours: Sequence[float] = self._samples.get(step, ())
         plain: Sequence[float] = self._samples.get(TimedStep(step.work), ())
         if are_new := len(plain) >= _LEAST_EAGER:
@@ -246,6 +271,46 @@ class StepTimes:
         for each in (step, TimedStep(step.work)):
             self._samples_of(each).clear()
         self._turns.pop(step.work, None)
+
+    def _gives_way(self, step: TimedStep) -> bool:
+        """Whether a step's engine gives way to those of blocks from here on, going by steps of the same work."""
+        if (blocks := self._by_blocks(step)) is None:
+            return False
+        ours, theirs, known = self._samples_of(step), self._samples_of(blocks), self._behind.get(step)
+        if min(len(ours), len(theirs)) < _LEAST_ENGINE:
+            return known is not None
+        slower = is_slower(ours, theirs)
+        if known is None:
+            if slower:
+                self._put_behind(step, blocks, is_sure=False)
+                theirs.clear()  # they serve now, and are timed anew
+        elif slower:
+            if not known.is_sure:
+                self._put_behind(step, blocks, is_sure=True)
+                for entry in self._entries_of(step):
+                    log.warning("Slipstream: %s: %s", entry.manifest.label, self.why_blocks_instead(entry))
+        elif not known.is_sure or is_slower(theirs, ours):
+            del self._behind[step]
+            ours.clear()
+            self._tell()
+        return step in self._behind
+
+    def _put_behind(self, step: TimedStep, blocks: TimedStep, is_sure: bool) -> None:
+        engine_ms, blocks_ms = (round(median(self._samples[each]), 3) for each in (step, blocks))
+        self._behind[step] = _Behind(blocks, engine_ms, blocks_ms, is_sure)
+        _keep(self._behind, step)
+        self._tell()
+
+    def _by_blocks(self, step: TimedStep) -> TimedStep | None:
+        """The same work by engines of blocks that are in use; None where there is none, or no engine of the whole model
+        alone computed the step."""
+        if not self._retires or len(step.engines) != 1 or timed_by(step.engines[0]) is not None:
+            return None
+        same = (each for each in reversed(self._samples) if (each.work, each.others) == (step.work, step.others))
+        return next((each for each in same if each.engines and all(map(self._are_blocks_in_use, each.engines))), None)
+
+    def _are_blocks_in_use(self, engine: EngineId) -> bool:
+        return timed_by(engine) is not None and self.why_not_blocks(engine) is None
 
     def _note(self, entries: Iterable[Entry], speed: Speed) -> None:
         for entry in entries:
@@ -291,6 +356,20 @@ class StepTimes:
             f"Slipstream takes {say_precisely(speed.eager_ms)} ms, {BLOCKS_NOT_USED}, or until you press Build engine"
         )
 
+    def why_blocks_instead(self, entry: Entry) -> str | None:
+        """Why engines of blocks, where there are any, are used in place of a whole model's, in words; None where that
+        one is used."""
+        with self._lock:
+            found = (known for step, known in self._behind.items() if id_of(entry) in step.engines)
+            behind = next((each for each in found if all(map(self._are_blocks_in_use, each.blocks.engines))), None)
+        if behind is None:
+            return None
+        return (
+            f"the engine takes {say_precisely(behind.engine_ms)} ms a {entry.manifest.timed_by} where engines of the "
+            f"model's blocks take {say_precisely(behind.blocks_ms)} ms, so these are used instead; tried again once "
+            "they take longer, at the next start, or when you press Build engine"
+        )
+
     def speed_of_blocks(self, engine: EngineId) -> Speed | None:
         """The figures of a model's blocks on engines; None where there are none yet."""
         return self._of_blocks.get(engine)
@@ -307,14 +386,17 @@ class StepTimes:
         """Somebody asks for this engine by hand: a retired one is used and measured again."""
         with self._lock:
             speed, engine = self.speed_of(entry), id_of(entry)
-            if speed is None or not speed.retired:
+            is_retired = speed is not None and speed.retired
+            if is_retired or any(engine in step.engines for step in self._behind):
+                self._forget_samples(engine)
+            if speed is None or not is_retired:
                 return entry
-            self._forget_samples(engine)
             return self._record(entry, replace(speed, retired={}))
 
     def _forget_samples(self, engine: EngineId) -> None:
-        for step in [each for each in self._samples if engine in each.engines]:
-            del self._samples[step]
+        for step in [each for each in (*self._samples, *self._behind) if engine in each.engines]:
+            self._samples.pop(step, None)
+            self._behind.pop(step, None)
             self._suspects.discard(step)
 
     def _record(self, entry: Entry, speed: Speed) -> Entry:

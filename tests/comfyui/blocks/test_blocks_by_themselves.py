@@ -17,15 +17,21 @@ from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.blocks import block_calls, block_weights
 from slipstream.hosts.comfy.node_state.node_states import state_of
+from slipstream.hosts.comfy.node_state.status_text import describe
 from slipstream.hosts.comfy.process import dynamic_vram
+from slipstream.hosts.comfy.run.model_calls import ModelCalls
+from slipstream.runtime.checking.sentinel import Sentinel
+from slipstream.runtime.checking.step_timers import is_on_purpose
+from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.module import Run as ModuleRun
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings, parse_resolutions
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
-from slipstream.tests.fakes import wait_until
+from slipstream.tests.fakes import FakeClock, wait_until
 from slipstream.tests.tensors import distance
 
 BY_THEMSELVES = Settings(policy=BuildPolicy.BACKGROUND, levers=Levers(by_blocks=ByBlocks.ON))
@@ -74,6 +80,50 @@ def test_blocks_serve_until_the_whole_engine_is_there(tmp_path: Any) -> None:
         assert set(module.status.last_run.wanted.values()) == {state.digest}
         sampled(fast, model)
         assert (module.status.block_calls, module.status.engine_calls) == (STEPS, STEPS), module.status.to_json()
+
+
+def test_a_whole_engine_that_is_slower_than_the_blocks_gives_way_to_them(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, by_engine, by_model, model = FakeClock(), ModuleRun._compute, ModelCalls._plain, tiny.model()
+
+    def compute(run: Any, *args: Any) -> Any:
+        clock.now += 38.0
+        return by_engine(run, *args)
+
+    def plain(calls: Any, *args: Any) -> Any:
+        clock.now += 98.0 if is_on_purpose() else 34.0
+        return by_model(calls, *args)
+
+    monkeypatch.setattr(Sentinel, "is_due", lambda *args: False)  # its comparisons are calls of the model, too
+    monkeypatch.setattr(ModuleRun, "_compute", compute)
+    monkeypatch.setattr(ModelCalls, "_plain", plain)
+    with quick_provider(EngineStore(tmp_path)) as whole, quick_block_provider(EngineStore(tmp_path)) as provider:
+        provider.backends = whole.backends
+        provider.step_times = StepTimes(provider.store, {}, lambda device: clock)
+        asked = Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS)
+        tiny.sample(accelerated(provider, model, asked)[0], steps=STEPS)
+        fast, module = accelerated(provider, model)
+
+        def calls(changed: Any = fast) -> tuple[int, int]:
+            before = module.status.block_calls, module.status.engine_calls
+            sampled(changed, model, steps=12)
+            return module.status.block_calls - before[0], module.status.engine_calls - before[1]
+
+        assert calls() == (10, 0), "two steps are computed on purpose"
+        wait_until(lambda: not provider.queue.pending(), 60)
+        assert calls()[0] == 0, "the whole engine is there"
+        assert [calls() for _ in range(2)] == [(10, 0), (12, 0)]
+        state = state_of(module)
+        assert (state.kind, state.text) == ("ready", "blocks")
+        reason = "the engine takes 38.0 ms a step where engines of the model's blocks take 34.0 ms, so these are used"
+        assert reason in state.tip and reason in describe(module)
+        alone, without = accelerated(provider, model, Settings(policy=BuildPolicy.MANUAL))
+        sampled(alone, model, steps=3)
+        assert without.status.engine_calls == 3, "which has no engines of blocks"
+        by_hand, pressed = accelerated(provider, model, by_hand=True)  # as Build engine's dry run makes it
+        sampled(by_hand, model, steps=1)
+        assert pressed.status.engine_calls == 1 and calls()[0] == 0
 
 
 def test_a_whole_engine_that_cannot_be_built_is_told_of_though_blocks_serve(tmp_path: Any) -> None:

@@ -712,6 +712,28 @@ def test_why_no_block_runs_on_an_engine_is_told_once(
     ] == [f"Slipstream runs your model without an engine: {reason}"]
 
 
+@pytest.mark.parametrize("veto", [None, "another node patches the model"])
+def test_an_engine_that_gave_way_to_blocks_serves_where_none_of_them_has_an_engine(
+    provider: EngineProvider, source: FakeSource, monkeypatch: pytest.MonkeyPatch, veto: str | None
+) -> None:
+    monkeypatch.setattr(provider, "_why_blocks_instead", lambda entry: "engines of blocks are faster")
+    module = AcceleratedModule(provider, FIRST_USE)
+    with module.run(source) as run:
+        run.by_blocks = lambda: ByBlocks("4 of 4 calls of blocks on engines", None)
+        assert_right(call(run, source), source)
+        assert module.status.block_calls == 1
+        run.by_blocks = lambda: "its weights are cast at each call"
+        assert_right(run(INPUTS, lambda: source.eager(INPUTS), veto)["out"], source)
+        for _ in range(2):
+            assert_right(call(run, source), source)
+    # Why a call that no engine of the whole may answer has none of blocks says nothing of others.
+    assert module.status.engine_calls == (2 if veto is None else 1)
+    with module.run(source) as run:
+        run.by_blocks = lambda: ByBlocks("4 of 4 calls of blocks on engines", None)
+        assert_right(call(run, source), source)
+    assert module.status.block_calls == 2, "the next run asks again"
+
+
 def test_a_model_whose_blocks_run_on_engines_is_not_called_plain(
     provider: EngineProvider, caplog: pytest.LogCaptureFixture
 ) -> None:

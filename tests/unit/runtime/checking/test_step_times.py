@@ -25,7 +25,7 @@ from slipstream.runtime.checking.step_times import (
 from slipstream.runtime.loaded.device_clock import disturbances
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.planning.plan import CallShape
-from slipstream.runtime.provider import EngineProvider, HostHooks
+from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.tests.fakes import (
     BACKGROUND,
     CPU,
@@ -302,6 +302,160 @@ def test_blocks_that_are_slower_are_not_used_in_this_process(times: StepTimes) -
     measure(times, TimedStep("other"), *SLOW)
     assert times.why_not_blocks(faster) is None
     assert (known := times._of_blocks.get(faster)) is not None and known.speedup == 3.0
+
+
+BLOCKS = TimedStep(WORK, (id_of_blocks("a" * 64),))
+
+
+def beside_blocks(provider: EngineProvider, source: FakeSource) -> Offer:
+    """What a run is offered whose calls engines of blocks compute where none of the whole model does."""
+    offer = provider.offer(source, CALL, FIRST_USE, HostHooks(has_blocks=True))
+    if offer.engine is not None:
+        provider.pool.give_back(offer.engine)
+    return offer
+
+
+BEHIND = (
+    "the engine takes 38.1 ms a step where engines of the model's blocks take 34.2 ms, so these are used instead; "
+    "tried again once they take longer, at the next start, or when you press Build engine"
+)
+
+
+def fall_behind(times: StepTimes, engine: EngineId) -> None:
+    """Slower than blocks were before, and are again."""
+    measure(times, BLOCKS, *[34.0] * 5)
+    measure(times, TimedStep(WORK, (engine,)), *[38.1] * 5)
+    measure(times, BLOCKS, *[34.2] * 5)
+
+
+def test_a_whole_engine_that_is_slower_than_those_of_blocks_gives_way_to_them(
+    provider: EngineProvider,
+    times: StepTimes,
+    engine: EngineId,
+    source: FakeSource,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    heard: list[str] = []
+    times.on_change = lambda: heard.append(beside_blocks(provider, source).reason)
+    measure(times, BLOCKS, *[34.0] * 5)
+    measure(times, TimedStep(WORK, (engine,)), *[38.1] * 4)
+    assert beside_blocks(provider, source).engine is not None, "too few"
+    measure(times, TimedStep(WORK, (engine,)), 38.1)
+    assert "so these are used instead" in beside_blocks(provider, source).reason
+    assert not caplog.text, "it is not sure yet"
+    for _ in range(3):
+        measure(times, BLOCKS, *[34.2] * 5)
+    offer = beside_blocks(provider, source)
+    assert (offer.engine, offer.reason, offer.gives_way) == (None, BEHIND, True)
+    assert caplog.text.count(BEHIND) == 1 and heard[-1] == BEHIND
+    assert run_once(provider, source).engine is not None, "a run without blocks has no other"
+    assert why_retired(only_entry(provider).manifest) is None
+
+
+@pytest.mark.parametrize("took", [34.0, 20.0, 34.9], ids=["equal", "faster", "noise"])
+def test_a_whole_engine_that_is_not_slower_than_those_of_blocks_stays(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource, took: float
+) -> None:
+    for _ in range(3):
+        measure(times, BLOCKS, *[34.0] * 5)
+        measure(times, TimedStep(WORK, (engine,)), *[took] * 5)
+        assert beside_blocks(provider, source).engine is not None
+
+
+def test_blocks_that_are_no_faster_when_they_are_timed_anew_take_no_engines_place(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A game began when the whole engine came."""
+    measure(times, BLOCKS, *[34.0] * 64)
+    measure(times, TimedStep(WORK, (engine,)), *[45.0] * 64)
+    measure(times, PLAIN, *[40.0] * 64)
+    assert beside_blocks(provider, source).engine is None
+    measure(times, BLOCKS, *[46.0] * 5)
+    assert beside_blocks(provider, source).engine is not None and not caplog.text
+    measure(times, TimedStep(WORK, (engine,)), *[44.0] * 5)
+    assert beside_blocks(provider, source).engine is not None
+
+
+def test_blocks_that_become_slower_later_give_way_in_their_turn(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    """As where memory no longer suffices for all weights."""
+    fall_behind(times, engine)
+    measure(times, BLOCKS, *[38.0] * 64)
+    assert beside_blocks(provider, source).engine is None, "no slower"
+    measure(times, BLOCKS, *[60.0] * 64)
+    assert beside_blocks(provider, source).engine is not None
+
+
+@pytest.mark.parametrize("way", ["other work", "another ControlNet", "slower than the model", "two engines"])
+def test_blocks_that_could_not_have_served_in_its_place_are_not_compared_with_an_engine(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource, way: str
+) -> None:
+    other = ("c" * 64, "2026-01-01T00:00:00+00:00")
+    blocks, whole = BLOCKS, TimedStep(WORK, (engine,))
+    if way == "other work":
+        blocks = TimedStep("beside another node's patch", (id_of_blocks("a" * 64, patches=("skips",)),))
+    elif way == "another ControlNet":
+        blocks = TimedStep(WORK, BLOCKS.engines, (other,))
+    elif way == "slower than the model":
+        retire(times, *BLOCKS.engines)
+    else:
+        whole = TimedStep(WORK, tuple(sorted((engine, other))))
+    for _ in range(3):
+        measure(times, blocks, *[34.0] * 5)
+        measure(times, whole, *[50.0] * 5)
+    assert beside_blocks(provider, source).engine is not None
+
+
+def test_where_blocks_turn_out_slower_than_the_model_the_whole_engine_serves_again(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    fall_behind(times, engine)
+    measure(times, PLAIN, *[20.0] * 64)
+    assert beside_blocks(provider, source).engine is None
+    for _ in range(2):
+        measure(times, BLOCKS, *[34.2] * 64)
+        measure(times, PLAIN, *[20.0] * 64)
+    assert times.why_not_blocks(*BLOCKS.engines) is not None
+    assert beside_blocks(provider, source).engine is not None
+
+
+def test_an_engine_that_gave_way_to_blocks_is_not_judged_by_its_old_steps(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    fall_behind(times, engine)
+    for _ in range(3):
+        measure(times, PLAIN, *[36.0] * 64)
+        measure(times, BLOCKS, *[34.2] * 5)
+    assert beside_blocks(provider, source).reason == BEHIND and run_once(provider, source).engine is not None
+
+
+def test_by_hand_an_engine_that_gave_way_to_blocks_is_used_and_measured_anew(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    fall_behind(times, engine)
+    provider.make(source, CALL, FIRST_USE, HostHooks(by_hand=True))
+    assert beside_blocks(provider, source).engine is not None
+    measure(times, BLOCKS, *[34.2] * 5)
+    assert beside_blocks(provider, source).engine is not None, "what was measured before counts no more"
+    fall_behind(times, engine)
+    assert beside_blocks(provider, source).reason == BEHIND
+
+
+def test_the_next_process_tries_an_engine_that_gave_way_to_blocks(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource, backend: NullBackend
+) -> None:
+    fall_behind(times, engine)
+    assert beside_blocks(provider, source).engine is None
+    assert beside_blocks(again(provider, backend), source).engine is not None
+
+
+def test_where_no_engine_is_retired_none_gives_way_to_blocks(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    provider.step_times = StepTimes(provider.store, VERSIONS, times.clock_of, retires=False)
+    fall_behind(provider.step_times, engine)
+    assert beside_blocks(provider, source).engine is not None
 
 
 def test_so_it_stays_whatever_is_measured_in_the_rest_of_the_run(
