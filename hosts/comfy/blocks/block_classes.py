@@ -6,6 +6,7 @@ A block inside of another one is computed by the other's engine; it has its turn
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ def layer_at(place: str) -> str | None:
     return place.removeprefix(_WHOLE) if place.startswith(_WHOLE) else None
 
 
+@functools.cache
 def names_at(place: str) -> tuple[str, ...]:
     """The names in `patches` and `patches_replace` whose functions compute at a place."""
     layer = layer_at(place)

@@ -30,18 +30,17 @@ def why_patched(
         places: at which other nodes may compute, see `computed_outside`.
         is_group: it is a layer around blocks.
     """
-    others = reads - {*places}
     for name in options:
         if name in FACTS or name == OVERRIDE or name not in reads:
             continue
         value = options[name]
         if name == PATCHES:
-            if patch := next((each for each in value if each in others and is_there(value[each])), None):
+            others = (each for each in value if each in reads and each not in places)
+            if patch := next((each for each in others if is_there(value[each])), None):
                 return f"another node patches it ({patch})"
         elif name == REPLACE:
-            if replaced := next(
-                (each for each in value if each in others and _is_here(value[each], options, is_group)), None
-            ):
+            others = (each for each in value if each in reads and each not in places)
+            if replaced := next((each for each in others if _is_here(value[each], options, is_group)), None):
                 return f"another node replaces a part of it ({replaced})"
         else:
             return f"it is told {name!r}, which engines do not take"
