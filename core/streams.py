@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -42,7 +43,7 @@ def current_stream(device: torch.device) -> Stream:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what the current stream is given now becomes a CUDA graph, and is not computed."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def wait_for(device: torch.device) -> None:
@@ -78,38 +79,52 @@ def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
 
 
 def wait_for_streams(device: torch.device) -> None:
-    """Block until the work on Slipstream's own streams has finished.
+    """Block until the work on Slipstream's own streams, and that of all turns, has finished.
 
     Synchronising the whole device would fail while another thread captures a CUDA graph, and invalidate the capture.
     """
     for number in range(_STREAMS):
         _stream(device, number).synchronize()
+    turns_of(device).wait()
+
+
+@functools.cache
+def turns_of(device: torch.device) -> Turns:
+    """The turns of all work on a device that has to do with the same memory, such as the workspaces of libraries."""
+    return Turns(device)
 
 
 class Turns:
-    """Work on its callers' streams that has to do with the same memory, and is done in the order in which it is given,
-    whichever stream is current then.
+    """Work on the callers' streams that is done in the order in which it is given, whichever thread gives it, and
+    whichever stream is current there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._lock = threading.RLock()
         self._done: torch.cuda.Event | None = None
+        self._last = 0
 
     @contextmanager
     def turn(self) -> Iterator[Stream]:
-        """The current stream, which waits for the turns before; the host does not. No turn begins within another."""
+        """The current stream, which waits for the turns before; the host waits until those have been given.
+
+        Inside, the device is the current one: what is launched on its default stream goes to no other device's.
+        """
         if self._device.type != "cuda":
             yield _NoStream()
             return
-        stream = torch.cuda.current_stream(self._device)
-        if self._done is None:
-            self._done = torch.cuda.Event()
-        else:
-            stream.wait_event(self._done)
-        try:
-            yield stream
-        finally:
-            self._done.record(stream)
+        with self._lock, torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            if self._done is None:
+                self._done = torch.cuda.Event()
+            elif self._last != stream.cuda_stream:
+                stream.wait_event(self._done)
+            try:
+                yield stream
+            finally:
+                self._last = stream.cuda_stream
+                self._done.record(stream)
 
     def wait(self) -> None:
         """Block until the last one is done."""
@@ -164,6 +179,8 @@ def capture_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """
     _stream(device, _CAPTURE).wait_stream(_stream(device, _SIDE))
     with _beside_caller(device, _stream(device, _CAPTURE)) as stream:
+        with turns_of(device).turn():
+            pass  # It comes behind those before, and is none itself: a capture waits for locks.
         yield stream
 
 

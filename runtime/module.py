@@ -290,10 +290,13 @@ class Run:
         return Answer(is_vetoed=veto is not None)
 
     def _take_back(self) -> None:
-        """No engine of blocks had a part: those of the whole model that gave way answer the next calls of the run."""
-        self._may_give_way = False
-        for call in [call for call, offer in self._offers.items() if offer.gives_way]:
-            del self._offers[call]
+        """No engine of blocks had a part: those of the whole model that gave way answer from the next call on."""
+        self._may_give_way, times = False, self._module.provider.step_times
+        for call, offer in [*self._offers.items()]:
+            if offer.gives_way is not None:
+                del self._offers[call]
+                if times is not None:
+                    times.take_back(offer.gives_way)
 
     @property
     def is_to_be_compared(self) -> bool:

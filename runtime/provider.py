@@ -96,14 +96,14 @@ class Offer:
     Attributes:
         build_seconds: how long a build of the missing engine is expected to take; None where none is missing, or no
             earlier build tells.
-        gives_way: there is one, and engines of blocks are to compute in its place.
+        gives_way: the one in whose place engines of blocks are to compute; None where that is not so.
     """
 
     engine: LoadedEngine | None = None
     plan: Plan | None = None
     reason: str = ""
     build_seconds: float | None = None
-    gives_way: bool = False
+    gives_way: Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ class EngineProvider:
                 self.pool.close_all_idle(plan.device)
             return Offer(reason=reason)
         if hooks.has_blocks and (reason := self._why_blocks_instead(entry)):
-            return Offer(reason=reason, gives_way=True)
+            return Offer(reason=reason, gives_way=entry)
         ready = self._ready_or_short(source, plan, entry, hooks)
         return Offer(reason=ready) if isinstance(ready, str) else Offer(ready, plan)
 

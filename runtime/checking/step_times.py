@@ -37,6 +37,8 @@ _SAMPLES_KEPT = 64
 _STEPS_KEPT, _UNREAD_KEPT = 256, 1024
 _LEAST_ENGINE, _LEAST_EAGER = 5, 3
 """Samples without which nothing is said."""
+_LATEST = 8
+"""Samples of blocks, at most, with which those of a whole model are compared: blocks may have become slower."""
 _SLOWER, _MS_SLOWER = 1.03, 0.2
 """By how much an engine must be slower: times as long, and ms besides."""
 _CHANGED = 0.05
@@ -277,9 +279,10 @@ class StepTimes:
         if (blocks := self._by_blocks(step)) is None:
             return False
         ours, theirs, known = self._samples_of(step), self._samples_of(blocks), self._behind.get(step)
-        if min(len(ours), len(theirs)) < _LEAST_ENGINE:
+        latest = [*theirs][-_LATEST:]
+        if min(len(ours), len(theirs)) < _LEAST_ENGINE or min(map(median, (ours, latest))) <= 0:
             return known is not None
-        slower = is_slower(ours, theirs)
+        slower = is_slower(ours, latest)
         if known is None:
             if slower:
                 self._put_behind(step, blocks, is_sure=False)
@@ -289,7 +292,7 @@ class StepTimes:
                 self._put_behind(step, blocks, is_sure=True)
                 for entry in self._entries_of(step):
                     log.warning("Slipstream: %s: %s", entry.manifest.label, self.why_blocks_instead(entry))
-        elif not known.is_sure or is_slower(theirs, ours):
+        elif not known.is_sure or is_slower(latest, ours):
             del self._behind[step]
             ours.clear()
             self._tell()
@@ -358,17 +361,31 @@ class StepTimes:
 
     def why_blocks_instead(self, entry: Entry) -> str | None:
         """Why engines of blocks, where there are any, are used in place of a whole model's, in words; None where that
-        one is used."""
+        one is used, as where it is the faster one with another sampler or ControlNet."""
         with self._lock:
             found = (known for step, known in self._behind.items() if id_of(entry) in step.engines)
             behind = next((each for each in found if all(map(self._are_blocks_in_use, each.blocks.engines))), None)
-        if behind is None:
-            return None
+            if behind is None or any(self._leads(step) for step in self._samples if id_of(entry) in step.engines):
+                return None
         return (
             f"the engine takes {say_precisely(behind.engine_ms)} ms a {entry.manifest.timed_by} where engines of the "
             f"model's blocks take {say_precisely(behind.blocks_ms)} ms, so these are used instead; tried again once "
             "they take longer, at the next start, or when you press Build engine"
         )
+
+    def _leads(self, step: TimedStep) -> bool:
+        """Whether a whole model's engine is known to be faster than those of blocks with a step."""
+        if step in self._behind or (blocks := self._by_blocks(step)) is None:
+            return False
+        ours, latest = self._samples[step], [*self._samples[blocks]][-_LATEST:]
+        return min(len(ours), len(latest)) >= _LEAST_ENGINE and is_slower(latest, ours)
+
+    def take_back(self, entry: Entry) -> None:
+        """Engines of blocks had no part where a whole model's engine gave way: it serves again, and is measured."""
+        with self._lock:
+            for step in [step for step in self._behind if id_of(entry) in step.engines]:
+                del self._behind[step]
+                self._samples_of(step).clear()
 
     def speed_of_blocks(self, engine: EngineId) -> Speed | None:
         """The figures of a model's blocks on engines; None where there are none yet."""
@@ -398,6 +415,8 @@ class StepTimes:
             self._samples.pop(step, None)
             self._behind.pop(step, None)
             self._suspects.discard(step)
+        for step in [each for each, known in self._behind.items() if engine in known.blocks.engines]:
+            del self._behind[step]
 
     def _record(self, entry: Entry, speed: Speed) -> Entry:
         try:

@@ -25,7 +25,7 @@ import torch
 
 from ...core.protocols import Engine, HandOut, Tensors
 from ...core.shapes import ShapeProfile
-from ...core.streams import Turns, capture_stream, wait_for_streams
+from ...core.streams import capture_stream, is_capturing, turns_of, wait_for_streams
 from ..capture.arena import Arena, Graph, capture, give_back, prepare_libraries
 from ..capture.compiling import compile_in_background
 from ..capture.library import CaptureError, CaptureLibrary, loaded_library
@@ -113,7 +113,6 @@ class CudaGraphs:
         self._graphs: OrderedDict[_Call, _Graph] = OrderedDict()
         self._kept = _MANY_KEPT if are_many else _GRAPHS_KEPT
         self._shared: _Buffers | None = weakref.WeakValueDictionary() if are_many else None
-        self._turns = Turns(device)
         self._arena: Arena | None = None
         self._hopeless: set[Hashable] = set()
 
@@ -200,6 +199,7 @@ class CudaGraphs:
         if self._arena is None:
             return
         with _capturing:
+            wait_for_streams(self._device)  # what was set aside for a capture that failed may still be written to
             self._close([*self._graphs])
             self._arena.close()
             give_back(self._arena.library)
@@ -208,7 +208,7 @@ class CudaGraphs:
     def _close(self, calls: Iterable[_Call]) -> None:
         for call in calls:
             with _capturing:
-                self._turns.wait()  # a graph that still runs must keep its memory
+                wait_for_streams(self._device)  # a graph that still runs must keep its memory
                 self._graphs.pop(call).close()
 
     def _capture(
@@ -258,7 +258,6 @@ class CudaGraphs:
         # What is kept here outlives a host's inference mode.
         with _capturing, capture_stream(self._device) as stream, torch.inference_mode(False), torch.no_grad():
             wait_for_streams(self._device)
-            self._turns.wait()
             give_back(library)
             prepare_libraries(library, self._device)
             graph = self._graphs.get(call) or self._added(call, compute, tensors, constant)
@@ -289,9 +288,7 @@ class CudaGraphs:
             raise
         if len(self._graphs) >= self._kept:
             self._close([next(iter(self._graphs))])
-        self._graphs[call] = _Graph(
-            tensors, like, handed, self._device, self._arena, self._turns, constant, self._shared
-        )
+        self._graphs[call] = _Graph(tensors, like, handed, self._device, self._arena, constant, self._shared)
         return self._graphs[call]
 
 
@@ -299,7 +296,7 @@ class GraphedEngine:
     """An engine whose calls are CUDA graphs."""
 
     def __init__(self, engine: Engine, device: torch.device, graphing: Graphing | None = None) -> None:
-        self._engine = engine
+        self._engine, self._device = engine, device
         self._graphs = CudaGraphs(device, graphing)
         self._has_weights = False
 
@@ -320,7 +317,7 @@ class GraphedEngine:
         return self._engine.copies_weights
 
     def __call__(self, **tensors: torch.Tensor) -> Tensors:
-        if is_inlined() or not self._has_weights:
+        if is_inlined() or not self._has_weights or is_capturing(self._device):
             return self._engine(**tensors)  # which also says what is wrong
         return self._graphs.run(self._engine, self._engine.generation, tensors)
 
@@ -368,7 +365,6 @@ class _Graph:
         like: its results, on the meta device.
         handed: what it hands out, on the meta device.
         arena: in which it computes; shared with graphs that never run at the same time.
-        turns: of all graphs that share its memory.
         constant: see `CudaGraphs.run`.
         shared: buffers of graphs that never run at the same time either; None: it has its own.
     """
@@ -380,7 +376,6 @@ class _Graph:
         handed: Sequence[_Handed],
         device: torch.device,
         arena: Arena,
-        turns: Turns,
         constant: frozenset[str],
         shared: _Buffers | None = None,
     ) -> None:
@@ -393,7 +388,7 @@ class _Graph:
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
-        self._arena, self._turns = arena, turns
+        self._arena = arena
         self._graphs: list[Graph] = []
         self._constant = constant
         self._copied: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -447,21 +442,24 @@ class _Graph:
     def replay(self, tensors: Tensors, outside: HandOut | None = None) -> Tensors:
         assert self._graphs
         results = {name: torch.empty_like(tensor) for name, tensor in self._outputs.items()}
-        with self._turns.turn() as stream:
-            with torch.no_grad():
-                for name, tensor in tensors.items():
-                    self._put(name, tensor)
-            for graph, handed in zip(self._graphs, [*self._handed, None], strict=True):
+        put: Callable[[], object] = partial(self._put_all, tensors)
+        for graph, handed in zip(self._graphs, [*self._handed, None], strict=True):
+            with turns_of(self._device).turn() as stream, torch.no_grad():
+                put()
                 graph.launch(stream)
-                if handed is not None:
-                    assert outside is not None
-                    found = outside(handed.given, handed.taken.shape, handed.what)
-                    with torch.no_grad():
-                        handed.taken.copy_(found)
-            with torch.no_grad():
-                for name, result in results.items():
-                    result.copy_(self._outputs[name])
+                if handed is None:
+                    for name, result in results.items():
+                        result.copy_(self._outputs[name])
+            if (
+                handed is not None
+            ):  # others may have turns of their own meanwhile: what this one left stays in the arena
+                assert outside is not None
+                put = partial(handed.taken.copy_, outside(handed.given, handed.taken.shape, handed.what))
         return results
+
+    def _put_all(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            self._put(name, tensor)
 
     def _put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor into the graph's input buffer, unless its values are there already."""

@@ -118,6 +118,11 @@ class NetworkGraphs:
             kept.graphing.canary = outer
             kept.lock.release()
 
+    def are_used(self, network: torch.nn.Module) -> bool:
+        """Whether a call of a network, or of a part of it, is in the midst of a replay."""
+        kept = self._kept.get(id(network))
+        return kept is not None and kept.depth > 0
+
     def drop(self, network: torch.nn.Module) -> None:
         """Give back the memory of a network's graphs."""
         with self._lock:

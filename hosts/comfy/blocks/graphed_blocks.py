@@ -88,7 +88,8 @@ class GraphedBlocks:
         """
         if len(tensors) > len(_NAMES):
             return None
-        what = block.path, offer.digest, self._switches
+        is_within = self._pool.networks.are_used(self._network)  # by graphs in whose memory it has none
+        what = block.path, offer.digest, self._switches, is_within
         call = what, offer.inputs
         captured = self._known.get(call)
         if captured is None:

@@ -7,6 +7,7 @@ again, with the addresses of its capture. In a CUDA GPU's server: tests/comfyui/
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -46,7 +47,7 @@ class HostGraphs:
     """In the place of `CudaGraphs`, on a CPU.
 
     Attributes:
-        parts: in the place of those of blocks.
+        parts: in the place of those of blocks; `parts.inner` of those in the midst of such a call.
         captures, replays: how often.
         factor: by which replays are wrong.
         right: so many of the first replays of each call are right.
@@ -56,8 +57,9 @@ class HostGraphs:
     are_possible = True
     bytes = 0
 
-    def __init__(self, parts: HostGraphs | None = None) -> None:
-        self.parts = parts or self
+    def __init__(self, parts: HostGraphs | None = None, inner: HostGraphs | None = None) -> None:
+        self.parts, self.inner = parts or self, inner or self
+        self._is_replayed = False
         self.captures = self.replays = 0
         self.factor = 1.0
         self.right = 0
@@ -93,6 +95,7 @@ class HostGraphs:
             places = {name: tensor.clone() for name, tensor in tensors.items()}
             compute(*([] if outside is None else [_nothing]), **places)
             self._made[call] = generation, compute, places
+        assert not self._is_replayed, "another call computes in the memory of one that is not over"
         _, captured, places = self._made[call]
         for name, tensor in tensors.items():
             places[name].copy_(tensor)
@@ -100,7 +103,11 @@ class HostGraphs:
         self._replays_of[call] += 1
         factor = self.factor if self._replays_of[call] > self.right else 1.0
         out = [] if outside is None else [_from_buffers(outside)]
-        return {name: tensor * factor for name, tensor in captured(*out, **places).items()}
+        self._is_replayed = True
+        try:
+            return {name: tensor * factor for name, tensor in captured(*out, **places).items()}
+        finally:
+            self._is_replayed = False
 
     def forget(self, what: Hashable, for_good: bool = False) -> None:
         self._made = {call: made for call, made in self._made.items() if call[0] != what}
@@ -136,10 +143,11 @@ class HostNetworks(NetworkGraphs):
 
 @pytest.fixture
 def graphs(shared_provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> HostGraphs:
-    made = HostGraphs(HostGraphs())
+    made = HostGraphs(HostGraphs(inner=HostGraphs()))
+    of_blocks = itertools.cycle((made.parts, made.parts.inner))
 
     def graphs_of(device: torch.device, graphing: Any, are_many: bool = False) -> HostGraphs:
-        return made.parts if are_many else made
+        return next(of_blocks) if are_many else made
 
     monkeypatch.setattr(network_graphs, "CudaGraphs", graphs_of)
     monkeypatch.setattr(shared_provider.pool, "networks", HostNetworks())
@@ -232,14 +240,15 @@ def test_of_what_other_nodes_patch_blocks_alone_are_replayed(
     before = graphs.replays
     wanted = tiny.sample(patched(model, how), steps=STEPS)
     assert distance(wanted, tiny.sample(model, steps=STEPS)) > 1e-3
-    counts = []
+    parts, inner, counts = graphs.parts, graphs.parts.inner, []
     for _ in range(3):
         assert distance(tiny.sample(patched(fast, how), steps=STEPS), wanted) < 1e-5
-        counts.append((graphs.parts.captures, graphs.parts.replays))
+        counts.append((parts.captures + inner.captures, parts.replays + inner.replays))
     assert before and graphs.replays == before and module.status.block_calls
     *_, (captures, first), (later, second) = counts
     on_engines, _ = share_of(module)
     assert captures == later == on_engines and second - first == STEPS * on_engines
+    assert inner.captures == (3 if how == "attention input" else 0)
 
 
 def test_a_blocks_graph_that_is_wrong_is_not_used(
@@ -386,8 +395,9 @@ def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
     there = kind()
     wanted = tiny.sample(there.put_into(model), family, steps=STEPS)
     assert distance(wanted, tiny.sample(model, family, steps=STEPS)) > 1e-3
+    parts, inner = graphs.parts, graphs.parts.inner
     for _ in range(3):
-        here, replays = kind(), graphs.parts.replays
+        here, replays = kind(), parts.replays + inner.replays
         assert distance(tiny.sample(here.put_into(fast), family, steps=STEPS), wanted) < 1e-5
         assert here.told == there.told
         assert all(torch.equal(kept, copy) for kept, copy in here.kept), "what they keep stays as it is"
@@ -395,7 +405,8 @@ def test_a_group_in_whose_midst_others_compute_is_one_row_of_graphs(
     # Attentions that are called out of blocks have engines, and graphs, of their own.
     on_engines, total = share_of(module)
     assert on_engines == total
-    assert graphs.parts.replays - replays == STEPS * (total - depth * groups + groups)
+    assert parts.replays + inner.replays - replays == STEPS * (total - depth * groups + groups)
+    assert bool(inner.replays) == (kind is Tiles)
 
 
 def test_steps_with_and_without_others_in_the_midst_take_turns(provider: EngineProvider, graphs: HostGraphs) -> None:

@@ -87,7 +87,6 @@ class Graph:
         handed: object,
         device: torch.device,
         memory: Memory,
-        turns: object,
         constant: frozenset[str],
         shared: object = None,
     ) -> None:
