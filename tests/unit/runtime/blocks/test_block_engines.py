@@ -413,6 +413,17 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
 
 
+def test_builds_at_once_where_the_system_tells_neither_cores_nor_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Windows and macOS do not."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr(block_engines, "Path", lambda _: tmp_path / "no such file")
+    for cores, hurried in ((16, 4), (2, 3)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert (block_engines.builds_at_once(), block_engines.builds_at_once(is_hurried=False)) == (hurried, 1)
+
+
 class ChoosyEngine(FakeEngine):
     """As the first one of its kind it takes no call.
 
