@@ -7,17 +7,20 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-from ..core.formatting import SHOWN, say_error, say_seconds
-from ..core.progress import Progress
+from ..core.formatting import SHOWN, say_engine_error, say_seconds
+from ..core.progress import Progress, ProgressCallback
+from ..core.spec import Optimize
 from ..engine_cache import EngineStore
 from ..engine_cache.travel.remote_store import RemoteStore
-from ..hosts.standalone.model_by_file import load_model
+from ..hosts.standalone.model_by_file import build_blocks_of, load_model
+from ..runtime.building.build_queue import ENDED, BuildQueue, Ticket
+from ..runtime.module import AcceleratedModule
 from ..runtime.planning.build_estimate import say_estimate
 from ..runtime.planning.plan import CallShape
 from ..runtime.provider import EngineProvider, HostHooks, Made
 from ..runtime.reporting.engine_info import summary
 from ..runtime.requests.make_engines import LoadedModel
-from ..runtime.settings.model_settings import Settings
+from ..runtime.settings.model_settings import BuildPolicy, Settings
 from .errors import MISSING, OK
 from .home import open_provider
 from .interrupt import prompt_interrupts
@@ -33,18 +36,11 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
     provider = open_provider(store, options)
     settings = provider.with_preferences(settings_from(options))
     with prompt_interrupts(provider):
-        model = load(options, provider)
-        engines: dict[str, Made] = {}
-        for resolution in settings.resolutions:
-            call = model.call(resolution, options.batch, options.tokens)
-            with shared(provider, model, call, settings, options.remote) as sharing:
-                made = make(provider, model, call, settings)
-                sharing.push(made.entry)
-            engines.setdefault(made.entry.digest, made)  # one may be for several resolutions
-    rows = [_facts(engine) for engine in engines.values()]
+        by = _by_blocks if settings.optimize is Optimize.BLOCKS else _by_sizes
+        host, rows = by(provider, settings, options)
     data = {
         "store": str(store.root),
-        "host": model.host,
+        "host": host,
         "model": options.model,
         "seconds": round(time.monotonic() - started, 2),
         "engines": rows,
@@ -52,10 +48,47 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
 
     def tell() -> None:
         output.table(_COLUMNS, [_row(row) for row in rows])
-        output.line(f"{model.host}, engines in {store.root}")
+        output.line(f"{host}, engines in {store.root}")
 
     output.show(data, tell)
     return OK
+
+
+def _by_sizes(provider: EngineProvider, settings: Settings, options: Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Engines of the whole model: the host, and what is told of each."""
+    model = load(options, provider)
+    engines: dict[str, Made] = {}
+    for resolution in settings.resolutions:
+        call = model.call(resolution, options.batch, options.tokens)
+        with shared(provider, model, call, settings, options.remote) as sharing:
+            made = make(provider, model, call, settings)
+            sharing.push(made.entry)
+        engines.setdefault(made.entry.digest, made)  # one may be for several resolutions
+    return model.host, [_facts(engine) for engine in engines.values()]
+
+
+def _by_blocks(provider: EngineProvider, settings: Settings, options: Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """The same of the model's blocks."""
+    before = {entry.digest: entry.manifest.created for entry in provider.store.list()}
+    module = AcceleratedModule(provider, replace(settings, policy=BuildPolicy.FIRST_USE), by_hand=True)
+    with progress_bar(f"blocks of {options.model}") as progress:
+        _follow(provider.blocks.queue, progress)
+        host, engines = build_blocks_of(options.model, options.comfyui, module, options.batch, options.tokens)
+    found = [(entry, before.get(entry.digest) != entry.manifest.created) for entry in engines]
+    return host, [{**summary(entry), "built": is_new, "estimate_s": None} for entry, is_new in found]
+
+
+def _follow(queue: BuildQueue, progress: ProgressCallback) -> None:
+    """Tell how many of the builds that were asked for are over."""
+    asked: dict[Ticket, None] = {}
+
+    def tell(ticket: Ticket) -> None:
+        asked[ticket] = None
+        tickets = [*asked]
+        done = sum(each.state in ENDED for each in tickets)
+        progress(Progress("compile", done / len(tickets), f"{done} of {len(tickets)} engines built"))
+
+    queue.listen(tell)
 
 
 def check(store: EngineStore, output: Output, options: Namespace) -> int:
@@ -129,4 +162,4 @@ def _facts(engine: Made) -> dict[str, Any]:
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     outcome = f"built in {say_seconds(row['build_s'])}" if row["built"] else "was there"
-    return row["digest"][:SHOWN], row["label"], row["backend"], row["precision"], outcome, say_error(row["error"])
+    return row["digest"][:SHOWN], row["label"], row["backend"], row["precision"], outcome, say_engine_error(row)

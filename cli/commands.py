@@ -42,14 +42,30 @@ def run(words: list[str]) -> int:
 
 def _mistake(options: Namespace) -> str | None:
     """What is wrong with arguments that depend on each other."""
+    if options.command == _BENCH and options.optimize == _BLOCKS:
+        return (
+            "bench times engines of whole models: choose another --optimize. What engines of blocks gain is told by "
+            "the node in ComfyUI, once it has made pictures"
+        )
     if options.command != _BUILD:
         return None
     if sum(each is not None for each in (options.model, options.workflow, options.matrix)) != 1:
         return "name what to build for: one of --model, --workflow and --matrix"
     if options.model is not None and options.resolution is None:
         return "name the picture sizes: --resolution 512x512,768x512"
+    if options.model is not None and options.optimize == _BLOCKS and (reason := _why_not_for_blocks(options)):
+        return reason
     if options.ray and not options.remote:
         return "--ray needs --remote URL: a store that all machines of the cluster reach"
+    return None
+
+
+def _why_not_for_blocks(options: Namespace) -> str | None:
+    """What `build --optimize blocks` does not do: which engines a model's blocks want shows only when it runs."""
+    if options.check:
+        return "--check knows engines of whole models; for those of blocks use --workflow FILE --check"
+    if options.remote:
+        return "--remote is for engines of whole models; build those of blocks without it, then slipstream push"
     return None
 
 
@@ -102,7 +118,8 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-_BUILD = ("fleet.command", "build")
+_BUILD, _BENCH = ("fleet.command", "build"), ("bench", "bench")
+_BLOCKS = Optimize.BLOCKS.value
 _AddParser = Callable[..., ArgumentParser]
 
 
@@ -231,7 +248,7 @@ def _add_build(add_parser: _AddParser) -> None:
 
 
 def _add_bench(add_parser: _AddParser) -> None:
-    parser = _command(add_parser, "bench", "time one call of the model, with and without Slipstream", "bench", "bench")
+    parser = _command(add_parser, "bench", "time one call of the model, with and without Slipstream", *_BENCH)
     _add_model(parser)
     parser.add_argument("--repeats", type=count, default=20, metavar="N", help="calls to time; default: %(default)s")
     parser.add_argument("--warmup", type=count, default=3, metavar="N", help="calls before; default: %(default)s")
@@ -296,8 +313,9 @@ def _add_model(parser: ArgumentParser, required: bool = True) -> None:
         "--optimize",
         type=_with_spaces,
         default=Optimize.BALANCED.value,
-        choices=[each.value for each in Optimize if each is not Optimize.BLOCKS],
-        help="build time to spend; max: several times as long, for a few per cent; default: %(default)s",
+        choices=[each.value for each in Optimize],
+        help="build time to spend; max: several times as long, for a few per cent; blocks, of build alone: engines of "
+        "the model's blocks, for any size; default: %(default)s",
     )
     backends = [each.value for each in BackendChoice if each is not BackendChoice.OFF]
     add("--backend", default=BackendChoice.AUTO.value, choices=backends, help="default: the first that works here")

@@ -11,7 +11,7 @@ from ..core.formatting import (
     SHOWN,
     say_backend,
     say_bytes,
-    say_error,
+    say_engine_error,
     say_seconds,
     say_share,
     say_speed,
@@ -20,8 +20,9 @@ from ..core.formatting import (
     say_time,
     say_when,
 )
+from ..core.spec import Role
 from ..engine_cache import EngineStore, Entry
-from ..runtime.reporting.engine_info import details, overview
+from ..runtime.reporting.engine_info import ANY_SIZE, details, overview
 from ..runtime.requests.pruning import prune
 from .errors import FAILED, OK, CommandError
 from .output import Output
@@ -54,21 +55,26 @@ def list_engines(store: EngineStore, output: Output, options: Namespace) -> int:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    engine = f"{row['label']} {row['precision']}"
+    engine = f"{row['label']} {row['precision']}{_sizes(row)}"
     return row["digest"][:SHOWN], engine, say_speedup(row["speedup"]), say_state(row)
+
+
+def _sizes(row: dict[str, Any]) -> str:
+    """The sizes that an engine is for, where its label does not name them."""
+    return f", {ANY_SIZE}" if row["resolution"] == ANY_SIZE else ""
 
 
 def _wide_row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         row["digest"][:SHOWN],
-        row["label"],
+        row["label"] + _sizes(row),
         say_backend(row["backend"]),
         row["precision"],
         say_bytes(row["bytes"]),
         say_when(row["created"]),
         say_seconds(row["build_s"]),
         say_when(row["last_used"]),
-        say_error(row["error"]),
+        say_engine_error(row),
         say_speedup(row["speedup"]),
         say_state(row),
     )
@@ -89,7 +95,7 @@ def show_engine(store: EngineStore, output: Output, options: Namespace) -> int:
 
 def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     shown = ("digest", "role", "backend", "precision", "optimize", "slipstream", "created", "directory")
-    facts = [("engine", data["label"]), ("used now?", _say_use(data))]
+    facts = [("engine", data["label"] + _sizes(data)), ("used now?", _say_use(data))]
     facts += [(name, str(data[name])) for name in shown]
     facts += [("last used", say_time(entry.last_used)), ("build", _say_build(data)), ("speed", say_speed(data))]
     facts += [(f"input {name}", "×".join(axes)) for name, axes in data["shapes"].items()]
@@ -100,7 +106,9 @@ def _tell_details(entry: Entry, data: dict[str, Any], output: Output) -> None:
     )
     output.line("\naccuracy checks, one for each set of weights")
     checks = [(weights[:SHOWN], _say_check(check)) for weights, check in data["verifications"].items()]
-    output.facts(checks or [("none", "the engine is compared with the model before it is first used")])
+    is_of_blocks = data["role"] == Role.BLOCK.value
+    compared = "with its blocks in each process" if is_of_blocks else "with the model before it is first used"
+    output.facts(checks or [("none", f"the engine is compared {compared}")])
     output.line("\nkey")
     output.facts(_flat(data["factors"]))
 

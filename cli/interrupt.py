@@ -20,7 +20,7 @@ def prompt_interrupts(provider: EngineProvider) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first one is enough
-        provider.queue.end_all("cancelled by Ctrl-C", _LONGEST_SECONDS)
+        provider.end_builds("cancelled by Ctrl-C", _LONGEST_SECONDS)
         raise KeyboardInterrupt(CANCELLED) from None
     finally:
         signal.signal(signal.SIGINT, before)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from .spec import Role
+
 SHOWN = 12
 """Digits of a digest that people get to see."""
 
@@ -42,6 +44,12 @@ def say_when(iso: str) -> str:
 def say_error(error: float | None) -> str:
     """A relative error, or that there is none yet."""
     return "not checked" if error is None else say_share(error)
+
+
+def say_engine_error(engine: Mapping[str, Any]) -> str:
+    """The error of an engine, of which `engine_info.summary` tells. One of blocks is compared anew in each process, and
+    no error of it is kept."""
+    return "-" if engine["role"] == Role.BLOCK.value else say_error(engine["error"])
 
 
 def say_share(fraction: float) -> str:
@@ -81,9 +89,18 @@ def say_speedup(speedup: float | None) -> str:
     return "-" if speedup is None else f"{speedup:.1f}x"
 
 
+_BACKENDS = {
+    "aotinductor": "compiled",
+    "torch.compile": "compiled",
+    "aotinductor-blocks": "compiled",
+    "triton-blocks": "compiled, without C++",
+    "tensorrt": "TensorRT",
+}
+
+
 def say_backend(name: str) -> str:
     """What people call the engines of a backend."""
-    return {"aotinductor": "compiled", "torch.compile": "compiled", "tensorrt": "TensorRT"}.get(name, name)
+    return _BACKENDS.get(name, name)
 
 
 def say_state(engine: Mapping[str, Any]) -> str:

@@ -211,7 +211,7 @@ class EngineProvider:
         build = functools.partial(self._build, workers=workers)
         self.blocks = BlockEngines(
             store, self.canary, build, workers, is_idle=self._is_left_alone, supply=self.supply,
-            has_room=self._has_room, gives_way=self._gives_way,
+            has_room=self._has_room, gives_way=self._gives_way, note_wanted=self._note_wanted,
         )  # fmt: skip
         self.step_times = step_times
         if step_times is not None:
@@ -441,9 +441,7 @@ class EngineProvider:
         Args:
             by_hand: a person asked for it, so that a build takes the place of an engine that is not trusted.
         """
-        self._missing[wanted[0].key.digest] = str(wanted[0]), [plan.key.digest for plan in wanted]
-        while len(self._missing) > _MISSING_KEPT:
-            self._missing.popitem(last=False)
+        self._note_wanted(wanted)
         if (refusal := self._why_refused(wanted, settings)) and not (by_hand or hooks.by_hand):
             return refusal
         chain = self._obtainable(wanted)
@@ -506,6 +504,12 @@ class EngineProvider:
                 raise
             return pulled
         return [plan for plan in wanted if plan in built or plan in pulled]
+
+    def _note_wanted(self, wanted: Sequence[Plan]) -> None:
+        """Remember what was asked for: any of these engines would do."""
+        self._missing[wanted[0].key.digest] = str(wanted[0]), [plan.key.digest for plan in wanted]
+        while len(self._missing) > _MISSING_KEPT:
+            self._missing.popitem(last=False)
 
     def missing(self) -> dict[str, str]:
         """Engines that were asked for lately and are not there, by digest, with what each is for."""

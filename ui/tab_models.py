@@ -22,7 +22,7 @@ class ModelsTab:
         self._manager = manager
         gr.Markdown(
             "An engine for each of your models and picture sizes, for one picture with CFG. A click on a cell has it "
-            "built."
+            "built. Engines of blocks serve any size, and are not in this table."
         )
         with gr.Row():
             more = gr.Textbox(

@@ -7,7 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..core.formatting import SHOWN, say_backend, say_bytes, say_error, say_speed, say_speedup, say_state, say_when
+from ..core.formatting import (
+    SHOWN,
+    say_backend,
+    say_bytes,
+    say_engine_error,
+    say_speed,
+    say_speedup,
+    say_state,
+    say_when,
+)
 from ..runtime.building import build_queue
 from ..runtime.planning.build_estimate import say_roughly
 
@@ -39,7 +48,7 @@ def _row(engine: Mapping[str, Any]) -> list[str]:
         say_backend(engine["backend"]),
         engine["gpu"] or "CPU",
         f"{engine['bytes'] / 2**20:.1f}",
-        say_error(engine["error"]),
+        say_engine_error(engine),
         say_speedup(engine["speedup"]),
         say_when(engine["last_used"]),
         say_state(engine),
@@ -49,7 +58,7 @@ def _row(engine: Mapping[str, Any]) -> list[str]:
 def _parts(engine: Mapping[str, Any]) -> tuple[str, str]:
     """The model and the sizes out of a label such as "SD15 512×512 batch 2"."""
     model, found, sizes = engine["label"].partition(f" {engine['resolution']}")
-    return (model, (found + sizes).strip()) if found else (engine["label"], engine["resolution"])
+    return (model.removesuffix(" for"), (found + sizes).strip()) if found else (engine["label"], engine["resolution"])
 
 
 def choices(engines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -164,7 +173,7 @@ def details(engine: Mapping[str, Any]) -> str:
         "state": say_state(engine) + (", in use" if engine["in_use"] else ""),
         "made by": f"{say_backend(engine['backend'])} {engine['precision']}, {engine['optimize']}",
         "made with": f"Slipstream {engine['slipstream']}, {say_when(engine['created'])}",
-        "error": say_error(engine["error"]),
+        "error": say_engine_error(engine),
         "speed": say_speed(engine),
         "inputs": ", ".join(f"{name} {'×'.join(axes)}" for name, axes in engine["shapes"].items()),
         "folder": engine["directory"],

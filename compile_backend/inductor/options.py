@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -40,8 +41,9 @@ def fusion_options(device: torch.device, optimize: Optimize) -> Options:
     if device.type != "cuda":
         return {}
     if optimize is Optimize.FAST_BUILD:
-        return {}
+        return _file_names()
     options: dict[str, str | int | float | bool | None] = {
+        **_file_names(),
         "conv_1x1_as_mm": True,
         REWRITES: True,
         JOINED_PERCENT: 15,
@@ -51,6 +53,12 @@ def fusion_options(device: torch.device, optimize: Optimize) -> Options:
         options[_TUNING] = True  # of the fused kernels; trying other matrix products gained nothing
         options[JOINED_PERCENT] = 100
     return options
+
+
+def _file_names() -> Options:
+    """On Windows a path has 260 characters, unless its user allows more. Triton names files after kernels, and torch's
+    compiler kernels after all operations in them."""
+    return {"triton.descriptive_names": ""} if sys.platform == "win32" else {}
 
 
 def of_compiler(spec: EngineSpec) -> dict[str, str | int | float | bool | None]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...core.errors import BackendUnavailable, UnsupportedModel
 from ...core.spec import Role
-from ...engine_cache import WeightsMemo
+from ...engine_cache import Entry, WeightsMemo
+from ...runtime.module import AcceleratedModule
 from ...runtime.planning.plan import CallShape
 from ...runtime.requests.make_engines import LoadedModel
 from ...runtime.settings.model_settings import Resolution
 from ..comfy.building import without_server
-from ..comfy.building.build_engines import open_unet, unet_call
+from ..comfy.building.build_engines import build_blocks, open_unet, unet_call
 from ..comfy.models.autoencoders import HALVES
 from ..comfy.models.demo_model import load_demo_model, load_demo_vae
 from ..comfy.models.vae import open_vae, vae_call
@@ -46,7 +48,34 @@ def load_model(model: str, comfyui: Path | None, memo: WeightsMemo, role: Role =
     return _load_in_diffusers()
 
 
+def build_blocks_of(
+    model: str, comfyui: Path | None, module: AcceleratedModule, batch: int, tokens: int
+) -> tuple[str, list[Entry]]:
+    """Build (or find), load and compare the engines of the blocks of a UNet or transformer, through ComfyUI.
+
+    Args:
+        model, comfyui: see `load_model`.
+        batch, tokens: see `build_blocks`.
+
+    Returns:
+        The host, as in `LoadedModel`, and the engines.
+
+    Raises:
+        BackendUnavailable: there is no ComfyUI here that could load it.
+        SlipstreamError: no engine could be had.
+    """
+    file = _file_in_comfyui(model, comfyui)
+    return _comfyui(), build_blocks(module, _patcher(file), batch, tokens)
+
+
 def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
+    file = _file_in_comfyui(model, comfyui)
+    load = _load_unet if role is Role.UNET else _load_vae
+    return load(file, memo, role)
+
+
+def _file_in_comfyui(model: str, comfyui: Path | None) -> Path | None:
+    """The file, or None for the demo, with ComfyUI ready to load it."""
     checkout = without_server.find_checkout(comfyui)
     if checkout is None:
         raise BackendUnavailable(
@@ -55,18 +84,24 @@ def _load_in_comfyui(model: str, comfyui: Path | None, memo: WeightsMemo, role: 
         )
     file = None if model == DEMO else without_server.find_file(model, checkout)
     without_server.enter(checkout)
-    load = _load_unet if role is Role.UNET else _load_vae
-    return load(file, memo, role)
+    return file
+
+
+def _patcher(file: Path | None) -> Any:
+    return without_server.load_file(file) if file else load_demo_model()
+
+
+def _comfyui() -> str:
+    return f"ComfyUI {without_server.version()}"
 
 
 def _load_unet(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
-    patcher = without_server.load_file(file) if file else load_demo_model()
-    source = open_unet(patcher, memo)
+    source = open_unet(_patcher(file), memo)
 
     def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
         return unet_call(source, resolution, batch, tokens)
 
-    return LoadedModel(f"ComfyUI {without_server.version()}", source, call)
+    return LoadedModel(_comfyui(), source, call)
 
 
 def _load_vae(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
@@ -78,7 +113,7 @@ def _load_vae(file: Path | None, memo: WeightsMemo, role: Role) -> LoadedModel:
     def call(resolution: Resolution, batch: int, tokens: int) -> CallShape:
         return vae_call(source, resolution, batch)
 
-    return LoadedModel(f"ComfyUI {without_server.version()}", source, call)
+    return LoadedModel(_comfyui(), source, call)
 
 
 def _has_diffusers() -> bool:

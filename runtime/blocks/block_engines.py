@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,13 @@ from ...compile_backend.blocks.triton_backend import TritonBlockBackend
 from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
 from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
-from ...engine_cache import EngineStore, Entry
+from ...engine_cache import BuildHistory, EngineStore, Entry
 from ..building.build import WORKER_DEVICE_BYTES
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
 from ..building.supply import NEVER_BUILDS, Supply
 from ..building.worker_pool import WorkerPool
 from ..loaded.canary import LOAD, USE, Canary
+from ..planning.build_estimate import estimate
 from ..planning.plan import Plan
 from ..settings.model_settings import BuildPolicy
 from .block_plans import BlockPlan, block_plans
@@ -114,6 +115,7 @@ class BlockEngines:
         workers: in which it does; closed whenever nothing is left to be built.
         is_idle, has_room, gives_way: see `BuildQueue`.
         supply: where engines come from that are not built here.
+        note_wanted: told of engines that are asked for and not built here; any of them would do.
         spare: makes engines where `backend` lacks what it builds with, such as a C++ compiler.
 
     Attributes:
@@ -130,10 +132,12 @@ class BlockEngines:
     spare: BlockBackend = field(default_factory=TritonBlockBackend)
     has_room: Callable[[Plan], bool] = lambda plan: True
     gives_way: Callable[[Plan], bool] = lambda plan: False
+    note_wanted: Callable[[Sequence[Plan]], None] = lambda plans: None
 
     def __post_init__(self) -> None:
         self.queue = BuildQueue(self.build, self.is_idle, self._builds_at_once, self.has_room, self.gives_way)
         self.queue.listen(self._on_ticket)
+        self._history = BuildHistory(self.store.root)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="slipstream-blocks")
         self._engines: dict[tuple[str, torch.device], BlockEngine] = {}
         self._refused: dict[str, str] = {}
@@ -196,6 +200,8 @@ class BlockEngines:
                 for backend in (self.backend, self.spare)
                 for plan in block_plans(offer.architecture, dtypes, precision, device, optimize, backend)
             ]
+            if not self.supply.may_build(policy):
+                self.note_wanted(plans)
             if by_hand:
                 self._forgive(plans)
             self._bring(_Wish(offer, plans, policy, by_hand))
@@ -262,7 +268,14 @@ class BlockEngines:
         if not may_build or self.supply.is_only_pulled(digest):
             self.queue.forget(plan)  # what was missing may be there
         self.supply.note_asked(digest, may_build)
-        return self.queue.submit(plan, urgent=not may_build or wish.policy is BuildPolicy.FIRST_USE)
+        is_new = may_build and self.queue.find(digest) is None and self.queue.failure(digest) is None
+        expected = None
+        if is_new:
+            log.info("Slipstream: no engine for %s yet (%s)", plan, plan.key.explain_miss(self.store.list()))
+            expected = estimate(self._history, plan)
+        ticket = self.queue.submit(plan, urgent=not may_build or wish.policy is BuildPolicy.FIRST_USE)
+        ticket.estimate = ticket.estimate or expected
+        return ticket
 
     def _is_worth_a_build(self, plan: BlockPlan) -> bool:
         """Whether few enough engines were asked for by other calls of the same kind; called by the loader alone."""

@@ -28,7 +28,7 @@ class BlockPlan(Plan):
     of_such: bool = False
 
     def __str__(self) -> str:
-        size = " for one size" if self.spec.is_static else " for such sizes" if self.of_such else ""
+        size = " for one size" if self.spec.is_static else " for some sizes" if self.of_such else ""
         return f"blocks {self.spec.fingerprint.architecture_name}{size}"
 
 

@@ -98,6 +98,8 @@ def _estimate(builds: Iterable[PastBuild], plan: Plan, operations: int) -> float
     comparable = [build for build in builds if _place(build) == _place(here)]
     if same := [build.seconds for build in comparable if build.architecture == here.architecture]:
         return statistics.median(same)
+    if plan.spec.role is Role.BLOCK:  # the compiler's start takes most of it, whatever the block
+        return statistics.median(build.seconds for build in comparable) if comparable else None
     operations = operations or _operations_of(here.architecture, builds)
     by_operations = [build.seconds / build.operations for build in comparable if build.operations]
     if operations and by_operations:

@@ -11,7 +11,7 @@ from ...core.spec import Role
 from ...engine_cache import Manifest
 from ..planning.plan import say_sizes
 from ..settings.model_settings import PIXELS, latent_of
-from .engine_info import why_not_used
+from .engine_info import ANY_SIZE, say_sizes_of_blocks, why_not_used
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ def engine_coverage(manifests: Iterable[Manifest], asked: Asked) -> dict[str, li
     """Which engines for UNets take calls of this size on this machine, whatever model they are for.
 
     Returns:
-        As plain data: `hits`, and `near`, which are all others with the reasons, the fewest first.
+        As plain data: `hits`; `near`, which are all others with the reasons, the fewest first; and `blocks`, the
+        engines of blocks that take any size. Of which part of which models these are is not recorded.
     """
+    manifests = list(manifests)
     unets = [manifest for manifest in manifests if manifest.role == Role.UNET.value]
     found = [
         {"digest": manifest.digest, "label": manifest.label, "why": why_not(manifest, asked)} for manifest in unets
@@ -43,7 +45,14 @@ def engine_coverage(manifests: Iterable[Manifest], asked: Asked) -> dict[str, li
     return {
         "hits": [{"digest": engine["digest"], "label": engine["label"]} for engine in found if not engine["why"]],
         "near": sorted((engine for engine in found if engine["why"]), key=lambda engine: len(engine["why"])),
+        "blocks": [{"digest": each.digest, "label": each.label} for each in manifests if _is_block_of_any_size(each)],
     }
+
+
+def _is_block_of_any_size(manifest: Manifest) -> bool:
+    if manifest.role != Role.BLOCK.value or say_sizes_of_blocks(manifest.profile) != ANY_SIZE:
+        return False
+    return not why_not_used(manifest)
 
 
 def is_for(manifest: Manifest, asked: Asked) -> bool:

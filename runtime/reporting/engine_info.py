@@ -12,6 +12,7 @@ import torch
 
 from ...core.errors import SlipstreamError
 from ...core.protocols import Backend
+from ...core.shapes import ShapeProfile
 from ...core.spec import Optimize, Precision, Role
 from ...engine_cache import EngineStore, Entry, Manifest, canonical, describe_differences
 from ...engine_cache.key import KEY_SCHEMA
@@ -65,8 +66,20 @@ def summary(entry: Entry) -> dict[str, Any]:
 def _shapes(manifest: Manifest) -> dict[str, str]:
     """The pictures and batches that an engine takes, for people; that of a block sees neither."""
     if manifest.role == Role.BLOCK.value:
-        return {"resolution": "one size" if manifest.profile.is_static else "any size", "batch": ""}
+        return {"resolution": say_sizes_of_blocks(manifest.profile), "batch": ""}
     return {"resolution": say_sizes(manifest.profiles), "batch": say_batch(manifest.profiles)}
+
+
+ANY_SIZE = "any size"
+
+
+def say_sizes_of_blocks(profile: ShapeProfile) -> str:
+    """The pictures that an engine of blocks is for. In some sizes alone it serves where the same numbers must be equal,
+    which `block_plans` notes in the midst of their ranges."""
+    if profile.is_static:
+        return "one size"
+    ranges = (each for axes in profile.inputs.values() for each in axes)
+    return "some sizes" if any(each.opt > each.min for each in ranges) else ANY_SIZE
 
 
 def _speed(manifest: Manifest) -> dict[str, Any]:

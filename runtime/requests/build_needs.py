@@ -82,7 +82,7 @@ def foresee(provider: EngineProvider, device: torch.device, wanted: Wanted, para
     weights = None if parameters is None else parameters * dtype_of(precision).itemsize
     comparable = [entry for entry in provider.store.list() if _is_comparable(entry, spec)]
     baked = spec.backend.contains_weights
-    each = typical(provider.history, settings.effort.value)
+    each = typical(provider.history, settings.effort.value, (wanted.role,))
     return Needs(
         backend=backend.name,
         engines=engines,
@@ -101,7 +101,7 @@ def say_needs(needs: Needs) -> list[str]:
     """A line for each of disk, memory and time."""
     engines = "1 engine" if needs.engines == 1 else f"{needs.engines} engines"
     free = "" if needs.free_device is None else f"; {say_bytes(needs.free_device)} are free"
-    time = "not known before the first build on this machine"
+    time = "not known before the first such build on this machine"
     if needs.seconds is not None:
         time = f"about {say_roughly(needs.seconds)}, by earlier builds of whatever model on this machine"
     return [

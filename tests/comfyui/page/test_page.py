@@ -143,6 +143,14 @@ def test_the_time_it_takes_is_said_before(page: ComfyPage) -> None:
     """By the build of the test before."""
     page.load(example(new_size()))
     page.until(lambda: "about" in page.seen()["button"], "the estimate on the button")
+    before = page.seen()["button"]
+    choose = """([id, value]) => {
+        app.graph.getNodeById(id).widgets.find(each => each.name === "optimize").value = value;
+    }"""
+    for optimize, told in (("blocks", "Build engine"), ("balanced", before)):
+        page.page.evaluate(choose, [page.node, optimize])
+        tell(page, "another workflow", "idle", "not run yet")
+        page.until(lambda told=told: page.seen()["button"] == told, "an estimate by builds of what the button builds")
     tell(page, workflow_of(page), "ready", "ready")
     page.until_kind("ready")
     assert page.seen()["button"] == "Ready", "what is there takes no time"

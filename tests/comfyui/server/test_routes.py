@@ -254,6 +254,7 @@ def test_hit(web: Connection, put: Callable[..., Entry]) -> None:
     near = {engine["digest"]: engine["why"] for engine in data["near"]}
     assert {"digest": ours.digest, "label": "Tiny"} in data["hits"] and ours.digest not in near
     assert near[other.digest] == ["it is for 512×576, not for 512×512"]
+    assert data.keys() == {"hits", "near", "blocks"} and data["blocks"] == []
     assert any("torch" in why for why in near[old.digest])
     data = post(web, "/hit", {**asked, "batch": 4}).json
     assert ours.digest in {engine["digest"] for engine in data["near"]}

@@ -51,6 +51,16 @@ def test_a_workflow_becomes_the_prompt_that_the_page_would_queue(name: str, obje
     assert prompt_of(prompt, object_info) == prompt and our_nodes(prompt)
 
 
+def by_blocks(file: Path, folder: Path) -> Path:
+    """The same workflow, whose models are to run by blocks alone."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    for node in data["nodes"]:
+        if node["type"] == "SlipstreamAccelerateModel":
+            node["widgets_values"][2] = "blocks"
+    (folder / "by_blocks.json").write_text(json.dumps(data), encoding="utf-8")
+    return folder / "by_blocks.json"
+
+
 def test_what_a_workflow_needs_is_checked_then_built(
     command: Command, start_comfy: Callable[..., ComfyServer], tmp_path: Path
 ) -> None:
@@ -58,6 +68,8 @@ def test_what_a_workflow_needs_is_checked_then_built(
     worker = start_comfy(home=tmp_path / "engines", environment={**QUICK, "SLIPSTREAM_WORKER": "1"})
     status, checked = command("--workflow", file, "--check", "--server", worker.url)
     assert status == 3 and checked["ready"] == 0 and len(checked["missing"]) >= 1 and checked["never_builds"]
+    status, checked = command("--workflow", by_blocks(file, tmp_path), "--check", "--server", worker.url)
+    assert status == 3 and any(each["label"].startswith("blocks ") for each in checked["missing"]), checked
     worker.stop()
     builder = start_comfy(home=tmp_path / "engines", environment=QUICK)
     status, refused = command("--workflow", file, "--check", "--server", builder.url)

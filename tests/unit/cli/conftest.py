@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.cli.commands import run
 from slipstream.core.protocols import Artifact
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry
+from slipstream.engine_cache import BuildRecord, EngineKey, EngineStore, Entry
 from slipstream.tests.unit.cli.support import current_key
 
 
@@ -67,11 +67,16 @@ def put(store: EngineStore, tmp_path: Path) -> Callable[..., Entry]:
     folder.mkdir()
     (folder / "engine.bin").write_bytes(bytes(250) * 4)
 
-    def put(height: int = 64, verifications: dict[str, Any] | None = None, **environment: Any) -> Entry:
+    def put(
+        height: int = 64,
+        verifications: dict[str, Any] | None = None,
+        key: EngineKey | None = None,
+        **environment: Any,
+    ) -> Entry:
         return store.put(
-            current_key(height, **environment),
+            key or current_key(height, **environment),
             Artifact(folder, ("engine.bin",), {"nodes": 7}),
-            label=f"SD15 512×{8 * height} batch 2",
+            label="blocks SD15 ResBlock 64" if key else f"SD15 512×{8 * height} batch 2",
             build=BuildRecord(3.5, {"export": 0.5, "compile": 3.0}),
             verifications=verifications,
         )

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from slipstream.compile_backend import AOTInductorBackend
+from slipstream.compile_backend.blocks.backend import BlockBackend
 from slipstream.core.progress import Progress
 from slipstream.core.protocols import Artifact, BoundWeights, BuildJob, Tensors
-from slipstream.core.shapes import ShapeProfile
+from slipstream.core.shapes import ShapeProfile, ShapeRange
 from slipstream.core.spec import BackendConfig, EngineSpec, ModelFingerprint, Optimize, Precision, Role
 from slipstream.engine_cache import EngineKey, Verification
 from slipstream.runtime.building.worker_process import Built
@@ -40,6 +41,22 @@ def current_key(height: int = 64, **environment: Any) -> EngineKey:
     here = backend.environment(CPU)
     fields = {name: getattr(here, name) for name in here.__dataclass_fields__}
     return EngineKey(spec, type(here)(**{**fields, **environment}))
+
+
+def current_block_key() -> EngineKey:
+    """The key of an engine of blocks for this very machine, for all sizes."""
+    backend, size = BlockBackend(), ShapeRange(2, 2, 1 << 17)
+    spec = EngineSpec(
+        role=Role.BLOCK,
+        fingerprint=ModelFingerprint("d" * 64, "SD15 ResBlock 64"),
+        profile=ShapeProfile({"x": (size, ShapeRange.exactly(64), size, size)}),
+        dtypes={"x": "float32"},
+        output_dtype="float32",
+        precision=Precision.FP32,
+        optimize=Optimize.BALANCED,
+        backend=BackendConfig(backend.name, backend.options(CPU, Precision.FP32, Optimize.BALANCED)),
+    )
+    return EngineKey(spec, backend.environment(CPU))
 
 
 def verification(error: float) -> Verification:

@@ -12,7 +12,7 @@ import pytest
 from slipstream.core.environment import versions_now
 from slipstream.engine_cache import Speed
 from slipstream.runtime.loaded.canary import CAPTURE
-from slipstream.tests.unit.cli.support import current_key, verification
+from slipstream.tests.unit.cli.support import current_block_key, current_key, verification
 from slipstream.tests.unit.runtime.doomed import Doomed
 
 
@@ -55,6 +55,19 @@ def test_list_for_machines(cli, put, store) -> None:
         "last_used": engine["last_used"],
     }
     assert engine["last_used"].startswith("20") and engine["last_used"].endswith("+00:00")
+
+
+def test_an_engine_of_blocks(cli, put, store) -> None:
+    entry = put(key=current_block_key())
+    (engine,) = cli("list", "--json").json["engines"]
+    assert (engine["role"], engine["resolution"], engine["batch"]) == ("block", "any size", "")
+    assert (engine["state"], engine["reasons"]) == ("ok", [])
+    told = cli("list").out
+    assert "blocks SD15 ResBlock 64 fp32, any size" in told and "not checked" not in cli("list", "--wide").out
+    told = cli("show", entry.digest).out
+    assert "blocks SD15 ResBlock 64, any size" in told and "compared with its blocks in each process" in told
+    assert cli("verify", entry.digest[:8]).status == 0
+    assert cli("delete", "--yes", entry.digest).status == 0 and not store.list()
 
 
 def test_how_fast_an_engine_is(cli, put, store) -> None:

@@ -33,19 +33,20 @@ def build(plan, progress, cancel, may_run):
 
 store = EngineStore(sys.argv[2])
 provider = EngineProvider(store, backends=[])
-provider.queue = BuildQueue(build)
+queue = BuildQueue(build)
+vars(provider.blocks if sys.argv[3] == "blocks" else provider)["queue"] = queue
 try:
     with prompt_interrupts(provider):
-        provider.queue.submit(SimpleNamespace(key=SimpleNamespace(digest="d" * 64)), urgent=True).wait()
+        queue.submit(SimpleNamespace(key=SimpleNamespace(digest="d" * 64)), urgent=True).wait()
 except KeyboardInterrupt as stop:
     print(stop, file=sys.stderr)
     sys.exit(130)
 """
 
 
-def interrupt(root: Path, store: Path, times: int) -> tuple[int, float, str]:
+def interrupt(root: Path, store: Path, times: int, built: str) -> tuple[int, float, str]:
     """Exit status, seconds from Ctrl-C to the end, and stderr."""
-    command = [sys.executable, "-c", PROGRAM, str(root), str(store)]
+    command = [sys.executable, "-c", PROGRAM, str(root), str(store), built]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "building\n"
     assert list(store.glob("tmp/*/part"))
@@ -57,9 +58,13 @@ def interrupt(root: Path, store: Path, times: int) -> tuple[int, float, str]:
     return process.returncode, time.monotonic() - started, err
 
 
-@pytest.mark.parametrize("times", [1, 3], ids=["once", "impatiently"])
-def test_ends_soon_and_leaves_nothing(root: Path, tmp_path: Path, times: int) -> None:
-    status, seconds, err = interrupt(root, tmp_path / "store", times)
+@pytest.mark.parametrize(
+    ("times", "built"),
+    [(1, "the whole model"), (3, "the whole model"), (1, "blocks")],
+    ids=["once", "impatiently", "engines of blocks"],
+)
+def test_ends_soon_and_leaves_nothing(root: Path, tmp_path: Path, times: int, built: str) -> None:
+    status, seconds, err = interrupt(root, tmp_path / "store", times, built)
     assert status == 130
     assert "nothing was kept" in err and "Traceback" not in err
     assert not list(tmp_path.glob("store/tmp/*")) and not list(tmp_path.glob("store/in_use/*"))

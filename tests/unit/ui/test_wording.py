@@ -44,6 +44,18 @@ def test_a_row() -> None:
     assert told["state"] == "stale: torch: 1 → 2"
 
 
+@pytest.mark.parametrize(
+    ("label", "sizes"),
+    [("blocks SDXL ResBlock 640", "any size"), ("blocks SDXL ResBlock 640 for one size", "one size")],
+)
+def test_a_row_of_an_engine_of_blocks(label: str, sizes: str) -> None:
+    block = {"label": label, "role": "block", "resolution": sizes, "batch": "", "error": None}
+    (row,) = wording.table([{**ENGINE, **block, "backend": "triton-blocks"}])["data"]
+    told = dict(zip(wording.COLUMNS, row, strict=True))
+    assert (told["model"], told["profile"]) == ("blocks SDXL ResBlock 640", sizes)
+    assert (told["error"], told["backend"]) == ("-", "compiled, without C++")
+
+
 def test_headers_are_there_without_rows() -> None:
     assert wording.table([]) == {"headers": list(wording.COLUMNS), "data": []}
 

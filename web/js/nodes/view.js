@@ -189,8 +189,10 @@ function timeLeft(build) {
   return left ? roughly(left) : "";
 }
 
-/** How long a build is likely to take: of this node's model once it ran, else of its kind of model. */
+/** How long a build is likely to take: of this node's model once it ran, else of its kind of model. How many kinds of
+ * blocks a model is made of shows only when it runs. */
 function beforehand(ids, node) {
+  if (node.widgets?.some(({ name, value }) => name === "optimize" && value === "blocks")) return "";
   const seconds = stateOf(ids, workflowId())?.build_s ?? store.system?.build_s?.[kindOf(node)];
   return seconds ? ` (${t("about", { time: roughly(seconds) })})` : "";
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +18,22 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from slipstream.compile_backend import TorchCompileBackend
 from slipstream.compile_backend.blocks import triton_backend
 from slipstream.compile_backend.blocks.attention_out import attention_by, call_out
+from slipstream.compile_backend.blocks.backend import BlockBackend
 from slipstream.compile_backend.blocks.engine import BlockEngine
+from slipstream.compile_backend.blocks.program import SIGNATURE
 from slipstream.compile_backend.blocks.triton_backend import COMPILED, OLDEST_TORCH, TritonBlockBackend
+from slipstream.compile_backend.inductor import options
+from slipstream.compile_backend.program import CONSTANTS
 from slipstream.core.errors import BuildFailed, IncompatibleEngine
 from slipstream.core.progress import ignore_progress
 from slipstream.core.protocols import Artifact, BuildJob
 from slipstream.core.shapes import ShapeProfile
 from slipstream.core.spec import Optimize, Precision, Role
+from slipstream.engine_cache import BuildRecord, EngineStore, key_of
+from slipstream.engine_cache.workspace import LONGEST_INSIDE
 from slipstream.tests.tensors import distance
 from slipstream.tests.unit.compile_backend.support import CPU, SmallArchitecture, make_spec
 
@@ -188,6 +197,38 @@ def test_options_are_known_to_this_torch_and_try_nothing(optimize: Optimize) -> 
         assert options["triton.autotune_pointwise"] is False and options["deterministic"] is True
         assert "coordinate_descent_tuning" not in options
         assert {name for name in options if not name.startswith("slipstream.")} <= set(config.get_config_copy())
+
+
+@needs_torch
+@pytest.mark.parametrize("optimize", [Optimize.FAST_BUILD, Optimize.BALANCED, Optimize.MAX])
+@pytest.mark.parametrize("backend", [BACKEND, BlockBackend(), TorchCompileBackend()], ids=lambda backend: backend.name)
+def test_on_windows_files_are_not_named_after_all_operations_of_a_kernel(
+    backend: Any, optimize: Optimize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their paths would be too long there."""
+    from torch._inductor import config
+
+    name = "triton.descriptive_names"
+    monkeypatch.setattr(options, "sys", SimpleNamespace(platform="linux"))
+    assert name not in backend.options(CUDA, Precision.FP16, optimize)
+    monkeypatch.setattr(options, "sys", SimpleNamespace(platform="win32"))
+    assert backend.options(CUDA, Precision.FP16, optimize)[name] == ""
+    assert name not in backend.options(CPU, Precision.FP16, optimize) and name in config.get_config_copy()
+
+
+@needs_torch
+def test_all_its_names_are_names_on_windows(artifact: Artifact, tmp_path: Path) -> None:
+    """Where some characters and words are none, and capitals do not tell names apart."""
+    store = EngineStore(tmp_path)
+    job = job_in(tmp_path)
+    with store.scratch(f"build-{key_of(job.spec, job.environment).short}"):
+        entry = store.put(key_of(job.spec, job.environment), artifact, label="blocks", build=BuildRecord(1.0))
+        found = [path.relative_to(tmp_path) for path in tmp_path.rglob("*")]
+    assert {COMPILED, CONSTANTS, SIGNATURE} <= {path.name for path in found if path.parent.name == entry.digest}
+    assert not any(PureWindowsPath(part).is_reserved() for path in found for part in path.parts)
+    assert not any(re.search(r'[<>:"\\|?*\x00-\x1f]|[. ]$', part) for path in found for part in path.parts)
+    assert len({str(path).lower() for path in found}) == len(found)
+    assert max(len(str(path)) for path in found) <= LONGEST_INSIDE
 
 
 def test_what_it_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

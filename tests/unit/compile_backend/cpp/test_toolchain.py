@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from slipstream.compile_backend import AOTInductorBackend, TorchCompileBackend
+from slipstream.compile_backend.blocks.backend import BlockBackend
+from slipstream.compile_backend.blocks.triton_backend import TritonBlockBackend
 from slipstream.compile_backend.cpp import toolchain
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -122,6 +127,43 @@ def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     reason = toolchain.why_no_triton()
     assert reason is not None and "pip install triton" in reason
+
+
+@pytest.fixture
+def on_windows(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the system is answered as Windows does."""
+    monkeypatch.setattr(toolchain, "os", SimpleNamespace(name="nt", environ=os.environ))
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_on_windows_torchs_compiler_is_cl(programs: Path) -> None:
+    for name in ("g++", "clang++"):
+        install(programs, name)
+    reason = toolchain.why_no_cpp_compiler()
+    assert reason is not None and "(cl)" in reason and "Visual Studio Build Tools" in reason and "apt" not in reason
+    install(programs, "cl")
+    assert toolchain.why_no_cpp_compiler() is None
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_on_windows_blocks_take_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler is there, since triton brings its own along, and no toolkit."""
+    monkeypatch.setattr(toolchain, "_cuda_roots", lambda: [])
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert TritonBlockBackend().why_cannot_build(CUDA) is None
+    assert "(cl)" in (BlockBackend().why_cannot_build(CUDA) or "")
+
+
+def test_on_windows_triton_has_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.spec_from_file_location("toolchain_on_windows", toolchain.__file__)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "name", "nt")
+        found.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert module.why_no_triton().endswith("pip install triton-windows")
 
 
 def test_triton_is_named_before_a_cpp_compiler_on_a_gpu(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

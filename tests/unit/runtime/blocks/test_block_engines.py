@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,15 +19,17 @@ from slipstream.core.errors import BackendUnavailable, BuildDied, BuildFailed, B
 from slipstream.core.progress import CancelToken, Progress, ProgressCallback, ignore_progress
 from slipstream.core.protocols import Artifact
 from slipstream.core.spec import Optimize, Precision, Role
-from slipstream.engine_cache import BuildRecord, EngineStore, Entry, manifest
+from slipstream.engine_cache import BuildHistory, BuildRecord, EngineStore, Entry, manifest
 from slipstream.runtime.blocks import block_engines
 from slipstream.runtime.blocks.block_engines import BlockEngines, BlockOffer
 from slipstream.runtime.building.supply import Supply
 from slipstream.runtime.building.worker_pool import WorkerPool
 from slipstream.runtime.loaded.canary import Canary
+from slipstream.runtime.planning.build_estimate import past_build
 from slipstream.runtime.planning.plan import Plan
+from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy
-from slipstream.tests.fakes import CPU, FakeArchitecture, Host, wait_until
+from slipstream.tests.fakes import CPU, FakeArchitecture, Host, NullBackend, wait_until
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,37 @@ def test_what_is_built_is_found(engines: BlockEngines, builder: Builder) -> None
     assert found(engines, FakeBlock()).engine is not None
     assert found(engines, FakeBlock(), policy=BuildPolicy.MANUAL).engine is not None
     assert len(builder.built) == 1
+
+
+def test_a_build_is_explained_once_and_has_an_estimate_by_earlier_ones(
+    engines: BlockEngines, builder: Builder, store: EngineStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "slipstream")
+    found(engines, FakeBlock("1" * 64))
+    BuildHistory(store.root).add(past_build(builder.built[0], 30, 16.0))
+    builder.gate.clear()
+    offers = [asked(engines, FakeBlock("2" * 64)) for _ in range(2)]
+    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    assert engines.queue.pending()[0].estimate == 16
+    builder.gate.set()
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    told = [line for line in caplog.messages if "no engine for" in line]
+    assert [line.partition("yet ")[2] for line in told] == [
+        "(no engine has been built yet)",
+        "(no engine has been built for this model yet)",
+    ]
+
+
+def test_what_is_asked_for_and_not_built_here_is_missing(store: EngineStore, builder: Builder) -> None:
+    provider = EngineProvider(store, [NullBackend()])
+    provider.blocks.backend, provider.blocks.queue._build = FakeBlockBackend(), builder
+    found(provider.blocks, FakeBlock(), BuildPolicy.MANUAL)
+    assert [*provider.missing().values()] == ["blocks Tiny for one size"]
+    found(provider.blocks, FakeBlock())
+    assert len(builder.built) == 1 and not provider.missing()
+    builder.error = UnsupportedModel("it cannot be traced")
+    assert found(provider.blocks, FakeBlock("b" * 64)).engine is None
+    assert not provider.missing(), "its blocks run as they are"
 
 
 def test_a_kind_of_block_may_be_asked_for_without_end(engines: BlockEngines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +413,17 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
 
 
+def test_builds_at_once_where_the_system_tells_neither_cores_nor_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Windows and macOS do not."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr(block_engines, "Path", lambda _: tmp_path / "no such file")
+    for cores, hurried in ((16, 4), (2, 3)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        assert (block_engines.builds_at_once(), block_engines.builds_at_once(is_hurried=False)) == (hurried, 1)
+
+
 class ChoosyEngine(FakeEngine):
     """As the first one of its kind it takes no call.
 
@@ -421,7 +466,7 @@ def test_an_engine_for_such_sizes_is_built_where_the_first_one_takes_others_for_
     monkeypatch.setattr(engines.backend, "load_block", load_block)
     assert found(engines, WideBlock()).engine is loaded[1]
     assert [str(plan).partition(" for ")[2] for plan in builder.built] == [
-        "", "such sizes" if are_others_equal else "one size"
+        "", "some sizes" if are_others_equal else "one size"
     ]  # fmt: skip
 
 

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from slipstream.core.programs import kill_group
-from slipstream.runtime.building import worker_pool
-from slipstream.runtime.building.worker import LOG
+from slipstream.runtime.building import forks, worker_pool
+from slipstream.runtime.building.worker import LOG, SERVE
 from slipstream.runtime.building.worker_pool import WorkerPool
+from slipstream.runtime.building.worker_start import ROOT
 
 WORKER = """
 import json, sys, time
@@ -42,6 +45,27 @@ def test_a_process_takes_the_next_job_when_one_is_done() -> None:
     assert pool.give_back(second)
     pool.close()
     assert second.process.returncode == 0
+
+
+def test_without_forks_a_process_is_started_for_a_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on Windows."""
+    asked: list[tuple[str, Path]] = []
+    sockets = SimpleNamespace(AF_UNIX=1, SOCK_SEQPACKET=5, socketpair=lambda *_: asked.append(("fork", tmp_path)))
+
+    def started(word: str, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        asked.append((word, folder))
+        return start()
+
+    monkeypatch.setattr(forks, "ARE_POSSIBLE", False)
+    monkeypatch.setattr(forks, "socket", sockets)
+    monkeypatch.setattr(worker_pool, "start_worker", started)
+    pool = WorkerPool()
+    pool.warm()
+    assert not asked
+    turn = pool.take(tmp_path, {})
+    assert asked == [(SERVE, Path(ROOT.anchor))] and [*turn.stdout] and turn.poll() == 0
+    assert pool.give_back(turn) and pool.take(tmp_path, {}).pid == turn.pid
+    kill_group(turn.process)
 
 
 def test_a_process_that_ends_in_the_midst_of_a_job_is_not_kept() -> None:

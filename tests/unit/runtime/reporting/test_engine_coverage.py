@@ -70,6 +70,23 @@ def test_an_engine_with_several_profiles() -> None:
     assert why(engine, width=256) == ["it is for 512×512, 256×256, not for 256×512"]
 
 
+def test_engines_of_blocks_are_told_by_themselves_where_they_take_any_size() -> None:
+    def block(label: str, *open_axes: ShapeRange) -> Manifest:
+        profile = ShapeProfile({"img": (ShapeRange.exactly(1), *open_axes, ShapeRange.exactly(64))})
+        return manifest_of(label, role=Role.BLOCK, profile=profile)
+
+    any_size, equal = ShapeRange(2, 2, 1 << 17), ShapeRange(2, 3, 1 << 17)
+    engines = [
+        block("all", any_size, any_size), block("old", any_size), block("square", any_size, equal),
+        block("one", ShapeRange.exactly(4096)), manifest_of("whole"),
+    ]  # fmt: skip
+    for width, hits in ((512, ["whole"]), (2048, [])):
+        found = engine_coverage(iter(engines), replace(ASKED, width=width))
+        assert [engine["label"] for engine in found["hits"]] == hits
+        assert found["blocks"] == [{"digest": engines[0].digest, "label": "all"}]
+        assert not any(engine["label"] in ("all", "square", "one") for engine in found["near"])
+
+
 def test_a_stale_engine_is_near() -> None:
     assert why(manifest_of("old")) == ["torch: 2.11 → 2.12"]
 

@@ -23,7 +23,7 @@ def test_before_anything_was_built(provider: EngineProvider) -> None:
     needs = foresee(provider, CPU, wanted(), 1_000_000)
     assert (needs.backend, needs.engines, needs.weights_bytes) == ("null", 2, 4_000_000)
     assert needs.disk_bytes == 512 * 2**20 and needs.kept_bytes is None and needs.seconds is None
-    assert "not known before the first build" in say_needs(needs)[-1]
+    assert "not known before the first such build" in say_needs(needs)[-1]
 
 
 def test_by_earlier_engines(provider: EngineProvider, backend: NullBackend, source: FakeSource) -> None:
@@ -33,6 +33,17 @@ def test_by_earlier_engines(provider: EngineProvider, backend: NullBackend, sour
     needs = foresee(provider, CPU, wanted(), None)
     assert needs.kept_bytes == 2 * entry.bytes and needs.engine_bytes == 3 * 2**20
     assert needs.seconds == 12 and needs.weights_bytes is None and needs.build_bytes is None
+
+
+def test_builds_of_other_parts_and_of_blocks_say_nothing_of_a_models(
+    provider: EngineProvider, source: FakeSource
+) -> None:
+    run_once(provider, source)
+    (made,) = provider.history.builds()
+    for _ in range(14):
+        provider.history.add(dataclasses.replace(made, role=Role.BLOCK.value, seconds=20.0))
+    assert foresee(provider, CPU, wanted(), None).seconds == 12
+    assert foresee(provider, CPU, dataclasses.replace(wanted(), role=Role.VAE_DECODE), None).seconds is None
 
 
 def test_weights_that_are_baked_in(provider: EngineProvider, backend: NullBackend) -> None:
