@@ -102,6 +102,7 @@ PATCHES = {
         Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
         Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
         Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
+        Patch("multigpu", "MultiGPU_WorkUnits", "", Node("MultiGPU_WorkUnits")),
         Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple", {"start_at": 0.4})),
     )
 }  # fmt: skip
