@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,7 +24,10 @@ log = logging.getLogger(__name__)
 _LIBRARIES = ("c10", "c10_cuda")
 _CPP20_SINCE = "2.14"
 """The first torch whose headers want C++20."""
-_HEADER = "cuda_runtime_api.h"
+_HEADER, _OF_COMPILER = "cuda_runtime_api.h", "crt/host_config.h"
+"""CUDA's headers, and those for compilers, which CUDA 13's package has no longer."""
+_TOOLKIT = "/usr/local/cuda"
+"""Where it usually is."""
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 600
 
@@ -84,8 +86,10 @@ def why_not_here() -> str | None:
         return "CUDA graphs were tried on Linux alone so far"
     if reason := why_no_cpp_compiler():
         return reason
-    if not any(_cuda_includes()):
-        return f"the CUDA toolkit's headers ({_HEADER}) were not found; install the toolkit and set CUDA_HOME"
+    found = _cuda_includes()
+    for header in (_HEADER, _OF_COMPILER):
+        if not any((folder / header).is_file() for folder in found):
+            return f"the CUDA toolkit's headers ({header}) were not found; install the toolkit and set CUDA_HOME"
     return None
 
 
@@ -101,15 +105,17 @@ def _command(compiler: str, made: Path) -> list[str]:
     return [compiler, *flags, *includes, str(SOURCE), "-o", str(made), *libraries]
 
 
-def _cuda_includes() -> Iterator[Path]:
-    """Yield the folders of CUDA's headers: the toolkit's, or those that come with torch's packages."""
+def _cuda_includes() -> list[Path]:
+    """The folders of CUDA's headers: the toolkit's, or those that come with torch's packages, and what these lack
+    triton's."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     nvcc = shutil.which("nvcc")
-    homes = [os.environ.get("CUDA_HOME"), CUDA_HOME, str(Path(nvcc).parents[1]) if nvcc else None, "/usr/local/cuda"]
-    toolkits = [Path(home, "include") for home in homes if home]
-    packages = Path(torch.__file__).parents[1].glob("nvidia/*/include")
-    for folder in dict.fromkeys([*toolkits, *packages]):
-        if (folder / _HEADER).is_file():
-            yield folder
-            return
+    homes = [os.environ.get("CUDA_HOME"), CUDA_HOME, str(Path(nvcc).parents[1]) if nvcc else None, _TOOLKIT]
+    installed = Path(torch.__file__).parents[1]
+    folders = [*(Path(home, "include") for home in homes if home), *installed.glob("nvidia/*/include")]
+    found = next((folder for folder in folders if (folder / _HEADER).is_file()), None)
+    if found is None:
+        return []
+    of_triton = installed / "triton" / "backends" / "nvidia" / "include"
+    return [found] if (found / _OF_COMPILER).is_file() else [found, of_triton]
