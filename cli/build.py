@@ -21,7 +21,7 @@ from ..runtime.provider import EngineProvider, HostHooks, Made
 from ..runtime.reporting.engine_info import summary
 from ..runtime.requests.make_engines import LoadedModel
 from ..runtime.settings.model_settings import BuildPolicy, Settings
-from .errors import MISSING, OK
+from .errors import FAILED, MISSING, OK
 from .home import open_provider
 from .interrupt import prompt_interrupts
 from .output import Output, progress_bar
@@ -37,25 +37,32 @@ def build(store: EngineStore, output: Output, options: Namespace) -> int:
     settings = provider.with_preferences(settings_from(options))
     with prompt_interrupts(provider):
         by = _by_blocks if settings.optimize is Optimize.BLOCKS else _by_sizes
-        host, rows = by(provider, settings, options)
-    data = {
+        host, rows, error = by(provider, settings, options)
+    data: dict[str, Any] = {
         "store": str(store.root),
         "host": host,
         "model": options.model,
         "seconds": round(time.monotonic() - started, 2),
         "engines": rows,
     }
+    data |= {"error": error} if error else {}
 
     def tell() -> None:
         output.table(_COLUMNS, [_row(row) for row in rows])
         output.line(f"{host}, engines in {store.root}")
+        if error:
+            output.line(error)
 
     output.show(data, tell)
-    return OK
+    return FAILED if error else OK
 
 
-def _by_sizes(provider: EngineProvider, settings: Settings, options: Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """Engines of the whole model: the host, and what is told of each."""
+_Built = tuple[str, list[dict[str, Any]], str]
+"""The host, what is told of each engine, and what went wrong with others; empty where nothing did."""
+
+
+def _by_sizes(provider: EngineProvider, settings: Settings, options: Namespace) -> _Built:
+    """Engines of the whole model, all of which are there."""
     model = load(options, provider)
     engines: dict[str, Made] = {}
     for resolution in settings.resolutions:
@@ -64,31 +71,34 @@ def _by_sizes(provider: EngineProvider, settings: Settings, options: Namespace) 
             made = make(provider, model, call, settings)
             sharing.push(made.entry)
         engines.setdefault(made.entry.digest, made)  # one may be for several resolutions
-    return model.host, [_facts(engine) for engine in engines.values()]
+    return model.host, [_facts(engine) for engine in engines.values()], ""
 
 
-def _by_blocks(provider: EngineProvider, settings: Settings, options: Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """The same of the model's blocks."""
+def _by_blocks(provider: EngineProvider, settings: Settings, options: Namespace) -> _Built:
+    """Engines of the model's blocks."""
     before = {entry.digest: entry.manifest.created for entry in provider.store.list()}
     module = AcceleratedModule(provider, replace(settings, policy=BuildPolicy.FIRST_USE), by_hand=True)
     with progress_bar(f"blocks of {options.model}") as progress:
-        _follow(provider.blocks.queue, progress)
+        asked = _follow(provider.blocks.queue, progress)
         host, engines = build_blocks_of(options.model, options.comfyui, module, options.batch, options.tokens)
     found = [(entry, before.get(entry.digest) != entry.manifest.created) for entry in engines]
-    return host, [{**summary(entry), "built": is_new, "estimate_s": None} for entry, is_new in found]
+    failed = [ticket for ticket in asked if ticket.error is not None]
+    error = f"{len(failed)} of {len(asked)} builds failed: {failed[0].plan}: {failed[0].error}" if failed else ""
+    return host, [{**summary(entry), "built": is_new, "estimate_s": None} for entry, is_new in found], error
 
 
-def _follow(queue: BuildQueue, progress: ProgressCallback) -> None:
-    """Tell how many of the builds that were asked for are over."""
+def _follow(queue: BuildQueue, progress: ProgressCallback) -> dict[Ticket, None]:
+    """Tell how many of the builds that are asked for from now on are over; returns these builds, which become more."""
     asked: dict[Ticket, None] = {}
 
     def tell(ticket: Ticket) -> None:
         asked[ticket] = None
         tickets = [*asked]
         done = sum(each.state in ENDED for each in tickets)
-        progress(Progress("compile", done / len(tickets), f"{done} of {len(tickets)} engines built"))
+        progress(Progress("compile", done / len(tickets), f"{done} of {len(tickets)} builds are over"))
 
     queue.listen(tell)
+    return asked
 
 
 def check(store: EngineStore, output: Output, options: Namespace) -> int:

@@ -43,7 +43,12 @@ def current_stream(device: torch.device) -> Stream:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what the current stream is given now becomes a CUDA graph, and is not computed."""
-    return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def wait_for(device: torch.device) -> None:
@@ -103,7 +108,6 @@ class Turns:
         self._device = device
         self._lock = threading.RLock()
         self._done: torch.cuda.Event | None = None
-        self._last = 0
 
     @contextmanager
     def turn(self) -> Iterator[Stream]:
@@ -118,12 +122,11 @@ class Turns:
             stream = torch.cuda.current_stream(self._device)
             if self._done is None:
                 self._done = torch.cuda.Event()
-            elif self._last != stream.cuda_stream:
+            else:
                 stream.wait_event(self._done)
             try:
                 yield stream
             finally:
-                self._last = stream.cuda_stream
                 self._done.record(stream)
 
     def wait(self) -> None:

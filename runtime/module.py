@@ -142,6 +142,10 @@ class ByBlocks:
     is_steady: bool = False
 
 
+class Waiting(str):
+    """Why no engine of its blocks had a part in a call, where some will soon."""
+
+
 @dataclass(frozen=True)
 class Served:
     """One call that an engine answered in a run."""
@@ -281,7 +285,7 @@ class Run:
             engine = by_blocks.engine if veto is None or by_blocks.is_steady else None
             return Answer(engine, is_vetoed=engine is None)
         if veto is None:
-            self._take_back()
+            self._take_back(for_good=not isinstance(by_blocks, Waiting))
         if by_blocks != reason:
             fuller = f"{reason}; none of its blocks runs on one: {by_blocks}"
             is_new, reason = status.explain_eager(reason, fuller), fuller
@@ -289,13 +293,17 @@ class Run:
             say_plain(reason)
         return Answer(is_vetoed=veto is not None)
 
-    def _take_back(self) -> None:
-        """No engine of blocks had a part: those of the whole model that gave way answer from the next call on."""
+    def _take_back(self, for_good: bool) -> None:
+        """No engine of blocks had a part: those of the whole model that gave way answer the run's next calls.
+
+        Args:
+            for_good: in other runs, too.
+        """
         self._may_give_way, times = False, self._module.provider.step_times
         for call, offer in [*self._offers.items()]:
             if offer.gives_way is not None:
                 del self._offers[call]
-                if times is not None:
+                if for_good and times is not None:
                     times.take_back(offer.gives_way)
 
     @property

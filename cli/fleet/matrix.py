@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.formatting import say_seconds
 from ...core.programs import run
+from ...core.spec import Optimize
 from ...engine_cache import EngineStore
 from ..errors import FAILED, MISSING, OK, CommandError
 from ..output import Output
@@ -29,6 +30,11 @@ def build_matrix(store: EngineStore, output: Output, options: Namespace) -> int:
         CommandError: the file cannot be read, or the Ray cluster cannot be reached.
     """
     tasks = read_matrix(options.matrix)
+    if (options.check or options.remote) and any(Optimize.BLOCKS.value in task.words for task in tasks):
+        raise CommandError(
+            f"{options.matrix} names optimize: blocks, which goes without --check, --remote and --ray; put such models "
+            "into a file of their own"
+        )
     if options.ray:
         outcomes = run_on_ray(tasks, options)
     else:

@@ -200,8 +200,6 @@ class BlockEngines:
                 for backend in (self.backend, self.spare)
                 for plan in block_plans(offer.architecture, dtypes, precision, device, optimize, backend)
             ]
-            if not self.supply.may_build(policy):
-                self.note_wanted(plans)
             if by_hand:
                 self._forgive(plans)
             self._bring(_Wish(offer, plans, policy, by_hand))
@@ -218,6 +216,7 @@ class BlockEngines:
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
         reason, is_final, are_others_equal = "", True, False
+        lacking: list[BlockPlan] = []
         may_build = self.supply.may_build(wish.policy)
         for plan in filter(self._is_wanted, wish.plans):
             if plan.of_such and not are_others_equal:
@@ -238,11 +237,14 @@ class BlockEngines:
                 continue
             if (why_not := self._why_not_asked_for(plan, may_build)) is not None:
                 reason, is_final = why_not, is_final and may_build
+                lacking += [] if may_build else [plan]
                 continue
             ticket = self._asked_for(plan, wish, may_build)
             if ticket.error is None:
                 return self._wait_for(ticket, wish)
             reason, is_final = str(ticket.error), is_final and not isinstance(ticket.error, _NO_FAULT)
+        if lacking:
+            self.note_wanted(lacking)
         wish.offer.refuse(reason or "no engine takes calls of this shape", is_final)
 
     def _is_wanted(self, plan: BlockPlan) -> bool:
@@ -269,10 +271,9 @@ class BlockEngines:
             self.queue.forget(plan)  # what was missing may be there
         self.supply.note_asked(digest, may_build)
         is_new = may_build and self.queue.find(digest) is None and self.queue.failure(digest) is None
-        expected = None
-        if is_new:
+        if is_new and log.isEnabledFor(logging.INFO):
             log.info("Slipstream: no engine for %s yet (%s)", plan, plan.key.explain_miss(self.store.list()))
-            expected = estimate(self._history, plan)
+        expected = estimate(self._history, plan) if is_new else None
         ticket = self.queue.submit(plan, urgent=not may_build or wish.policy is BuildPolicy.FIRST_USE)
         ticket.estimate = ticket.estimate or expected
         return ticket

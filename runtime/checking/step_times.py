@@ -285,11 +285,11 @@ class StepTimes:
         slower = is_slower(ours, latest)
         if known is None:
             if slower:
-                self._put_behind(step, blocks, is_sure=False)
+                self._put_behind(step, blocks, latest, is_sure=False)
                 theirs.clear()  # they serve now, and are timed anew
         elif slower:
             if not known.is_sure:
-                self._put_behind(step, blocks, is_sure=True)
+                self._put_behind(step, blocks, latest, is_sure=True)
                 for entry in self._entries_of(step):
                     log.warning("Slipstream: %s: %s", entry.manifest.label, self.why_blocks_instead(entry))
         elif not known.is_sure or is_slower(latest, ours):
@@ -298,8 +298,8 @@ class StepTimes:
             self._tell()
         return step in self._behind
 
-    def _put_behind(self, step: TimedStep, blocks: TimedStep, is_sure: bool) -> None:
-        engine_ms, blocks_ms = (round(median(self._samples[each]), 3) for each in (step, blocks))
+    def _put_behind(self, step: TimedStep, blocks: TimedStep, latest: Sequence[float], is_sure: bool) -> None:
+        engine_ms, blocks_ms = (round(median(each), 3) for each in (self._samples[step], latest))
         self._behind[step] = _Behind(blocks, engine_ms, blocks_ms, is_sure)
         _keep(self._behind, step)
         self._tell()
@@ -386,6 +386,7 @@ class StepTimes:
             for step in [step for step in self._behind if id_of(entry) in step.engines]:
                 del self._behind[step]
                 self._samples_of(step).clear()
+        self._tell()
 
     def speed_of_blocks(self, engine: EngineId) -> Speed | None:
         """The figures of a model's blocks on engines; None where there are none yet."""

@@ -419,8 +419,9 @@ class _Graph:
             raise
         except Exception as error:  # outside of a capture it computed: what a graph cannot hold is to blame
             raise CaptureError(str(error)) from error
-        for graph in graphs:
-            graph.launch(stream)
+        with turns_of(self._device).turn():
+            for graph in graphs:
+                graph.launch(stream)
         wait_for_streams(self._device)
         self.close()
         self._graphs, self.generation = graphs, generation

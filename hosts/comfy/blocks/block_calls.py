@@ -33,7 +33,7 @@ from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
 from ....runtime.loaded.device_memory import give_back_unused
-from ....runtime.module import AcceleratedModule, ByBlocks
+from ....runtime.module import AcceleratedModule, ByBlocks, Waiting
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
@@ -403,7 +403,7 @@ class BlockCalls:
         """What engines had to do with the last call, which is counted; or why nothing."""
         self._status.count_calls_of_blocks(self.share.engine, self.share.total)
         if not self.share.engine:
-            return self.share.why_none
+            return Waiting(self.share.why_none) if self.share.waiting else self.share.why_none
         return ByBlocks(str(self.share), None if self.share.waiting else self.id, self._is_steady)
 
     @property

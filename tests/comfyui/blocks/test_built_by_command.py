@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.cli import build
 from slipstream.cli.commands import run
+from slipstream.core.errors import BuildFailed
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
@@ -16,6 +18,7 @@ from slipstream.hosts.comfy.models.demo_model import encode_demo_prompt, load_de
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks import quick_blocks
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
@@ -61,3 +64,26 @@ def test_what_it_says_where_there_are_none(
 ) -> None:
     assert command(comfyui_dir, command_provider.store.root, "--backend", "tensorrt") == 1
     assert "set backend and precision to auto" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_builds_that_fail_are_told_and_the_others_kept(
+    command_provider: EngineProvider,
+    comfyui_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = quick_blocks.build_here
+
+    def build_here(job: Any, *args: Any, **options: Any) -> Any:
+        if "ResBlock" in job.architecture.fingerprint.architecture_name:
+            raise BuildFailed("the compiler is not in the mood")
+        return made(job, *args, **options)
+
+    monkeypatch.setattr(quick_blocks, "build_here", build_here)
+    store = command_provider.store
+    for digest in store.digests():
+        store.delete(digest, force=True)
+    assert command(comfyui_dir, store.root) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert "builds failed" in answer["error"] and "not in the mood" in answer["error"]
+    assert answer["engines"] and all(row["built"] for row in answer["engines"])

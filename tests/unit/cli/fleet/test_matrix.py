@@ -115,3 +115,14 @@ def test_machines_that_share_a_store_build_each_engine_once(tmp_path: Path, pret
     assert sorted(engine["built"] for _, answer in results for engine in answer["engines"]) == [False, False, True]
     checked = ["build", "--model", "one", "--resolution", "64x64", "--check", "--json", "--home", str(tmp_path / "new")]
     assert run_command([*checked, "--remote", url])[0] == 0 and run_command(checked)[0] == 3
+
+
+@pytest.mark.parametrize("word", ["--check", "--remote"])
+def test_blocks_are_refused_before_anything_is_done_where_they_are_not_known(word: str, cli, tmp_path: Path) -> None:
+    models = [
+        {"model": "one", "resolutions": ["64x64"]},
+        {"model": "two", "resolutions": ["64x64"], "optimize": "blocks"},
+    ]
+    (tmp_path / "m.json").write_text(json.dumps({"models": models}))
+    done = cli("build", "--matrix", tmp_path / "m.json", word, *([tmp_path] if word == "--remote" else []))
+    assert done.status == 1 and "file of their own" in done.err and "one 64x64" not in done.err

@@ -23,7 +23,7 @@ from slipstream.runtime.checking.step_times import (
     why_retired,
 )
 from slipstream.runtime.loaded.device_clock import disturbances
-from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.module import AcceleratedModule, Waiting
 from slipstream.runtime.planning.plan import CallShape
 from slipstream.runtime.provider import EngineProvider, HostHooks, Offer
 from slipstream.tests.fakes import (
@@ -456,6 +456,19 @@ def test_where_blocks_have_no_part_the_engine_that_gave_way_is_back_for_good(
         measure(times, TimedStep(WORK, (engine,)), *[20.0] * 64)
         measure(times, PLAIN, *[10.0] * 5)
     assert why_retired(only_entry(provider).manifest) is not None, "it is held against the model again"
+
+
+def test_while_blocks_are_on_their_way_the_engine_that_gave_way_serves_for_the_run_alone(
+    provider: EngineProvider, times: StepTimes, engine: EngineId, source: FakeSource
+) -> None:
+    fall_behind(times, engine)
+    module = AcceleratedModule(provider, FIRST_USE)
+    with module.run(source) as run:
+        run.by_blocks = lambda: Waiting("their engines are on their way")
+        for _ in range(3):
+            run(make_inputs(), lambda: source.eager(make_inputs()))
+    assert (module.status.engine_calls, module.status.eager_calls) == (2, 1)
+    assert beside_blocks(provider, source).reason == BEHIND
 
 
 def test_blocks_whose_steps_take_no_time_that_can_be_measured_are_not_compared(
