@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def root() -> Path:
     """The root of the repository."""
     return ROOT
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """A command sets up the logging of its process."""
+    ours, theirs = logging.getLogger("slipstream"), logging.getLogger()
+    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (ours, theirs)]
+    with warnings.catch_warnings():
+        yield
+    for logger, handlers, level, propagate in before:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)

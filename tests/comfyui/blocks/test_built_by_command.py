@@ -23,6 +23,8 @@ from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
 
+pytestmark = pytest.mark.usefixtures("logging_as_before")
+
 
 @pytest.fixture
 def command_provider(shared_provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> EngineProvider:

@@ -25,7 +25,7 @@ Command = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(capsys: pytest.CaptureFixture[str], logging_as_before: None) -> Command:
     """Run `slipstream build --json` in this process: its status and its answer."""
 
     def call(*words: object) -> tuple[int, dict[str, Any]]:

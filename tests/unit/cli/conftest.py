@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,15 +42,8 @@ def no_configured_places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 @pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    """A command sets up the logging of its process."""
-    ours, theirs = logging.getLogger("slipstream"), logging.getLogger()
-    before = [(logger, logger.handlers, logger.level, logger.propagate) for logger in (ours, theirs)]
-    with warnings.catch_warnings():
-        yield
-    for logger, handlers, level, propagate in before:
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+def of_commands(logging_as_before: None) -> None:
+    """Every test here runs some."""
 
 
 @pytest.fixture
