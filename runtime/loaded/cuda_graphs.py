@@ -451,10 +451,8 @@ class _Graph:
                 if handed is None:
                     for name, result in results.items():
                         result.copy_(self._outputs[name])
-            if (
-                handed is not None
-            ):  # others may have turns of their own meanwhile: what this one left stays in the arena
-                assert outside is not None
+            if handed is not None:
+                assert outside is not None  # others may have turns meanwhile, in other memory
                 put = partial(handed.taken.copy_, outside(handed.given, handed.taken.shape, handed.what))
         return results
 
