@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from .held_weights import CHANGES, Hold
+from .layer_classes import computing_class
 from .layer_walk import layers_of, names_in
 from .source_code import HostCode, pack_of
 
@@ -226,7 +227,7 @@ class LiveModel:
             yield "another extension hooks into every layer"
         for name, (kind, wanted) in wanted_layers.items():
             layer = layers.get(name)
-            if layer is None or not _is_alike(type(layer), kind):
+            if layer is None or not _is_alike(computing_class(type(layer)) if part else type(layer), kind):
                 yield _say_other(name or "the model", layer)
             elif reason := self._why_not_this_layer(name, layer, wanted, part):
                 yield reason
@@ -250,7 +251,7 @@ class LiveModel:
                 return f"another extension removed {key} of {what}"
             if not _is_same(own[key], value):
                 return f"another extension changed {key} of {what}{_say_change(value, own[key])}"
-        kind: Any = type(layer)
+        kind: Any = computing_class(type(layer))
         known = _OF_QUANTISED if part and kind.__module__ == "comfy.ops" else frozenset()
         for key in own.keys() - wanted.keys() - _OF_MODULES - known:
             if own[key] is None or is_own_method(layer, key):
@@ -472,7 +473,7 @@ def _name_set(node: ast.AST) -> str | None:
 def names_read(kind: Any) -> frozenset[str]:
     """All names of attributes that a class of layers knows once a layer is made, its module's functions included."""
     if (known := _read.get(kind)) is None:
-        known = _read[kind] = _read_names(kind)
+        known = _read[kind] = _read_names(computing_class(kind))
     return known
 
 

@@ -28,6 +28,7 @@ import torch
 
 from ...core.errors import UnsupportedModel
 from ...core.version import STARTED
+from .layer_classes import computing_class
 from .layer_walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
@@ -246,7 +247,7 @@ def _attribute(module: str, name: str) -> object:
 
 
 def _layer_classes(layers: Mapping[str, torch.nn.Module]) -> frozenset[type]:
-    kinds = set(map(type, layers.values()))
+    kinds = set(map(computing_class, map(type, layers.values())))
     bases = ((base, kind) for kind in kinds for base in kind.__mro__ if _top(base.__module__) not in _FOUNDATIONS)
     return frozenset(base for base, kind in bases if not _is_mixin(base, kind))
 

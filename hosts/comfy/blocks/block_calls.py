@@ -43,10 +43,11 @@ from ..models.diffusion_model import plain_attention
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
+from ..process.free_memory import available
 from .block_architecture import STORED, ComfyBlock, Owner, say_stored
 from .block_classes import OPTIONS, PLACE, layer_at
 from .block_patches import patches_in, why_patched
-from .block_weights import are_staged, stored_weights
+from .block_weights import are_staged, dequantised_bytes, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
 from .graphed_network import GraphedNetwork
@@ -148,7 +149,7 @@ class BlockShare:
     def why_none(self) -> str:
         """The reason for which most blocks computed themselves."""
         reasons = self.eager + Counter({_ON_THEIR_WAY: self.waiting})
-        return max(reasons, key=lambda reason: reasons[reason], default="its blocks are not known")
+        return max(reasons, key=lambda reason: reasons[reason], default="none of them was called")
 
     def __str__(self) -> str:
         return f"{self.engine} of {self.total} calls of blocks on engines"
@@ -800,12 +801,19 @@ class BlockCalls:
 
     def _are_at_hand(self, block: LedBlock, dtype: torch.dtype) -> bool:
         """Whether a block's weights lie where they stay for the run, in what it computes in, or ComfyUI stages them in
-        that; looked up once a run."""
+        that, or its layers dequantise them at each call in any case and memory suffices for all of them at once; looked
+        up once a run."""
         if block not in self._at_hand:
             found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
             lie_there = all(tensor is not None and tensor.dtype == dtype for tensor in found)
-            self._at_hand[block] = lie_there or are_staged(block.module, dtype, self._device)
+            is_staged = lie_there or are_staged(block.module, dtype, self._device)
+            self._at_hand[block] = is_staged or 0 < dequantised_bytes(block.module, dtype) <= self._room
         return self._at_hand[block]
+
+    @functools.cached_property
+    def _room(self) -> int:
+        """Bytes that were available on the device when it was asked first in this run."""
+        return available(self._device)
 
     def _computed(
         self,

@@ -12,7 +12,8 @@ import torch
 from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PLAIN
-from ...live_model.layer_walk import layers_of
+from ...live_model.layer_classes import dequantises
+from ...live_model.layer_walk import layers_of, tensors_of
 from ..process.current_weights import CASTS, PREFETCH, LayerCast, as_needed, is_quantized, is_staged_in, places_of
 from ..process.staged_pages import counts_holders
 from .block_architecture import PREFIX
@@ -128,6 +129,14 @@ def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device)
     return True
 
 
+def dequantised_bytes(block: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of a block's weights in a dtype, where layers of it make theirs anew at each call; 0 where none does."""
+    layers = layers_of(block)
+    if not any(map(dequantises, set(map(type, layers.values())))):
+        return 0
+    return sum(math.prod(tensor.shape) * dtype.itemsize for tensor in tensors_of(layers).values())
+
+
 def _lies(tensor: torch.Tensor, dtype: torch.dtype | None, places: Set[torch.device]) -> bool:
     """Whether an engine can be given a tensor as it is."""
     is_right = type(tensor) in PLAIN and tensor.dtype == dtype and tensor.device in places
@@ -215,7 +224,7 @@ class BlockWeights:
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
                 if not is_right or tensor.device not in places or tensor.dtype != dtype:
                     if cast is None:
-                        if is_changed and path in self._stored:
+                        if is_changed and (path in self._stored or dequantises(type(layer))):
                             raise UnsupportedModel(_STORED_OTHERWISE)
                         types = {own: each for _, own, _, each in parts}
                         cast = _still_staged(layer, types, device, until)
@@ -295,6 +304,8 @@ def _scaled(layer: Any, weight: Any, is_stored: bool) -> dict[str, torch.Tensor]
 
 def _stay(layer: Any, weight: torch.Tensor, device: torch.device) -> bool:
     """Whether a cast gave memory that no other layer's cast is given before it is let go."""
+    if dequantises(type(layer)):
+        return True
     if _STAGED in layer.__dict__:
         return layer._v_signature is not None and weight is getattr(layer, "_v_weight", None)
     return bool(layer.weight.device == device)

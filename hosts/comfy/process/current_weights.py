@@ -11,6 +11,7 @@ import torch
 
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import PATCHES, PLAIN, HeldWeights
+from ...live_model.layer_classes import dequantises
 from ...live_model.layer_walk import Layers, layers_of, tensors_of
 from .free_memory import memory_beside_sampling
 
@@ -283,8 +284,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class LayerCast:
-    """ComfyUI's cast of one layer. A newer ComfyUI wants to be told when it is no longer needed: what streams from RAM
-    stays pinned in device memory otherwise.
+    """ComfyUI's cast of one layer, or the layer's own. A newer ComfyUI wants to be told when it is no longer needed:
+    what streams from RAM stays pinned in device memory otherwise.
 
     Args:
         bias_dtype: of the bias, where it is not to be in `dtype`.
@@ -301,6 +302,9 @@ class LayerCast:
         import comfy.ops
 
         options = {"dtype": self._dtype, "device": self._device, "bias_dtype": self._bias_dtype}
+        if dequantises(type(self._layer)):
+            weight, bias = self._layer.cast_bias_weight(**options)
+            return weight, bias
         if not hasattr(comfy.ops, "uncast_bias_weight"):
             weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
             return weight, bias

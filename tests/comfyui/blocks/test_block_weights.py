@@ -20,7 +20,7 @@ from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.cases import with_slow
-from slipstream.tests.comfyui.support.models import eight_bits, tiny
+from slipstream.tests.comfyui.support.models import dequantised, eight_bits, tiny
 from slipstream.tests.tensors import distance
 
 STEPS = 6
@@ -32,9 +32,11 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProvide
         yield made
 
 
-def compared(provider: EngineProvider, model: Any, **options: Any) -> AcceleratedModule:
+def compared(
+    provider: EngineProvider, model: Any, optimize: Optimize = Optimize.BLOCKS, **options: Any
+) -> AcceleratedModule:
     """Sample with and without engines of blocks, and compare the pictures."""
-    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
+    module = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=optimize))
     fast = accelerate_model(model, module)
     found, wanted = (tiny.sample(each, "sd3", steps=STEPS, cfg=2.0, **options) for each in (fast, model))
     assert torch.isfinite(wanted).all() and distance(found, wanted) < 1e-5
@@ -157,3 +159,26 @@ def test_weights_in_eight_bits_that_comfyui_stages(
     comfy.model_management.archive_model_dtypes(model.model)
     patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
     assert all_on_engines(compared(provider, patcher))
+
+
+def test_weights_that_layers_dequantise_themselves(provider: EngineProvider, casts: list[Any]) -> None:
+    """As those of GGUF: an engine is given what the layers make of them at each call, LoRAs of theirs included."""
+    model = dequantised.model()
+    before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
+    assert all_on_engines(compared(provider, model)) and casts
+    dequantised.with_patch(model)
+    assert all_on_engines(compared(provider, model))
+    assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0), before) > 1e-3
+
+
+def test_dequantised_weights_that_functions_change_stay_with_the_model(provider: EngineProvider) -> None:
+    """Layers that dequantise their weights know nothing of ComfyUI's functions."""
+    model = dequantised.model()
+    layers = [layer for name, layer in model.model.diffusion_model.named_modules() if name.endswith("qkv")]
+
+    def change(*_: Any) -> None:
+        for layer in layers:
+            layer.weight_function = [torch.neg]
+
+    module = compared(provider, model, callback=change)
+    assert share_of(module)[0] == 0

@@ -29,7 +29,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, ByBlocks, Levers, Settings, parse_resolutions
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
-from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.models import dequantised, tiny
 from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.fakes import FakeClock, wait_until
 from slipstream.tests.tensors import distance
@@ -222,6 +222,20 @@ def test_weights_that_are_cast_at_each_call_stay_with_the_model(provider: Engine
     store_in(torch.bfloat16, model)
     sampled(fast, model)
     assert module.status.block_calls == before
+
+
+@pytest.mark.parametrize("room", [1 << 30, 1 << 10])
+def test_weights_that_layers_dequantise_anyway_are_handed_over_where_memory_suffices(
+    room: int, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_calls, "available", lambda _: room)
+    model = dequantised.model()
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0}
+    tiny.sample(accelerated(provider, model)[0], "sd3", **options)
+    built = blocks_built(provider)
+    fast, module = accelerated(provider, model)
+    assert distance(tiny.sample(fast, "sd3", **options), tiny.sample(model, "sd3", **options)) < 1e-5
+    assert (built > 0) == (module.status.block_calls > 0) == (room > 1 << 20)
 
 
 def test_a_worker_that_builds_nothing_leaves_blocks_alone(provider: EngineProvider) -> None:
