@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..patching.patches import ADAPTER
+from ..patching.patches import ADAPTER, MOTION_MODULE
 
 CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_models", "vae", "controlnet", "loras"
 TEXT_ENCODER = "text_encoders"
 """ComfyUI's folders of model files."""
 
-FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, TEXT_ENCODER, ADAPTER)
+FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, TEXT_ENCODER, ADAPTER, MOTION_MODULE)
 
 
 MEETINGS = 8
@@ -65,16 +65,17 @@ FAMILIES = {
     "sd15": Family(768),
     "sdxl": Family(2048, pooled=1280),
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
+    "flux-third": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
+    "wan": Family(4096, tokens=512, channels=16, is_one_file=False),
     "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
     "z-image": Family(2560, tokens=24, channels=16, is_one_file=False),
     "t5-xxl": Family(4096, clip_type="pixart"),
     "t5-base": Family(768, clip_type="stable_audio"),
     "tiny": Family(768),
     "tiny-deep": Family(768),
+    "tiny-flux": Family(64, pooled=32, channels=16, is_one_file=False),
+    "tiny-wan": Family(4096, channels=16, is_one_file=False),
 }
-
-UNETS = ("sd15", "sdxl", "tiny", "tiny-deep")
-"""Families of UNets."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class PictureCase:
         has_lora: with a LoRA, whose strength is another in each picture.
         tokens: lengths of the positive prompt, the next one in each picture; empty: always its family's.
         second_size: width and height to which the latent is enlarged for a second sampler; None: there is one sampler.
+        frames: of a video in place of a picture; 0: none.
+        is_sample_only: what the sampler makes is not decoded.
         is_decode_only: a VAE decodes random latents, and no model runs.
         is_encode_only: a text encoder encodes random texts, and nothing else runs.
         needs_gpu: a CPU would take minutes for a picture.
@@ -105,6 +108,8 @@ class PictureCase:
     has_lora: bool = False
     tokens: tuple[int, ...] = ()
     second_size: int | None = None
+    frames: int = 0
+    is_sample_only: bool = False
     is_decode_only: bool = False
     is_encode_only: bool = False
     needs_gpu: bool = True
@@ -119,8 +124,8 @@ class PictureCase:
         """The model files that the workflow loads."""
         if self.is_decode_only or self.is_encode_only:
             return (ModelFile(VAE if self.is_decode_only else TEXT_ENCODER, self.family),)
-        whole = FAMILIES[self.family].is_one_file
-        found = [ModelFile(each, self.family) for each in ((CHECKPOINT,) if whole else (DIFFUSION_MODEL, VAE))]
+        parts = (CHECKPOINT,) if FAMILIES[self.family].is_one_file else (DIFFUSION_MODEL, VAE)
+        found = [ModelFile(each, self.family) for each in parts if each != VAE or not self.is_sample_only]
         found += [ModelFile(CONTROLNET, self.family)] if self.has_control else []
         found += [ModelFile(LORA, self.family)] if self.has_lora else []
         return tuple(found)
@@ -145,6 +150,14 @@ CASES = {
             512,
             20,
             batch=4,
+        ),
+        PictureCase(
+            "sd15-512-20-b16",
+            "SD1.5, sixteen pictures at once, 512×512, 20 steps of euler, CFG 7",
+            "sd15",
+            512,
+            20,
+            batch=16,
         ),
         PictureCase("sdxl-1024-30", "SDXL, 1024×1024, 30 steps of euler, CFG 7", "sdxl", 1024, 30),
         PictureCase("sdxl-1024-20", "SDXL, 1024×1024, 20 steps of euler, CFG 7", "sdxl", 1024, 20),
@@ -174,6 +187,25 @@ CASES = {
             1024,
             4,
             cfg=1.0,
+        ),
+        PictureCase(
+            "flux-third-1024-20",
+            "6 of Flux.1's 19 double blocks and 13 of 38 single ones, 1024×1024, 20 steps of euler, CFG 1, not decoded",
+            "flux-third",
+            1024,
+            20,
+            cfg=1.0,
+            is_sample_only=True,
+        ),
+        PictureCase(
+            "wan-512-20",
+            "Wan 2.1 of 1.3B's size, 33 frames of 512×512, 20 steps of euler, CFG 6, not decoded",
+            "wan",
+            512,
+            20,
+            cfg=6.0,
+            frames=33,
+            is_sample_only=True,
         ),
         PictureCase(
             "qwen-image-1024-8",
@@ -224,6 +256,26 @@ CASES = {
             "tiny-deep",
             64,
             6,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-flux-64-6",
+            "a tiny model of Flux.1's kind, 64×64, 6 steps, not decoded, to try patches on any machine",
+            "tiny-flux",
+            64,
+            6,
+            cfg=1.0,
+            is_sample_only=True,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-wan-64-6",
+            "a tiny model of Wan's kind, 5 frames of 64×64, 6 steps, not decoded, to try patches on any machine",
+            "tiny-wan",
+            64,
+            6,
+            frames=5,
+            is_sample_only=True,
             needs_gpu=False,
         ),
         PictureCase(

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..patching import adapter
-from ..patching.patches import ADAPTER
+from ..patching import adapter, motion_module
+from ..patching.patches import ADAPTER, FLUXES, MOTION_MODULE, WANS
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
 from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_t5, randomise_unet
@@ -46,6 +46,21 @@ TINY_DEEP = {
 """The same with a second level and a middle, into which other authors' nodes reach."""
 
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
+FLUX_CONFIGS = {
+    "flux": FLUX_SCHNELL,
+    "flux-third": {**FLUX_SCHNELL, "depth": 6, "depth_single_blocks": 13},
+    "tiny-flux": {
+        **FLUX_SCHNELL, "hidden_size": 256, "num_heads": 2, "context_in_dim": 64, "vec_in_dim": 32, "depth": 5,
+        "depth_single_blocks": 10,
+    },
+}  # fmt: skip
+"""A third has 4 billion weights; a tiny one has the layers that SkipLayerGuidanceDiT leaves out."""
+WAN = {
+    "image_model": "wan2.1", "model_type": "t2v", "patch_size": (1, 2, 2), "in_dim": 16, "dim": 1536, "ffn_dim": 8960,
+    "freq_dim": 256, "out_dim": 16, "num_heads": 12, "num_layers": 30, "qk_norm": True, "cross_attn_norm": True,
+}  # fmt: skip
+"""Wan 2.1 T2V 1.3B."""
+WAN_CONFIGS = {"wan": WAN, "tiny-wan": {**WAN, "dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 6}}
 QWEN_IMAGE = {"image_model": "qwen_image", "num_layers": 10}
 """A sixth of its blocks, each of full size: 3.4 billion weights."""
 Z_IMAGE = {
@@ -108,8 +123,10 @@ def _diffusion_model(family: str) -> Tensors:
     import comfy.model_base
     import comfy.supported_models
 
-    if family == "flux":
-        config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_SCHNELL)), comfy.model_base.Flux
+    if family in FLUXES:
+        config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_CONFIGS[family])), comfy.model_base.Flux
+    elif family in WANS:
+        config, kind = comfy.supported_models.WAN21_T2V(dict(WAN_CONFIGS[family])), comfy.model_base.WAN21
     elif family == "z-image":
         config, kind = comfy.supported_models.ZImage(dict(Z_IMAGE)), comfy.model_base.Lumina2
     else:
@@ -117,11 +134,19 @@ def _diffusion_model(family: str) -> Tensors:
         config, kind = comfy.supported_models.QwenImage(dict(QWEN_IMAGE)), comfy.model_base.QwenImage
     network = _network(config, kind, torch.bfloat16)
     randomise(network, SEED)
+    if family in WANS:
+        _make_time_slow(network)
     tensors = _on_cpu(network.state_dict())
-    if family != "flux":
+    if family not in FLUXES:
         return tensors
     # By this name all ComfyUIs know the model; newer ones have another one for it in memory.
     return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in tensors.items()}
+
+
+def _make_time_slow(wan: Any) -> None:
+    """Have one step's embedding of time be near the next one's, as a trained model's is: caches go by that."""
+    weight = wan.time_embedding[0].weight
+    weight.view(len(weight), 2, -1)[:, :, : weight.shape[1] // 4] = 0  # the faster half of the waves
 
 
 def _unet(family: str) -> Any:
@@ -236,6 +261,11 @@ def _adapter(family: str) -> Tensors:
     return adapter.make(family, _unet(family).state_dict(), SEED)
 
 
+def _motion_module(family: str) -> Tensors:
+    assert family == "sd15", family
+    return motion_module.make(SEED)
+
+
 _MAKERS: Mapping[str, Callable[[str], Tensors]] = {
     CHECKPOINT: _checkpoint,
     DIFFUSION_MODEL: _diffusion_model,
@@ -244,6 +274,7 @@ _MAKERS: Mapping[str, Callable[[str], Tensors]] = {
     LORA: _lora,
     TEXT_ENCODER: _text_encoder,
     ADAPTER: _adapter,
+    MOTION_MODULE: _motion_module,
 }
 
 

@@ -18,12 +18,12 @@ from ...core.errors import SlipstreamError
 from ...core.version import __version__
 from ...runtime.checking.measure import commit
 from ..measuring.deadline import Deadline
-from ..patching.patches import ADAPTER, PATCHES
+from ..patching.patches import PATCHES
 from ..subjects.arguments import count, list_of
 from ..subjects.references import References
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
-from .cases import CASES, HEADLINE, UNETS, ModelFile, PictureCase
+from .cases import CASES, HEADLINE, ModelFile, PictureCase
 from .checkpoints import NoRoom, make, missing
 from .from_scratch import measure as measure_from_scratch
 from .gpu import Monitor, all_but, find_driver
@@ -164,8 +164,9 @@ def _installation(checkout: Path, options: Namespace, work: Path) -> Installatio
 def _files(options: Namespace) -> list[ModelFile]:
     """The model files that are loaded."""
     found = [file for case in options.cases for file in case.files]
-    if any(PATCHES[name].node.has_adapter for name in options.patches):
-        found += [ModelFile(ADAPTER, case.family) for case in options.cases]
+    for patch in (PATCHES[name] for name in options.patches):
+        families = [case.family for case in options.cases if case.family in patch.families]
+        found += [ModelFile(folder, family) for folder in patch.node.folders for family in families]
     return found
 
 
@@ -179,8 +180,9 @@ def _why_not(options: Namespace) -> str | None:
         return "--from-scratch tells of neither a GPU's memory nor a sampler's time; leave --free-gb and --profiles out"
     if options.patches and (options.from_scratch or not any(each.kind == PLAIN for each in options.variants)):
         return "--patches compares with plain, which --variants has to name, and is nothing for --from-scratch"
-    if options.patches and (strange := [each for each in options.cases if each.family not in UNETS or not each.steps]):
-        return f"--patches is for UNets, and {strange[0].name} samples with none; sdxl-1024-20 is one that does"
+    families = {family for name in options.patches for family in PATCHES[name].families}
+    if options.patches and (strange := [one for one in options.cases if one.family not in families or not one.steps]):
+        return f"--patches has none that is for the model of {strange[0].name}"
     slow = [case.name for case in options.cases if case.needs_gpu]
     if options.cpu and slow and not options.models_only:
         return f"{slow[0]} would take minutes a picture on a CPU; tiny-64-3 runs on any machine"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.spec import Optimize
-from ..patching.patches import ADAPTER, Given, Node, Patch
+from ..patching.patches import FILES, Given, Node, Patch
 from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, VAE, ModelFile, PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
@@ -106,23 +106,27 @@ class _Builder:
         return self._first("SlipstreamBenchmarkBlank", behind=text)
 
     def _decode(self) -> Link:
+        vae: Link | None
         if self._case.is_decode_only:
             latent, vae = self._random_latent(), self._load_vae()
         else:
             model, vae = self._load()
             latent = self._sample(self._accelerated_model(model))
+        if vae is None:
+            return self._first("SlipstreamBenchmarkBlank", behind=latent)
         if self._variant.is_ours and self._has_vae:
             vae = self._first(ACCELERATE_VAE, vae=vae, **self._defaults[ACCELERATE_VAE])
         return self._first("VAEDecode", samples=latent, vae=vae)
 
-    def _load(self) -> tuple[Link, Link]:
-        """The model, with its LoRA where there is one, and the VAE."""
+    def _load(self) -> tuple[Link, Link | None]:
+        """The model, with its LoRA where there is one, and the VAE, None where nothing is decoded."""
+        vae: Link | None
         if self._family.is_one_file:
             loader = self._graph.add("CheckpointLoaderSimple", ckpt_name=self._file(CHECKPOINT))
             model, vae = [loader, 0], [loader, 2]
         else:
             model = self._first("UNETLoader", unet_name=self._file(DIFFUSION_MODEL), weight_dtype="default")
-            vae = self._load_vae()
+            vae = None if self._case.is_sample_only else self._load_vae()
         if self._case.has_lora:
             strength = self._wish.lora_strength
             lora = {"lora_name": self._file(LORA), "strength_model": strength}
@@ -147,9 +151,13 @@ class _Builder:
         case = self._case
         positive, negative = self._prompts()
         if self._patch is not None:
-            model = self._patched(self._patch.node, negative, model=model)
+            node = self._patch.node
+            model = self._patched(replace(node, inputs={"model": Given.MODEL, **node.inputs}), negative, model)
         empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
-        latent = self._first("EmptyLatentImage", **empty)
+        if case.frames:
+            latent = self._first("EmptyHunyuanLatentVideo", **empty, length=case.frames)
+        else:
+            latent = self._first("EmptyLatentImage", **empty)
         common = {
             "model": model, "positive": positive, "negative": negative, "seed": self._wish.seed, "steps": case.steps,
             "cfg": case.cfg, "sampler_name": SAMPLER, "scheduler": SCHEDULER,
@@ -161,14 +169,14 @@ class _Builder:
         latent = self._first("LatentUpscale", samples=latent, upscale_method="nearest-exact", **larger)
         return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
 
-    def _patched(self, node: Node, negative: Link, **links: Link) -> Link:
-        """A node's first output; `links` are inputs besides its own."""
-        given = {Given.NEGATIVE: negative, Given.ADAPTER: self._file(ADAPTER)}
+    def _patched(self, node: Node, negative: Link, model: Link) -> Link:
+        """A node's first output."""
+        given = {Given.MODEL: model, Given.NEGATIVE: negative, **{each: self._file(each.value) for each in FILES}}
         inputs = {
-            name: self._patched(value, negative) if isinstance(value, Node) else given.get(value, value)
+            name: self._patched(value, negative, model) if isinstance(value, Node) else given.get(value, value)
             for name, value in node.inputs.items()
         }
-        return self._first(node.class_type, **{**self._defaults[node.class_type], **inputs, **links})
+        return self._first(node.class_type, **{**self._defaults[node.class_type], **inputs})
 
     def _prompts(self) -> tuple[Link, Link]:
         positive = self._random_prompt(POSITIVE, self._prompt_tokens)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..patching.patches import PATCHES
 from .cases import CASES
 from .variants import PLAIN, Flags, ServerVariant
 
@@ -66,7 +67,8 @@ def plan(
 
     Args:
         lacking: cases of which there is no reference yet.
-        patches: keys of `PATCHES`; each turn of a case is made without any of them first, then with each.
+        patches: keys of `PATCHES`; each turn of a case is made without any of them first, then with each that is for
+            its family.
     """
     with_patches: Sequence[str | None] = ["", *patches] if patches else [None]
     sets = _by_flags(flag_sets, variants)
@@ -111,7 +113,8 @@ def _blocks(
     patches: Sequence[str | None],
 ) -> Iterable[Block]:
     for case, turn, patch, variant in itertools.product(cases, turns, patches, variants):
-        if variant.why_left_out(CASES[case]) is None:
+        is_meant = not patch or CASES[case].family in PATCHES[patch].families
+        if is_meant and variant.why_left_out(CASES[case]) is None:
             yield Block(flags, case, variant.name, turn, patch=patch)
 
 

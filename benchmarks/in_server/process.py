@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..measuring.deadline import Deadline
+from ..patching.patches import LENT
 from .cases import FOLDERS
 from .variants import Flags
 
@@ -72,7 +73,7 @@ class Installation:
             folder.mkdir(parents=True, exist_ok=True)
         _link(PACK, self.work / "custom_nodes" / "slipstream")
         for pack in self.packs:
-            _link(pack.resolve(), self.work / "custom_nodes" / pack.name)
+            _add_pack(pack.resolve(), self.work / "custom_nodes" / pack.name)
         shutil.copytree(PROBE, self.work / "custom_nodes" / "slipstream_benchmark_probe")
         (self.work / "page" / "index.html").write_text("<!doctype html>\n", encoding="utf-8")
         lines = ["slipstream_benchmark:", f"  base_path: {json.dumps(self.models.resolve().as_posix())}"]
@@ -209,6 +210,18 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
+
+
+def _add_pack(source: Path, target: Path) -> None:
+    """Link a pack, or copy it with a line in front that lends it the name that it asks for in vain."""
+    if source.name not in LENT:
+        _link(source, target)
+        return
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    place, name = LENT[source.name]
+    start = target / "__init__.py"
+    lent = f"import {place} as lent\nlent.{name} = getattr(lent, {name!r}, None)\n"
+    start.write_text(lent + start.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def _link(source: Path, target: Path) -> None:

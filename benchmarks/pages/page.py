@@ -248,7 +248,8 @@ python benchmarks/run.py --cases sdxl-1024-b2 --variants eager,slipstream:compil
 python benchmarks/server.py                                       # whole pictures in a real ComfyUI server
 python benchmarks/server.py --profiles profiles                   # and tables of where samplers spend their time
 python benchmarks/server.py --turns 3 --flag-sets "default;--fast;--use-ck-attention;--fast --use-ck-attention"
-python benchmarks/server.py --cases sdxl-1024-20 --variants plain,slipstream+blocks --patches all --packs custom_nodes
+python benchmarks/server.py --cases sdxl-1024-20,flux-third-1024-20,wan-512-20 --variants plain,slipstream+blocks \\
+  --patches all --packs custom_nodes
 python benchmarks/report.py                                       # this page
 ```
 

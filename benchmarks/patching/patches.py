@@ -1,4 +1,4 @@
-"""Nodes that patch a UNet, each as one places it between Accelerate Model and the sampler.
+"""Nodes that patch a model, each as one places it between Accelerate Model and the sampler.
 
 Inputs that are not named here have the node's own default. What is used most is measured first, but what calls the
 model with shapes that no other does comes late, since engines are built for them. What leaves something of its own in
@@ -12,18 +12,30 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-ADAPTER = "ipadapter"
-"""ComfyUI's folder of such files, and the only ones that these nodes load."""
+ADAPTER, MOTION_MODULE = "ipadapter", "animatediff_models"
+"""ComfyUI's folders of such files, and the only ones that these nodes load."""
 
 EMBEDDING = "SlipstreamBenchmarkEmbedding"
 """The probe's node that stands for a picture's embedding."""
 
 
-class Given(Enum):
-    """What a workflow of the benchmark has for a node's input: its negative prompt, or its family's adapter's name."""
+UNETS = ("sd15", "sdxl", "tiny", "tiny-deep")
+FLUXES, WANS = ("flux", "flux-third", "tiny-flux"), ("wan", "tiny-wan")
+"""Families of models; those of UNets are what most of these nodes are for."""
 
+
+class Given(Enum):
+    """What a workflow of the benchmark has for a node's input: the accelerated model, its negative prompt, or the name
+    of its family's file in a folder."""
+
+    MODEL = "model"
     NEGATIVE = "negative"
-    ADAPTER = "adapter"
+    ADAPTER = ADAPTER
+    MOTION_MODULE = MOTION_MODULE
+
+
+FILES = (Given.ADAPTER, Given.MOTION_MODULE)
+"""Those that are names of files; their values are the folders."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +57,11 @@ class Node:
         return (self.class_type, *(name for other in others for name in other.classes))
 
     @property
-    def has_adapter(self) -> bool:
-        """Whether an adapter's file is loaded."""
-        return any(
-            value is Given.ADAPTER or isinstance(value, Node) and value.has_adapter for value in self.inputs.values()
-        )
+    def folders(self) -> tuple[str, ...]:
+        """ComfyUI's folders of the files that are loaded."""
+        others = (value for value in self.inputs.values() if isinstance(value, Node))
+        own = (value.value for value in self.inputs.values() if value in FILES)
+        return (*own, *(name for other in others for name in other.folders))
 
 
 @dataclass(frozen=True)
@@ -60,21 +72,28 @@ class Patch:
         name: on the command line and in rows.
         title: as the pack names the node.
         pack: the folder of `custom_nodes` that has it; empty: ComfyUI itself.
+        families: of the models that it is for, keys of `FAMILIES`.
     """
 
     name: str
     title: str
     pack: str
     node: Node
+    families: tuple[str, ...] = UNETS
 
 
-_GUIDANCE, _BLEH = "sd-perturbed-attention", "ComfyUI-bleh"
+_GUIDANCE, _BLEH, _PATCHES_LL = "sd-perturbed-attention", "ComfyUI-bleh", "ComfyUI_Patches_ll"
+_TEACACHE, _MAGCACHE = "ComfyUI-TeaCache", "ComfyUI-MagCache"
+LENT = dict.fromkeys((_TEACACHE, _MAGCACHE), ("comfy.ldm.lightricks.model", "precompute_freqs_cis"))
+"""By pack, a module and a name in it that the pack imports, newer ComfyUIs lack, and these nodes never call."""
 
 _IP_ADAPTER = {
     "ipadapter": Node("IPAdapterModelLoader", {"ipadapter_file": Given.ADAPTER}),
     "pos_embed": Node(EMBEDDING, {"seed": 1}),
     "neg_embed": Node(EMBEDDING, {"seed": 2}),
 }
+
+_OVERRIDDEN = {"model": Node("DitForwardOverrider", {"model": Given.MODEL})}
 
 PATCHES = {
     patch.name: patch
@@ -103,6 +122,17 @@ PATCHES = {
         Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
         Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
         Patch("multigpu", "MultiGPU_WorkUnits", "", Node("MultiGPU_WorkUnits")),
+        Patch("slg", "SkipLayerGuidanceDiT", "", Node("SkipLayerGuidanceDiT", {
+            "double_layers": "3, 4", "start_percent": 0.0, "end_percent": 1.0}), (*FLUXES, *WANS, "qwen-image")),
+        Patch("teacache", "TeaCache", _TEACACHE, Node("TeaCache", {
+            "model_type": "wan2.1_t2v_1.3B", "rel_l1_thresh": 0.08}), WANS),
+        Patch("magcache", "MagCache", _MAGCACHE, Node("MagCache", {"model_type": "wan2.1_t2v_1.3B"}), WANS),
+        Patch("teacache-ll", "Apply TeaCache Patch", _PATCHES_LL, Node(
+            "ApplyTeaCachePatch", {**_OVERRIDDEN, "rel_l1_thresh": 0.4}), FLUXES),
+        Patch("first-block-cache-ll", "Apply First Block Cache Patch", _PATCHES_LL, Node(
+            "ApplyFirstBlockCachePatch", {**_OVERRIDDEN, "residual_diff_threshold": 0.2}), FLUXES),
+        Patch("animatediff", "AnimateDiff Loader (Gen1)", "ComfyUI-AnimateDiff-Evolved", Node(
+            "ADE_AnimateDiffLoaderGen1", {"model_name": Given.MOTION_MODULE}), ("sd15",)),
         Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple", {"start_at": 0.4})),
     )
 }  # fmt: skip

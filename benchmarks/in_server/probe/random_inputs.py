@@ -112,12 +112,12 @@ class Edges(io.ComfyNode):  # type: ignore[misc]
 
 
 class Blank(io.ComfyNode):  # type: ignore[misc]
-    """A picture of nothing, to be saved where no model makes one: what is saved says who computed what it needs."""
+    """A picture of nothing, to be saved where none is decoded: what is saved says who computed what it needs."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        """Describe the node, which runs behind the one that encodes a text."""
-        return _schema("Blank", "Blank", io.Image.Output(), links=[io.Conditioning.Input("behind")])
+        """Describe the node, which runs behind the one that encodes a text or samples."""
+        return _schema("Blank", "Blank", io.Image.Output(), links=[io.AnyType.Input("behind")])
 
     @classmethod
     def execute(cls, behind: object) -> io.NodeOutput:

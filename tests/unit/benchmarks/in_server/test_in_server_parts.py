@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from slipstream.benchmarks.in_server import gpu
+from slipstream.benchmarks.in_server.process import Installation
 from slipstream.benchmarks.in_server.rows import counts_as_headline, figures_of, medians_of, of_readings
 from slipstream.benchmarks.in_server.websocket import WebSocket
-from slipstream.benchmarks.patching import adapter
+from slipstream.benchmarks.patching import adapter, motion_module
 from slipstream.benchmarks.subjects.references import References
 from slipstream.tests.unit.benchmarks.support import server_row
 
@@ -91,6 +92,33 @@ def test_an_adapter_is_as_wide_as_the_layers_that_it_stands_beside() -> None:
     one |= {"middle_block.1.transformer_blocks.0.attn2.to_k.weight": torch.zeros(6, 8)}
     numbers = [int(name.split(".")[1]) for name in adapter.make("sd15", one, 1) if "to_k_ip" in name]
     assert numbers == [1, 31]
+
+
+def test_a_motion_module_has_the_places_of_sd15(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = (("down_blocks", 2, (8, 16, 32, 32)), ("up_blocks", 3, (32, 32, 16, 8)))
+    assert [(side, count, len(widths)) for side, count, widths in motion_module.PLACES] == [
+        (side, count, len(widths)) for side, count, widths in places
+    ]
+    monkeypatch.setattr(motion_module, "PLACES", places)
+    found = motion_module.make(1)
+    tables = {name: table.shape for name, table in found.items() if name.endswith("attention_blocks.0.pos_encoder.pe")}
+    assert len(tables) == 4 * 2 + 4 * 3 and all(shape[:2] == (1, 32) for shape in tables.values())
+    place = "up_blocks.3.motion_modules.2.temporal_transformer"
+    assert found[f"{place}.transformer_blocks.0.ff.net.0.proj.weight"].shape == (64, 8)
+    assert {weight.dtype for weight in found.values()} == {torch.float16}
+
+
+def test_a_pack_is_lent_the_name_that_it_imports_in_vain(tmp_path: Path) -> None:
+    packs = (tmp_path / "ComfyUI-MagCache", tmp_path / "ComfyUI-bleh")
+    for pack in packs:
+        pack.mkdir()
+        (pack / "__init__.py").write_text("from json import nothing\n")
+    work = tmp_path / "work"
+    folders = {name: tmp_path / name for name in ("checkout", "models", "engines", "logs")}
+    Installation(**folders, python=Path(sys.executable), work=work, packs=packs).prepare()
+    lent, linked = (work / "custom_nodes" / pack.name / "__init__.py" for pack in packs)
+    assert lent.read_text().endswith("None)\nfrom json import nothing\n") and "precompute_freqs_cis" in lent.read_text()
+    assert linked.read_text() == packs[0].joinpath("__init__.py").read_text() == "from json import nothing\n"
 
 
 class Driver:

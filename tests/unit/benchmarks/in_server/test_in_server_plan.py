@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.in_server.cases import CASES
+from slipstream.benchmarks.in_server.cases import CASES, FAMILIES
 from slipstream.benchmarks.in_server.graph import OUR_NODES, Wish, build_prompt, required_defaults
 from slipstream.benchmarks.in_server.plan import Block, ServerRun, plan
 from slipstream.benchmarks.in_server.variants import ServerVariant
@@ -57,6 +57,16 @@ def test_each_patch_has_its_turn_behind_the_base() -> None:
     assert [(block.patch, block.variant) for block in run.blocks] == of_a_turn * 2
     (usual,) = plan([()], [SD15], variants("plain"), turns=1)
     assert usual.blocks[0].patch is None
+
+
+def test_a_patch_is_measured_with_the_models_that_it_is_for() -> None:
+    cases = ["sdxl-1024-20", "sd15-512-20-b16", "wan-512-20", "flux-third-1024-20"]
+    (run,) = plan([()], cases, variants("plain"), turns=1, patches=["pag", "animatediff", "slg", "magcache"])
+    assert [(block.case, block.patch) for block in run.blocks if block.patch] == [
+        ("sdxl-1024-20", "pag"), ("sd15-512-20-b16", "pag"), ("sd15-512-20-b16", "animatediff"),
+        ("wan-512-20", "slg"), ("wan-512-20", "magcache"), ("flux-third-1024-20", "slg"),
+    ]  # fmt: skip
+    assert all(set(patch.families) <= set(FAMILIES) for patch in PATCHES.values())
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,8 @@ def test_a_patch_stands_between_accelerate_model_and_the_sampler(name: str) -> N
     node = made[sampler["model"][0]]
     assert node["class_type"] == patch.node.class_type and node["inputs"]["scale"] == 3.0
     accelerated = made[node["inputs"]["model"][0]]
+    while accelerated["class_type"] in patch.node.classes:
+        accelerated = made[accelerated["inputs"]["model"][0]]
     assert accelerated["class_type"] == "SlipstreamAccelerateModel" and accelerated["inputs"]["optimize"] == "blocks"
     assert not by_class(list(made.values()), "SlipstreamAccelerateVAE")
     values = [value for each in made.values() for value in each["inputs"].values()]
@@ -130,6 +142,16 @@ def test_an_adapters_file_is_that_of_the_family() -> None:
     made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("plain"), Wish(1), defaults, PATCHES["ip-adapter"])
     (loader,) = by_class(list(made.values()), "IPAdapterModelLoader")
     assert loader == {"ipadapter_file": "slipstream-benchmark-sdxl.safetensors"}
+
+
+def test_a_video_is_sampled_and_not_decoded() -> None:
+    prompt = prompt_of("wan-512-20", "slipstream")
+    (latent,), (sampler,), (blank,) = (
+        by_class(prompt, name) for name in ("EmptyHunyuanLatentVideo", "KSampler", "SlipstreamBenchmarkBlank")
+    )
+    assert latent == {"width": 512, "height": 512, "batch_size": 1, "length": 33} and sampler["cfg"] == 6.0
+    assert list(blank) == ["behind"] and not by_class(prompt, "VAELoader") and not by_class(prompt, "VAEDecode")
+    assert [file.folder for file in CASES["wan-512-20"].files] == ["diffusion_models"]
 
 
 def test_hires_fix_samples_twice_and_a_lora_has_its_strength() -> None:
