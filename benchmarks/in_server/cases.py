@@ -10,6 +10,9 @@ CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_m
 TEXT_ENCODER = "text_encoders"
 """ComfyUI's folders of model files."""
 
+GGUF = "ComfyUI-GGUF"
+"""The pack that loads models in GGUF."""
+
 FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, TEXT_ENCODER, ADAPTER, MOTION_MODULE)
 
 
@@ -33,7 +36,8 @@ class ModelFile:
     @property
     def name(self) -> str:
         """The file's name, as loader nodes take it."""
-        return f"slipstream-benchmark-{self.family}.safetensors"
+        is_gguf = self.folder == DIFFUSION_MODEL and FAMILIES[self.family].pack == GGUF
+        return f"slipstream-benchmark-{self.family}.{'gguf' if is_gguf else 'safetensors'}"
 
     @property
     def path(self) -> str:
@@ -51,6 +55,7 @@ class Family:
         channels: of its latents.
         is_one_file: a checkpoint holds model and VAE; otherwise each has a file of its own.
         clip_type: as ComfyUI's node Load CLIP takes it, of a family of text encoders.
+        pack: the folder of `custom_nodes` that has the model's loader; empty: ComfyUI itself.
     """
 
     width: int
@@ -59,6 +64,7 @@ class Family:
     channels: int = 4
     is_one_file: bool = True
     clip_type: str = ""
+    pack: str = ""
 
 
 FAMILIES = {
@@ -66,6 +72,7 @@ FAMILIES = {
     "sdxl": Family(2048, pooled=1280),
     "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
     "flux-third": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
+    "flux-third-gguf": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False, pack=GGUF),
     "wan": Family(4096, tokens=512, channels=16, is_one_file=False),
     "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
     "z-image": Family(2560, tokens=24, channels=16, is_one_file=False),
@@ -74,6 +81,7 @@ FAMILIES = {
     "tiny": Family(768),
     "tiny-deep": Family(768),
     "tiny-flux": Family(64, pooled=32, channels=16, is_one_file=False),
+    "tiny-flux-gguf": Family(64, pooled=32, channels=16, is_one_file=False, pack=GGUF),
     "tiny-wan": Family(4096, channels=16, is_one_file=False),
 }
 
@@ -198,6 +206,15 @@ CASES = {
             is_sample_only=True,
         ),
         PictureCase(
+            "flux-third-gguf-1024-20",
+            "the same in GGUF (Q8_0), loaded by ComfyUI-GGUF",
+            "flux-third-gguf",
+            1024,
+            20,
+            cfg=1.0,
+            is_sample_only=True,
+        ),
+        PictureCase(
             "wan-512-20",
             "Wan 2.1 of 1.3B's size, 33 frames of 512×512, 20 steps of euler, CFG 6, not decoded",
             "wan",
@@ -262,6 +279,16 @@ CASES = {
             "tiny-flux-64-6",
             "a tiny model of Flux.1's kind, 64×64, 6 steps, not decoded, to try patches on any machine",
             "tiny-flux",
+            64,
+            6,
+            cfg=1.0,
+            is_sample_only=True,
+            needs_gpu=False,
+        ),
+        PictureCase(
+            "tiny-flux-gguf-64-6",
+            "the same in GGUF (Q8_0), loaded by ComfyUI-GGUF",
+            "tiny-flux-gguf",
             64,
             6,
             cfg=1.0,

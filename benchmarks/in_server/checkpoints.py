@@ -22,6 +22,7 @@ from ..patching.patches import ADAPTER, FLUXES, MOTION_MODULE, WANS
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
 from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_t5, randomise_unet
+from . import gguf_file
 from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, ModelFile
 from .cases import VAE as VAE_FOLDER
 
@@ -46,6 +47,8 @@ TINY_DEEP = {
 """The same with a second level and a middle, into which other authors' nodes reach."""
 
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
+_GGUF = "-gguf"
+"""Ends the name of a family that is another one in GGUF."""
 FLUX_CONFIGS = {
     "flux": FLUX_SCHNELL,
     "flux-third": {**FLUX_SCHNELL, "depth": 6, "depth_single_blocks": 13},
@@ -110,7 +113,10 @@ def _save(tensors: Tensors, path: Path) -> None:
     if shutil.disk_usage(path.parent).free < needed + _SPARE_BYTES:
         raise NoRoom(f"{path.name} needs {needed / 2**30:.1f} GiB in {path.parent}; name another folder by --models")
     unfinished = path.with_name(f"{os.getpid()}-{path.name}")
-    save_file(tensors, unfinished)
+    if path.suffix == ".gguf":
+        gguf_file.save(tensors, "flux", unfinished)
+    else:
+        save_file(tensors, unfinished)
     unfinished.replace(path)
 
 
@@ -123,6 +129,7 @@ def _diffusion_model(family: str) -> Tensors:
     import comfy.model_base
     import comfy.supported_models
 
+    family = family.removesuffix(_GGUF)
     if family in FLUXES:
         config, kind = comfy.supported_models.FluxSchnell(flux_config(FLUX_CONFIGS[family])), comfy.model_base.Flux
     elif family in WANS:

@@ -23,7 +23,7 @@ from ..subjects.arguments import count, list_of
 from ..subjects.references import References
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
-from .cases import CASES, HEADLINE, ModelFile, PictureCase
+from .cases import CASES, FAMILIES, HEADLINE, ModelFile, PictureCase
 from .checkpoints import NoRoom, make, missing
 from .from_scratch import measure as measure_from_scratch
 from .gpu import Monitor, all_but, find_driver
@@ -43,7 +43,7 @@ _FREE_GB = "another process holds the rest of the GPU's memory, as if this were 
 _FROM_SCRATCH = "instead: pictures for so long from an empty store on, each variant in a server of its own"
 _PROFILES = "of tables of where each variant's sampler spends its time, by kernel and by function; default: none"
 _PATCHES = f"all, or some of {', '.join(PATCHES)}: each variant without them and with each, in one server"
-_PACKS = "other authors' packs, as custom_nodes has them; those that --patches needs are loaded"
+_PACKS = "other authors' packs, as custom_nodes has them; those that --patches and --cases need are loaded"
 _ENGINES = "Slipstream's store, so that engines of an earlier command serve; default: none, they are built anew"
 
 
@@ -156,7 +156,8 @@ def _has_pack(patch: str, packs: Path | None) -> bool:
 def _installation(checkout: Path, options: Namespace, work: Path) -> Installation:
     engines, logs = options.engines or work / "engines", options.logs or work / "logs"
     common: Flags = ("--cpu",) if options.cpu else ()
-    named = {PATCHES[name].pack for name in options.patches} - {""}
+    named = {PATCHES[name].pack for name in options.patches} | {FAMILIES[case.family].pack for case in options.cases}
+    named.discard("")
     packs = tuple(folder for name in sorted(named) if (folder := (options.packs or work) / name).is_dir())
     return Installation(checkout, options.python, options.models, engines, work, logs.resolve(), common, packs=packs)
 
@@ -183,6 +184,9 @@ def _why_not(options: Namespace) -> str | None:
     families = {family for name in options.patches for family in PATCHES[name].families}
     if options.patches and (strange := [one for one in options.cases if one.family not in families or not one.steps]):
         return f"--patches has none that is for the model of {strange[0].name}"
+    for case in options.cases:
+        if (pack := FAMILIES[case.family].pack) and not (options.packs and (options.packs / pack).is_dir()):
+            return f"{case.name} needs the pack {pack} in the folder that --packs names"
     slow = [case.name for case in options.cases if case.needs_gpu]
     if options.cpu and slow and not options.models_only:
         return f"{slow[0]} would take minutes a picture on a CPU; tiny-64-3 runs on any machine"

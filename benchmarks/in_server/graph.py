@@ -8,7 +8,18 @@ from typing import Any
 
 from ...core.spec import Optimize
 from ..patching.patches import FILES, Given, Node, Patch
-from .cases import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, VAE, ModelFile, PictureCase
+from .cases import (
+    CHECKPOINT,
+    CONTROLNET,
+    DIFFUSION_MODEL,
+    FAMILIES,
+    GGUF,
+    LORA,
+    TEXT_ENCODER,
+    VAE,
+    ModelFile,
+    PictureCase,
+)
 from .variants import TORCH_COMPILE, ServerVariant
 
 SAMPLER, SCHEDULER = "euler", "normal"
@@ -125,7 +136,11 @@ class _Builder:
             loader = self._graph.add("CheckpointLoaderSimple", ckpt_name=self._file(CHECKPOINT))
             model, vae = [loader, 0], [loader, 2]
         else:
-            model = self._first("UNETLoader", unet_name=self._file(DIFFUSION_MODEL), weight_dtype="default")
+            file = self._file(DIFFUSION_MODEL)
+            if self._family.pack == GGUF:
+                model = self._first("UnetLoaderGGUF", unet_name=file)
+            else:
+                model = self._first("UNETLoader", unet_name=file, weight_dtype="default")
             vae = None if self._case.is_sample_only else self._load_vae()
         if self._case.has_lora:
             strength = self._wish.lora_strength
