@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice
 from operator import is_, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType
@@ -163,7 +163,7 @@ class LiveModel:
         assert live is not None
         known = self._parts.get(part)
         if known is None or not known.is_as_it_was(_layer_at(live, part)):
-            known = self._parts[part] = self._look_at(live, part)
+            known = self._parts[part] = self._look_at(live, part, known)
         reason = known.reason or known.code.why_replaced()
         return reason or (hold.why_changed(known.layers) if hold is not None else None)
 
@@ -184,11 +184,13 @@ class LiveModel:
             self._changed = state, {part: reason for part, reason in reasons if reason is not None}
         return self._changed[1]
 
-    def _look_at(self, live: torch.nn.Module, part: str) -> _Part:
+    def _look_at(self, live: torch.nn.Module, part: str, before: _Part | None) -> _Part:
         layers = _layers_in(live, part)
         wanted = {name: each for name, each in self._wanted.items() if _is_in(name, part)}
         watched = {name: [*self._watched(name, layer, wanted)] for name, layer in layers.items()}
-        return _Part(layers, watched, next(self._changes(layers, wanted, part), None), self._code_of(live, layers))
+        is_same_code = before is not None and before.classes == _classes_of(layers.values())
+        code = before.code if before is not None and is_same_code else self._code_of(live, layers)
+        return _Part(layers, watched, next(self._changes(layers, wanted, part), None), code)
 
     def _watched(
         self, name: str, layer: torch.nn.Module, wanted: Mapping[str, tuple[type, dict[str, Any]]]
@@ -199,7 +201,7 @@ class LiveModel:
         own, fresh = vars(layer), wanted[name][1]
         yield from (key for key in fresh if key in own)
         added = own.keys() - fresh.keys() - _OF_MODULES
-        yield from (key for key in added if not self._is_note(key))
+        yield from (key for key in added if not self._is_note(key) and _may_count(key, layer))
 
     @functools.cached_property
     def _wanted(self) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -256,10 +258,8 @@ class LiveModel:
         for key in own.keys() - wanted.keys() - _OF_MODULES - known:
             if own[key] is None or is_own_method(layer, key):
                 continue
-            is_method = callable(getattr(kind, key, None))
-            is_hidden = any(key in own[parts] for parts in _PARTS)  # which it is read in the place of
-            is_read = not isinstance(own[key], _PLACES) and not self._is_note(key) and key in names_read(kind)
-            if is_method or is_hidden or is_read:
+            is_mere_note = isinstance(own[key], _PLACES) or self._is_note(key)
+            if _replaces(key, layer) or (not is_mere_note and key in names_read(kind)):
                 return f"another extension changed how {what} computes ({key})"
         return None
 
@@ -274,6 +274,17 @@ class LiveModel:
             return False
         kind: Any = type(layers[parent])
         return issubclass(kind, _CONTAINERS) or own in names_read(kind)
+
+
+def _replaces(name: str, layer: torch.nn.Module) -> bool:
+    """Whether an attribute that others gave a layer is read in the place of a method, or of a part, of its own."""
+    kind: Any = computing_class(type(layer))
+    return callable(getattr(kind, name, None)) or any(name in vars(layer)[parts] for parts in _PARTS)
+
+
+def _may_count(name: str, layer: torch.nn.Module) -> bool:
+    """Whether an attribute that others gave a layer may change what it computes, whatever its value."""
+    return name == _COMPILED or _replaces(name, layer) or name in names_read(type(layer))
 
 
 _ALWAYS = (*_PARTS, *_HOOKS)
@@ -337,7 +348,11 @@ class _Part:
             return False
         is_there = bool(layers) and layers[0] is first
         is_as_much = facts == self._facts and len(values) == len(self._values)
-        return is_there and is_as_much and all(map(is_, values, self._values))
+        return (
+            is_there
+            and is_as_much
+            and (all(map(is_, values, self._values)) or all(map(_is_same_value, values, self._values)))
+        )
 
     def _look(self, layers: Sequence[torch.nn.Module]) -> tuple[tuple[Any, ...], list[Any]]:
         names = names_in([*self._owns, *self._parts])
@@ -347,8 +362,26 @@ class _Part:
         values += chain.from_iterable([each.values() for each in self._parts if each])
         for own, name in self._held:
             values += _contents(own[name])
-        kinds = [*map(type, layers)]
-        return (kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)], names, hooks), values
+        return (_classes_of(layers), names, hooks), values
+
+    @property
+    def classes(self) -> Any:
+        """See `_classes_of`."""
+        return self._facts[0]
+
+
+def _classes_of(layers: Iterable[torch.nn.Module]) -> tuple[list[type], list[tuple[type, ...]]]:
+    """The layers' classes, in order, and the bases that each has now."""
+    kinds = [*map(type, layers)]
+    return kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)]
+
+
+def _is_same_value(one: Any, other: Any) -> bool:
+    """Whether two values are one, or the same method, of which some packs make another object for each call."""
+    if one is other:
+        return True
+    are_methods = type(one) is type(other) is MethodType
+    return are_methods and one.__func__ is other.__func__ and one.__self__ is other.__self__
 
 
 class _Layers(list[torch.nn.Module]):

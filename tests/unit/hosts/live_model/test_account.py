@@ -400,3 +400,58 @@ def test_what_a_hosts_loading_code_keeps_on_layers_is_known_by_name(
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("loading_of_a_host")
     assert _set_on_others("loading_of_a_host") == {"seed_key", "_pins"}
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of parts that were looked at."""
+    seen: list[str] = []
+    look_at = LiveModel._look_at
+
+    def noted(self: LiveModel, live: nn.Module, part: str, *args: Any) -> Any:
+        seen.append(part)
+        return look_at(self, live, part, *args)
+
+    monkeypatch.setattr(LiveModel, "_look_at", noted)
+    return seen
+
+
+def test_what_no_code_of_the_model_reads_may_change_with_each_call(looks: list[str]) -> None:
+    """Caches of other packs keep what they know of the step before on the model."""
+    model = Model()
+    name = "_".join(["cache", "of", "others"])  # which no code of this file reads
+    setattr(model, name, 0)
+    account = account_of(model)
+    for step in range(1, 4):
+        assert account.why_changed() is None
+        setattr(model, name, torch.full((2,), step))
+    assert looks == [""]
+
+
+def test_a_method_that_is_put_there_anew_at_each_call_is_looked_at_once(looks: list[str]) -> None:
+    def louder(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def quieter(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+    model = Model()
+    account = account_of(model)
+    for _ in range(3):
+        model.forward = MethodType(louder, model)  # type: ignore[method-assign]
+        assert "(forward)" in str(account.why_changed())
+    assert looks == [""]
+    model.forward = MethodType(quieter, model)  # type: ignore[method-assign]
+    account.why_changed()
+    model.forward = MethodType(louder, Model())  # type: ignore[method-assign]
+    account.why_changed()
+    assert looks == ["", "", ""]
+
+
+def test_compiling_a_layer_in_place_is_seen_whatever_lay_there() -> None:
+    model = Model()
+    model.blocks[0]._compiled_call_impl = None
+    account = account_of(model)
+    assert account.why_changed() is None
+    model.blocks[0]._compiled_call_impl = model.blocks[0].forward
+    assert "(compiled)" in str(account.why_changed())
