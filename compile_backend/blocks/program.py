@@ -18,6 +18,7 @@ from ...core.protocols import Architecture, BuildJob, Tensors
 from ..layouts import MANY_CHANNELS
 from ..rewrites.graph import written_memory
 from .call_form import Form, put_together
+from .ggml_types import TYPES
 from .norms import NormsByRows
 from .sizes import Sizes
 
@@ -62,11 +63,25 @@ class Stored:
         dtype: that it is stored in.
         is_scaled: whether a number in fp32 follows it, by which it is multiplied once it is cast.
         is_cast: whether the program casts it before the block's code sees it; else that does it in a way of its own.
+        ggml: the key of `TYPES` by which the program reads its bytes; empty: it is stored as numbers.
     """
 
     dtype: torch.dtype
     is_scaled: bool = False
     is_cast: bool = True
+    ggml: str = ""
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what is stored of a weight of some shape.
+
+        Raises:
+            UnsupportedModel: such a weight is not stored so.
+        """
+        if not self.ggml:
+            return shape
+        if (found := TYPES[self.ggml].stored_shape(shape)) is None:
+            raise UnsupportedModel(f"a weight of shape {list(shape)} cannot lie in {self.ggml}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -220,6 +235,8 @@ def _cast(left: Iterator[torch.Tensor], dtype: torch.dtype, stored: Stored | Non
     weight = next(left)
     if stored is None or not stored.is_cast:
         return weight
+    if stored.ggml:
+        return TYPES[stored.ggml].dequantised(weight, dtype)
     weight = weight.to(dtype)
     return weight * next(left).to(dtype) if stored.is_scaled else weight
 
@@ -231,7 +248,7 @@ def _as_stored(
     views: dict[str, torch.Tensor] = {}
     for dtype in {form.dtype for form in stored.values()}:
         names = [name for name, form in stored.items() if form.dtype == dtype]
-        shapes = [tuple(own[name].shape) for name in names]
+        shapes = [stored[name].shape_of(tuple(own[name].shape)) for name in names]
         views.update(zip(names, views_of_one_buffer(shapes, dtype, device), strict=True))
     given: dict[str, torch.Tensor] = {}
     for name, tensor in own.items():

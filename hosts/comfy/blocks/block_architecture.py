@@ -14,6 +14,7 @@ import torch
 
 from ....compile_backend.blocks.attention_out import call_out
 from ....compile_backend.blocks.call_form import Form, say_form
+from ....compile_backend.blocks.ggml_types import TYPES
 from ....compile_backend.blocks.program import Stored
 from ....core.dtypes import dtype_name, dtype_named, dtype_of
 from ....core.errors import UnsupportedModel
@@ -75,13 +76,15 @@ STORED = "weights_stored"
 
 def say_stored(stored: Mapping[str, Stored]) -> str:
     """A text for weights of a block, by their names in it, that are handed over as they are stored."""
-    return "; ".join(
-        " ".join([name, dtype_name(each.dtype), *([_SCALED] * each.is_scaled), *([_UNCAST] * (not each.is_cast))])
-        for name, each in sorted(stored.items())
-    )
+    return "; ".join(" ".join([name, dtype_name(each.dtype), *_how(each)]) for name, each in sorted(stored.items()))
 
 
 _SCALED, _UNCAST = "scaled", "uncast"
+
+
+def _how(stored: Stored) -> list[str]:
+    marks = {_SCALED: stored.is_scaled, _UNCAST: not stored.is_cast, stored.ggml: bool(stored.ggml)}
+    return [mark for mark, is_so in marks.items() if is_so]
 
 
 def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -229,7 +232,8 @@ class ComfyBlock:
         found: dict[str, Stored] = {}
         for entry in said.split("; ") if said else ():
             name, dtype, *how = entry.split(" ")
-            found[PREFIX + name] = Stored(dtype_named(dtype), _SCALED in how, _UNCAST not in how)
+            ggml = next((mark for mark in how if mark in TYPES), "")
+            found[PREFIX + name] = Stored(dtype_named(dtype), _SCALED in how, _UNCAST not in how, ggml)
         return found
 
     @functools.cached_property
@@ -241,7 +245,8 @@ class ComfyBlock:
             name += ", attention outside"
         name += "".join(f", {node[2]} outside" for argument, node in self.form if argument == PLACES_OUT)
         if self.stored:
-            name += f", weights in {' and '.join(sorted({dtype_name(each.dtype) for each in self.stored.values()}))}"
+            kinds = sorted({each.ggml or dtype_name(each.dtype) for each in self.stored.values()})
+            name += f", weights in {' and '.join(kinds)}"
         return fingerprint_of(digest, name, block)
 
     def placeholder(self, precision: Precision, device: torch.device) -> torch.nn.Module:

@@ -67,8 +67,9 @@ _MOST_COPIED_BYTES = 128 << 20
 """The most of one block's weights that is copied where there is no memory to stage them: a larger copy would drive out
 the staged weights of other blocks."""
 
-_TF32 = 5e-3
-"""Relative error that TF32's rounding explains, where fp32 is multiplied so."""
+_COARSER = 5e-3
+"""Relative error that the block's own rounding explains in fp32: where that is multiplied in TF32, or where its layers
+multiply the scales of weights in fp16, as those of GGUF do."""
 
 _TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
@@ -967,8 +968,9 @@ class BlockCalls:
 
     def _limit(self, offer: BlockOffer) -> float:
         """The relative error with which an engine may serve."""
-        is_coarser = offer.precision is Precision.FP32 and self._device.type == "cuda" and rounds_to_tf32()
-        return _TF32 if is_coarser else ROUNDING[offer.precision]
+        is_in_tf32 = self._device.type == "cuda" and rounds_to_tf32()
+        is_coarser = is_in_tf32 or any(each.ggml for each in offer.architecture.stored.values())
+        return _COARSER if is_coarser and offer.precision is Precision.FP32 else ROUNDING[offer.precision]
 
     def _wait(self) -> None:
         """Wait for the engines that this run's calls lacked."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ....compile_backend.blocks.ggml_types import TYPES
 from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PLAIN
@@ -35,9 +36,9 @@ _READS_EIGHT_BITS = 8, 9
 
 def stored_weights(block: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Stored]:
     """Which weights of a block are cast or multiplied by a scale at each call, by their names in it: those in 8 bits,
-    and those in 16 where it computes in fp32, as text encoders do. None of them where functions change any of its
-    weights at its calls, as LoRAs do where memory is short: ComfyUI casts them then. So it does with 8 bits on GPUs
-    whose kernels do not read them.
+    those of GGUF, and those in 16 where it computes in fp32, as text encoders do. None of them where functions change
+    any of its weights at its calls, as LoRAs do where memory is short: ComfyUI casts them then. So it does with 8 bits
+    on GPUs whose kernels do not read them.
 
     Args:
         dtype: that the block computes in.
@@ -48,7 +49,7 @@ def stored_weights(block: torch.nn.Module, device: torch.device, dtype: torch.dt
     found: dict[str, Stored] = {}
     are_cast = False
     are_read = device.type != "cuda" or _kernels_read_eight_bits(device)
-    forms = (*(_EIGHT_BITS if are_read else ()), *(_SIXTEEN_BITS if dtype == torch.float32 else ()))
+    forms = (*(_EIGHT_BITS if are_read else ()), *(_SIXTEEN_BITS if dtype == torch.float32 else ()), _BYTES)
     for path, layer in layers_of(block).items():
         own = layer.__dict__
         if any(map(own.get, CHANGES)):
@@ -90,7 +91,10 @@ def _check_product(layer: Any, tensor: Any) -> None:
 
 
 def _stored(layer: Any, name: str, tensor: Any) -> Stored | None:
-    """How a weight that lies in 8 or 16 bits is stored; None for others."""
+    """How a weight that lies in 8 or 16 bits, or in GGUF's bytes, is stored; None for others."""
+    if dequantises(type(layer)):
+        ggml = _ggml_type(layer) if name == "weight" else ""
+        return Stored(_BYTES, ggml=ggml) if ggml else None
     if is_quantized(tensor):
         data, scale = _quantized_parts(tensor)
         is_one = data.dtype in _EIGHT_BITS and data.shape == tensor.shape and scale is not None and scale.numel() == 1
@@ -102,6 +106,23 @@ def _stored(layer: Any, name: str, tensor: Any) -> Stored | None:
         return Stored(dtype, is_cast=hasattr(type(layer), CASTS))
     return Stored(dtype, name == "weight" and getattr(layer, _OLD_SCALE, None) is not None)
 
+
+def _ggml_type(layer: Any) -> str:
+    """The key of `TYPES` by which programs read the weight of a layer that dequantises it; empty where they cannot, or
+    where its pack changes it or its bias afterwards, as for LoRAs."""
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    if getattr(weight, _CHANGED_LATER, None) or getattr(bias, _CHANGED_LATER, None):
+        return ""
+    if bias is not None and not bias.is_floating_point():
+        return ""
+    name = getattr(getattr(weight, "tensor_type", None), "name", "")
+    is_read = name in TYPES and weight.dtype == _BYTES and weight.size() == TYPES[name].stored_shape(weight.shape)
+    return name if is_read else ""
+
+
+_BYTES = torch.uint8
+_CHANGED_LATER = "patches"
+"""Of a weight that a layer dequantises: what it does to it then."""
 
 _OLD_SCALE = "scale_weight"
 """Of layers of older ComfyUIs."""
@@ -130,11 +151,18 @@ def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device)
 
 
 def dequantised_bytes(block: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of a block's weights in a dtype, where layers of it make theirs anew at each call; 0 where none does."""
+    """Bytes that a block's weights take in a dtype at once, where layers of it make theirs anew at each call; 0 where
+    none does. Of those that its engine makes itself there are two at a time, at most."""
     layers = layers_of(block)
     if not any(map(dequantises, set(map(type, layers.values())))):
         return 0
-    return sum(math.prod(tensor.shape) * dtype.itemsize for tensor in tensors_of(layers).values())
+    sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors_of(layers).items()}
+    in_turn = [sizes.pop(f"{name}.weight") for name, layer in layers.items() if _is_read(layer)]
+    return sum(sizes.values()) + 2 * max(in_turn, default=0)
+
+
+def _is_read(layer: Any) -> bool:
+    return dequantises(type(layer)) and bool(_ggml_type(layer))
 
 
 def _lies(tensor: torch.Tensor, dtype: torch.dtype | None, places: Set[torch.device]) -> bool:
@@ -275,6 +303,13 @@ def _cast(
     if not hasattr(type(layer), CASTS):
         return {name: _moved(layer, name, dtype, device) for name, dtype in wanted.items()}
     held, dtype = layer.weight, wanted.get("weight", next(iter(wanted.values())))
+    if dtype == _BYTES:
+        if not _is_read(layer):
+            raise UnsupportedModel(_STORED_OTHERWISE)
+        parts = {"weight": held, "bias": getattr(layer, "bias", None)}
+        return {
+            name: as_needed(parts[name].as_subclass(torch.Tensor).detach(), wanted[name], device) for name in wanted
+        }
     is_stored = dtype in _EIGHT_BITS
     if is_stored and not is_quantized(held) and getattr(held, "_model_dtype", held.dtype) != dtype:
         raise UnsupportedModel(_STORED_OTHERWISE)

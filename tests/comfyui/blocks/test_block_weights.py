@@ -161,14 +161,41 @@ def test_weights_in_eight_bits_that_comfyui_stages(
     assert all_on_engines(compared(provider, patcher))
 
 
-def test_weights_that_layers_dequantise_themselves(provider: EngineProvider, casts: list[Any]) -> None:
-    """As those of GGUF: an engine is given what the layers make of them at each call, LoRAs of theirs included."""
+def test_weights_in_gguf_are_handed_over_as_they_are(provider: EngineProvider) -> None:
+    model = dequantised.model()
+    layers = [layer for layer in model.model.diffusion_model.modules() if isinstance(layer, dequantised.GGMLLayer)]
+    asked: list[Any] = []
+    module = compared(provider, model, callback=lambda *_: asked.append(sum(layer.casts for layer in layers)))
+    assert all_on_engines(module)
+    by_engines, by_model = asked[:STEPS], asked[STEPS:]
+    assert by_engines[-2] == by_engines[-1] and by_model[-2] < by_model[-1], "engines have no layer make its weights"
+    assert any("weights in Q8_0" in label for label in labels(provider))
+
+
+def test_weights_in_gguf_that_are_changed_afterwards_are_made_by_their_layers(provider: EngineProvider) -> None:
+    """LoRAs are, and types that programs do not read."""
     model = dequantised.model()
     before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
-    assert all_on_engines(compared(provider, model)) and casts
-    dequantised.with_patch(model)
+    assert all_on_engines(compared(provider, model))
+    dequantised.change(model)
     assert all_on_engines(compared(provider, model))
     assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0), before) > 1e-3
+    known = {*labels(provider)}
+    assert all_on_engines(compared(provider, dequantised.model("IQ8_X")))
+    assert all("weights in" not in label for label in {*labels(provider)} - known)
+
+
+def test_weights_in_gguf_that_are_changed_in_the_midst_of_a_run(provider: EngineProvider) -> None:
+    model = dequantised.model()
+
+    def change(step: int, *_: Any) -> None:
+        dequantised.change(model, is_changed=1 <= step < STEPS - 1)
+
+    before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
+    module = compared(provider, model, callback=change)
+    on_engines, total = share_of(module)  # at first they were found to be stored otherwise than they were
+    assert on_engines == total > 0
+    assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0, callback=change), before) > 1e-3
 
 
 def test_dequantised_weights_that_functions_change_stay_with_the_model(provider: EngineProvider) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.ops
@@ -10,24 +11,30 @@ import torch
 
 from . import tiny
 
+NUMBERS = 32
+"""That share a scale."""
+
 
 class Quantised(torch.Tensor):
-    """Whole numbers that stand for weights of another shape: each row begins with the four bytes of its scale.
+    """Bytes that stand for numbers of another shape, as GGUF's type Q8_0 has them.
 
     Attributes:
-        shape: of the weights.
-        patches: functions that change them once they are dequantised.
+        shape: of the numbers.
+        tensor_type: has the type's name.
+        patches: functions that change the numbers.
     """
 
     wanted: torch.Size
+    tensor_type: Any
     patches: list[Any]
 
     @staticmethod
-    def of(weight: torch.Tensor) -> Quantised:
-        scale = weight.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / 127
-        rows = torch.cat([scale.view(torch.int8), (weight / scale).round().to(torch.int8)], 1)
-        found = rows.as_subclass(Quantised)
-        found.wanted, found.patches = weight.shape, []
+    def of(weight: torch.Tensor, name: str) -> Quantised:
+        blocks = weight.float().view(len(weight), -1, NUMBERS)
+        scale = (blocks.abs().amax(2, keepdim=True) / 127).half()
+        whole = (blocks / scale.float().clamp_min(1e-12)).round().to(torch.int8)
+        found = torch.cat([scale.view(torch.int8), whole], 2).view(torch.uint8).flatten(1).as_subclass(Quantised)
+        found.wanted, found.tensor_type, found.patches = weight.shape, SimpleNamespace(name=name), []
         return found
 
     @property
@@ -45,18 +52,26 @@ class Quantised(torch.Tensor):
 
     def _with_notes(self, found: Any) -> Any:
         found.wanted, found.patches = self.shape, [*getattr(self, "patches", [])]
+        found.tensor_type = getattr(self, "tensor_type", None)
         return found
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        rows = self.as_subclass(torch.Tensor)
-        weight = (rows[:, 4:].float() * rows[:, :4].contiguous().view(torch.float32)).to(dtype)
+        blocks = self.as_subclass(torch.Tensor).view(len(self), -1, NUMBERS + 2)
+        weight = blocks[:, :, :2].contiguous().view(torch.float16) * blocks[:, :, 2:].contiguous().view(torch.int8)
+        weight = weight.flatten(1).to(dtype)
         for patch in self.patches:
             weight = patch(weight)
         return weight
 
 
 class GGMLLayer(torch.nn.Module):
+    """
+    Attributes:
+        casts: how often it made its weights.
+    """
+
     comfy_cast_weights = True
+    casts = 0
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state.get(f"{prefix}weight")
@@ -71,6 +86,7 @@ class GGMLLayer(torch.nn.Module):
     def cast_bias_weight(
         self, input: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None
     ) -> tuple[Any, Any]:
+        self.casts += 1
         dtype, device = dtype or input.dtype, device or input.device
         weight, bias = self.weight.to(device), self.bias
         weight = weight.dequantised(dtype) if isinstance(weight, Quantised) else weight.to(dtype)
@@ -87,11 +103,15 @@ class Operations(comfy.ops.manual_cast):  # type: ignore[misc]
         pass
 
 
-def model() -> Any:
-    """Return a `ModelPatcher` of SD3 whose blocks' linear layers are stored so."""
+def model(kind: str = "Q8_0") -> Any:
+    """Return a `ModelPatcher` of SD3 whose blocks' linear layers are stored so.
+
+    Args:
+        kind: name that the type goes by; programs know "Q8_0".
+    """
     state = tiny.transformer("sd3").model.diffusion_model.state_dict()
     stored = {
-        name: Quantised.of(tensor) if "joint_blocks" in name and tensor.ndim == 2 else tensor.clone()
+        name: Quantised.of(tensor, kind) if _is_stored(name, tensor) else tensor.clone()
         for name, tensor in state.items()
     }
     found = comfy.sd.load_diffusion_model_state_dict(stored, model_options={"custom_operations": Operations})
@@ -99,8 +119,12 @@ def model() -> Any:
     return found
 
 
-def with_patch(patcher: Any) -> None:
-    """Change the weights of all attentions, as such a pack applies LoRAs."""
+def _is_stored(name: str, tensor: torch.Tensor) -> bool:
+    return "joint_blocks" in name and tensor.ndim == 2 and tensor.shape[1] % NUMBERS == 0
+
+
+def change(patcher: Any, is_changed: bool = True) -> None:
+    """Change the weights of all attentions, as such a pack applies LoRAs, or have them as they were."""
     for name, tensor in patcher.model.diffusion_model.named_parameters():
         if name.endswith("qkv.weight"):
-            tensor.patches = [lambda weight: 0.5 * weight]
+            tensor.patches = [lambda weight: 0.5 * weight] if is_changed else []
