@@ -184,6 +184,7 @@ class Run:
         settings: as they were when it began: what the user prefers meanwhile is for the next run.
         by_blocks: how the call was computed that was just computed without an engine of the whole model; in words why
             no engine had a part in it, or None where none was wanted.
+        why_not_whole: why no engine of the whole model is looked for; None where one is.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
         is_part: its calls are parts of another run's.
@@ -212,6 +213,7 @@ class Run:
         if cold_calls is not None and (times := module.provider.step_times) is not None:
             self._timer = CallTimer(times, source.device, cold_calls)
         self.by_blocks: Callable[[], ByBlocks | str] | None = None
+        self.why_not_whole: str | None = None
         self._may_give_way = True
         """Whether engines that are slower than those of blocks leave calls to them."""
         self.settings = module.asked = settings or module.settings
@@ -479,6 +481,8 @@ class Run:
         return None
 
     def _new_offer(self, call: CallShape, settings: Settings) -> Offer:
+        if self.why_not_whole is not None:
+            return Offer(reason=self.why_not_whole)
         module, self._wanted = self._module, ""
         has_blocks = self.by_blocks is not None and self._may_give_way
         # Not kept: a run, and with it its model, ends at once.

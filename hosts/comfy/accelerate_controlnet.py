@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from comfy.controlnet import ControlNet
+from comfy.controlnet import ControlNet, ControlNetSD35
 
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...runtime.module import AcceleratedModule
 from .models.controlnet import ComfyControlNet
-from .run.controlnet_calls import AcceleratedControlNet, ControlNetAcceleration
+from .run.controlnet_calls import AcceleratedControlNet, ControlNetAcceleration, accelerated_class
 from .run.run_start import RunRecorder
 
 log = logging.getLogger(__name__)
+
+_CLASSES = ControlNet, ControlNetSD35
+"""All else that one does is its network's work."""
 
 
 def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: RunRecorder | None = None) -> Any:
@@ -24,20 +27,19 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
     Args:
         after_run: given what happened in each sampling run, see `Status.since`.
     """
+    kind: type = type(control)
     copy = control.copy()
     copy.previous_controlnet = control.previous_controlnet
     copy.acceleration = ControlNetAcceleration(module, after_run)
     try:
-        if type(control) not in (ControlNet, AcceleratedControlNet):
-            raise UnsupportedModel(
-                f"ControlNets of this kind ({type(control).__name__}) have no engines yet; it runs as ever"
-            )
+        if kind not in _CLASSES and not issubclass(kind, AcceleratedControlNet):
+            raise UnsupportedModel(f"ControlNets of this kind ({kind.__name__}) have no engines yet; it runs as ever")
         ComfyControlNet.of(control.control_model)
     except SlipstreamError as error:
         module.status.note(str(error))
         log.warning("Slipstream: %s", error)
     else:
-        copy.__class__ = AcceleratedControlNet
+        copy.__class__ = accelerated_class(kind)
     return copy
 
 

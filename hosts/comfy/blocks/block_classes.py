@@ -147,6 +147,7 @@ def _parameters_of(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 _UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
 _ATTENTION = "comfy.ldm.modules.attention"
 _FLUX = "comfy.ldm.flux.layers"
+_MMDIT = "comfy.ldm.modules.diffusionmodules.mmdit"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
 _LLAMA = "comfy.text_encoders.llama"
 _TOLD = "optimized_attention"
@@ -163,7 +164,7 @@ BLOCK_CLASSES = (
     BlockClass(_ATTENTION, "CrossAttention", {"x": (0, 1), "context": (0, 1), "value": (0, 1)}),
     BlockClass(_ATTENTION, "FeedForward", {"x": (0, 1)}),
     BlockClass(_UNET, "ResBlock", {"x": (0, 2, 3), "emb": (0,)}),
-    # Flux.1, Flux.2
+    # Flux.1, Flux.2, and their ControlNets
     BlockClass(
         _FLUX,
         "DoubleStreamBlock",
@@ -176,20 +177,17 @@ BLOCK_CLASSES = (
         {"x": (0, 1), "vec": (0,), "pe": (0, 2)},
         places=("attn1_output_patch",),
     ),
-    # SD3, SD3.5
-    BlockClass(
-        "comfy.ldm.modules.diffusionmodules.mmdit",
-        "JointBlock",
-        {"context": (0, 1), "x": (0, 1), "c": (0,)},
-        names=("context", "x"),
-    ),
+    # SD3, SD3.5, and ControlNets of SD3
+    BlockClass(_MMDIT, "JointBlock", {"context": (0, 1), "x": (0, 1), "c": (0,)}, names=("context", "x")),
+    # ControlNets of SD3.5
+    BlockClass(_MMDIT, "DismantledBlock", {"x": (0, 1), "c": (0,)}, attention=_MMDIT),
     # Wan 2.1, Wan 2.2
     BlockClass(
         "comfy.ldm.wan.model",
         "WanAttentionBlock",
         {"x": (0, 1), "e": (0,), "freqs": (0, 1), "context": (0, 1)},
     ),
-    # Qwen-Image
+    # Qwen-Image, and its ControlNets
     BlockClass(
         "comfy.ldm.qwen_image.model",
         "QwenImageTransformerBlock",

@@ -1,20 +1,24 @@
-"""ComfyUI's ControlNets of UNets (SD1.x, SD2, SDXL, Union) as `Architecture` and `ModelSource`.
+"""ComfyUI's classes of ControlNets as `Architecture` and `ModelSource`: one row of `CONTROLNET_CLASSES` each.
 
-An engine begins behind the embedding of the hint, which is the same in every step of a picture: the plain model makes
-it once. The same goes for what a Union adds to the time embedding, so that one engine serves all its types.
+An engine of a UNet's ControlNet begins behind the embedding of the hint, which is the same in every step of a picture:
+the plain model makes it once. The same goes for what a Union adds to the time embedding, so that one engine serves all
+its types. ControlNets of transformers have engines of their blocks alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ....core.dtypes import dtype_of, precision_of
-from ....core.errors import UnsupportedModel
+from ....core.errors import SlipstreamError, UnsupportedModel
 from ....core.placeholder import placeholder_of
 from ....core.protocols import BoundWeights, Tensors
 from ....core.spec import ModelFingerprint, Precision, Role
@@ -36,7 +40,7 @@ from .tracing_layers import layers_with_weights, plain_layers
 HINT, TYPE = "guided_hint", "type_embedding"
 """Inputs that stay the same in every step: the embedded hint [1 or N, channels, h, w], and that of a Union's types."""
 
-_CLASS = "comfy.cldm.cldm", "ControlNet"
+_OTHER_LAYERS = "The ControlNet's layers are not those of ComfyUI's; the plain ControlNet is used"
 
 
 class _Passed(torch.nn.Module):
@@ -114,19 +118,21 @@ class ComfyControlNet(NetworkArchitecture):
     """What a ControlNet computes, apart from the one that was loaded.
 
     Args:
-        config: of ComfyUI's class.
-        name: for people.
+        kind: of ComfyUI's classes.
+        config: the arguments that make one.
     """
 
     role: Role = Role.CONTROLNET
 
-    def __init__(self, config: dict[str, Any], name: str) -> None:
+    def __init__(self, kind: ControlNetClass, config: dict[str, Any]) -> None:
+        self.kind = kind
         self.config = config
-        self.outputs: tuple[str, ...] = (*(f"output_{place}" for place in range(input_blocks(config))), "middle_0")
-        self._name = name
+        self.outputs: tuple[str, ...] = ()
+        if not kind.has_blocks_alone:
+            self.outputs = (*(f"output_{place}" for place in range(input_blocks(config))), "middle_0")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_another_process, (checkout_in_use(), self.config, self._name)
+        return _in_another_process, (checkout_in_use(), *self.kind.place, self.config)
 
     @classmethod
     def of(cls, network: Any) -> ComfyControlNet:
@@ -139,23 +145,29 @@ class ComfyControlNet(NetworkArchitecture):
 
     @classmethod
     def _read(cls, network: Any) -> ComfyControlNet:
-        kind = type(network)
-        if (kind.__module__, kind.__qualname__) != _CLASS:
+        kind = _BY_PLACE.get(_place_of(network))
+        if kind is None:
             raise UnsupportedModel(
-                f"ControlNets of this kind ({kind.__name__}) have no engines yet; the plain ControlNet is used"
+                f"ControlNets of this kind ({type(network).__name__}) have no engines yet; the plain ControlNet is used"
             )
-        name = "ControlNet Union" if network.control_add_embedding is not None else "ControlNet"
-        found = cls(_config_of(network), name)
-        live = {name: tensor.shape for name, tensor in network.state_dict().items()}
-        same_heads = _heads(network) == _heads(found.meta_module)
-        if not same_heads or any(live.get(name) != shape for name, shape in found.weight_shapes.items()):
-            raise UnsupportedModel("The ControlNet's layers are not those of ComfyUI's; the plain ControlNet is used")
+        try:
+            found = cls(kind, kind.config(network))
+            live = {name: tensor.shape for name, tensor in network.state_dict().items()}
+            same_heads = _heads(network) == _heads(found.meta_module)
+            is_alike = same_heads and all(live.get(name) == shape for name, shape in found.weight_shapes.items())
+            found.fingerprint  # noqa: B018  code that cannot be read is a reason too
+        except SlipstreamError:
+            raise
+        except Exception as error:  # whatever layers raise that another extension put into the network
+            raise UnsupportedModel(_OTHER_LAYERS) from error
+        if not is_alike:
+            raise UnsupportedModel(_OTHER_LAYERS)
         return found
 
     @functools.cached_property
     def fingerprint(self) -> ModelFingerprint:
         digest = architecture_digest(self.fresh, self.config)
-        return fingerprint_of(digest, self._name, self.meta_module)
+        return fingerprint_of(digest, self.kind.title(self.config), self.meta_module)
 
     @functools.cached_property
     def fresh(self) -> torch.nn.Module:
@@ -174,8 +186,10 @@ class ComfyControlNet(NetworkArchitecture):
         return placeholder_of(lambda: ControlNetGraph(self.build(plain_layers())), dtype_of(precision), device)
 
     def build(self, operations: Any = None) -> torch.nn.Module:
-        """The network as a meta module, without the layers that embed hint and types."""
+        """The network as a meta module, without the layers that embed hint and types where an engine is of it all."""
         network = self._whole(operations)
+        if self.kind.has_blocks_alone:
+            return network
         _put_stand_ins(network)
         for name in ("transformer_layes", "spatial_ch_projs"):  # of a Union; they too embed
             network._modules.pop(name, None)
@@ -184,26 +198,56 @@ class ComfyControlNet(NetworkArchitecture):
 
     def whole_for_tracing(self) -> torch.nn.Module:
         """A new meta module of the whole network, whose layers compute plainly in one dtype."""
-        network: torch.nn.Module = self._whole(plain_layers())
-        return network
+        return self._whole(plain_layers())
 
-    def _whole(self, operations: Any = None) -> Any:
+    def _whole(self, operations: Any = None) -> torch.nn.Module:
         import comfy.ops
-        from comfy.cldm.cldm import ControlNet
 
         layers = operations or comfy.ops.disable_weight_init
         with layers_with_weights():
-            network = ControlNet(**self.config, dtype=torch.float32, device="meta", operations=layers)
+            network: torch.nn.Module = self.kind.load()(
+                **self.config, dtype=torch.float32, device="meta", operations=layers
+            )
         return network.requires_grad_(False).eval()
 
 
-def _in_another_process(checkout: str, config: dict[str, Any], name: str) -> ComfyControlNet:
+def _in_another_process(checkout: str, module: str, name: str, config: dict[str, Any]) -> ComfyControlNet:
     enter_for_layers(checkout)
-    return ComfyControlNet(config, name)
+    return ComfyControlNet(_BY_PLACE[module, name], config)
 
 
-def _config_of(network: Any) -> dict[str, Any]:
-    """The arguments that made a live ControlNet, which keeps some of them only in its layers."""
+def _place_of(network: Any) -> tuple[str, str]:
+    kind = type(network)
+    return kind.__module__, kind.__qualname__
+
+
+@dataclass(frozen=True)
+class ControlNetClass:
+    """One of ComfyUI's classes of ControlNets.
+
+    Attributes:
+        module, name: where the class is; it is made as `name(**config, dtype, device, operations)`.
+        title: for people, by the config.
+        config: the arguments that made a live one, which keeps some of them only in its layers.
+        has_blocks_alone: engines stand for its blocks, see `block_classes`, and none for the whole network.
+    """
+
+    module: str
+    name: str
+    title: Callable[[Mapping[str, Any]], str]
+    config: Callable[[Any], dict[str, Any]]
+    has_blocks_alone: bool = True
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.module, self.name
+
+    def load(self) -> Any:
+        """The class itself."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+def _config_of_unet(network: Any) -> dict[str, Any]:
     blocks = list(network.input_blocks)[1:]
     rows = [block for block in blocks if len(list(block.children())) > 0 and _is_row(block)]
     transformers = [layer for block in (*rows, network.middle_block) for layer in block if _is_transformer(layer)]
@@ -258,6 +302,76 @@ def _heads(network: Any) -> list[int]:
     from comfy.ldm.modules.attention import CrossAttention
 
     return [layer.heads for layer in network.modules() if isinstance(layer, CrossAttention)]
+
+
+def _title_of_unet(config: Mapping[str, Any]) -> str:
+    return "ControlNet Union" if "union_controlnet_num_control_type" in config else "ControlNet"
+
+
+def _detected(network: Any) -> dict[str, Any]:
+    """What ComfyUI finds out about a transformer by its weights when it loads one."""
+    from comfy.model_detection import model_config_from_unet
+
+    return dict(model_config_from_unet(network.state_dict(), "", True).unet_config)
+
+
+def _config_of_sd3(network: Any) -> dict[str, Any]:
+    return {
+        **_detected(network),
+        "num_blocks": len(network.joint_blocks),
+        "control_latent_channels": network.pos_embed_input.proj.in_channels,
+    }
+
+
+def _config_of_sd35(network: Any) -> dict[str, Any]:
+    heads = network.transformer_blocks[0].attn.num_heads
+    pooled = network.orig_y_embedder if network.double_y_emb else network.y_embedder
+    return {
+        "img_size": None,
+        "patch_size": network.patch_size,
+        "in_chans": network.x_embedder.proj.in_channels,
+        "attention_head_dim": network.hidden_size // heads,
+        "num_attention_heads": heads,
+        "adm_in_channels": pooled.mlp[0].in_features,
+        "num_layers": len(network.transformer_blocks),
+        "main_model_double": network.main_model_double,
+        "double_y_emb": network.double_y_emb,
+    }
+
+
+def _config_of_flux(network: Any) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(network.params),
+        "latent_input": network.latent_input,
+        "num_union_modes": network.num_union_modes,
+        "mistoline": network.mistoline,
+        "control_latent_channels": network.pos_embed_input.in_features // 4,  # of patches of 2×2
+    }
+
+
+def _config_of_qwen_image(network: Any) -> dict[str, Any]:
+    extra = network.controlnet_x_embedder.in_features - network.in_channels
+    return {**_detected(network), "extra_condition_channels": extra}
+
+
+CONTROLNET_CLASSES = (
+    # SD1.x, SD2, SDXL, Union
+    ControlNetClass("comfy.cldm.cldm", "ControlNet", _title_of_unet, _config_of_unet, has_blocks_alone=False),
+    # SD3 in diffusers' format
+    ControlNetClass("comfy.cldm.mmdit", "ControlNet", lambda _: "SD3 ControlNet", _config_of_sd3),
+    # SD3.5
+    ControlNetClass("comfy.cldm.dit_embedder", "ControlNetEmbedder", lambda _: "SD3.5 ControlNet", _config_of_sd35),
+    # Flux.1: XLabs, MistoLine, InstantX and its Unions
+    ControlNetClass("comfy.ldm.flux.controlnet", "ControlNetFlux", lambda _: "Flux ControlNet", _config_of_flux),
+    # Qwen-Image: InstantX
+    ControlNetClass(
+        "comfy.ldm.qwen_image.controlnet",
+        "QwenImageControlNetModel",
+        lambda _: "Qwen-Image ControlNet",
+        _config_of_qwen_image,
+    ),
+)
+_BY_PLACE = {row.place: row for row in CONTROLNET_CLASSES}
 
 
 _remembered: Remembered[ComfyControlNet] = Remembered()

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from comfy.controlnet import ControlNet, StrengthType
 from comfy.patcher_extension import CallbacksMP
 
 from ....core.protocols import Tensors
+from ....core.spec import Optimize
+from ....runtime.checking.step_timers import is_on_purpose
 from ....runtime.module import AcceleratedModule, Run
+from ....runtime.planning.plan import CallShape
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
 from ..blocks.block_calls import BlockCalls, block_calls_of
@@ -36,6 +40,12 @@ _COLD_CALLS = 2
 
 _EVERY_STEP = 999999999.0, 0.0
 """Bounds of the noise level beyond which ComfyUI's windows reach where they leave no step out."""
+
+BLOCKS_ALONE = "ControlNets of this kind have engines of blocks alone"
+NOT_CHOSEN = (
+    "ControlNets of this kind have compiled engines of blocks alone, in the ControlNet's own precision: choose backend "
+    "auto and precision auto"
+)
 
 _Picture = tuple[torch.Tensor, int, tuple[int, ...]]
 """A hint, its version, and a Union's types."""
@@ -78,7 +88,7 @@ class ControlNetAcceleration:
 
 
 class AcceleratedControlNet(ControlNet):
-    """A ControlNet as its user sees it; made by changing the class of one."""
+    """A ControlNet as its user sees it; made by changing the class of one, see `accelerated_class`."""
 
     acceleration: ControlNetAcceleration
     control_model: Any
@@ -107,7 +117,8 @@ class AcceleratedControlNet(ControlNet):
     def control_merge(self, control: Any, control_prev: Any, output_dtype: Any) -> Any:
         is_as_it_is = self.strength == 1.0 and self.strength_type is StrengthType.CONSTANT
         if is_as_it_is and not self.global_average_pooling and control_prev is None and output_dtype is None:
-            return {"input": [], **control}  # nothing to scale: a kernel less for each residual
+            # Nothing to scale: a kernel less for each residual.
+            return {"input": [], "middle": [], "output": [], **control}
         return super().control_merge(control, control_prev, output_dtype)
 
     def calls(self) -> ControlCalls:
@@ -152,6 +163,15 @@ class AcceleratedControlNet(ControlNet):
         self.acceleration.leave(self)
 
 
+@functools.cache
+def accelerated_class(kind: type[ControlNet]) -> type[AcceleratedControlNet]:
+    """What a ControlNet of ComfyUI's class `kind` is made to be, which has methods of its own."""
+    if issubclass(kind, AcceleratedControlNet):
+        return kind
+    bases = (AcceleratedControlNet,) if kind is ControlNet else (AcceleratedControlNet, kind)
+    return type(f"Accelerated{kind.__name__}", bases, {})
+
+
 class ControlCalls:
     """The network's calls in one sampling run; in the network's place while ComfyUI asks for control.
 
@@ -174,11 +194,16 @@ class ControlCalls:
         self._blocks: BlockCalls | None = None
         if not isinstance(self._begun, str):
             run, source = self._begun
+            settings, has_blocks_alone = run.settings, source.architecture.kind.has_blocks_alone
+            if has_blocks_alone:
+                settings = replace(settings, optimize=Optimize.BLOCKS)
             self._blocks = block_calls_of(
-                source.network, source, module, run.settings, control.control_model_wrapped, self._ending
+                source.network, source, module, settings, control.control_model_wrapped, self._ending
             )
             if self._blocks is not None:
                 run.by_blocks = self._blocks.answer
+            if has_blocks_alone:
+                run.why_not_whole = NOT_CHOSEN if self._blocks is None else BLOCKS_ALONE
 
     @property
     def run(self) -> Run | None:
@@ -186,8 +211,11 @@ class ControlCalls:
         return None if isinstance(self._begun, str) else self._begun[0]
 
     def why_not(self) -> str | None:
-        """Why no engine may answer from here on; asked at each call, as others may change the network."""
-        return self._begun if isinstance(self._begun, str) else self._begun[1].why_not()
+        """Why no engine of the whole network may answer from here on; asked at each call, as others may change it."""
+        if isinstance(self._begun, str):
+            return self._begun
+        run, source = self._begun
+        return run.why_not_whole or source.why_not()
 
     def __call__(
         self,
@@ -209,25 +237,30 @@ class ControlCalls:
         def eager() -> Tensors:
             return _by_name(plain())
 
-        def by_blocks() -> Tensors:
-            return eager() if self._blocks is None else self._blocks(eager)
-
         if isinstance(self._begun, str):
             if self._module.status.count_eager(self._begun):
                 log.warning("Slipstream runs your ControlNet without an engine: %s", self._begun)
             return plain()
         run, source = self._begun
         inputs = {"x": x, "timesteps": timesteps, "context": context}
-        if y is not None and self._network.num_classes is not None:
-            inputs["y"] = y
-        types = extra.get("control_type")
-        veto = source.why_not() or _why_not_this_call(inputs, extra) or self._why_not_these_types(types)
-        if veto is None:
-            inputs |= self._once(source, hint, types)
+        veto = source.why_not()
+        if run.why_not_whole is None:
+            if y is not None and self._network.num_classes is not None:
+                inputs["y"] = y
+            types = extra.get("control_type")
+            veto = veto or _why_not_this_call(inputs, extra) or self._why_not_these_types(types)
+            if veto is None:
+                inputs |= self._once(source, hint, types)
         if self._is_hint_wanted_only:
-            if veto is not None:
-                raise NotServed(veto)
+            if reason := run.why_not_whole or veto:
+                raise NotServed(reason)
             return _by_kind({})
+
+        def by_blocks() -> Tensors:
+            if self._blocks is None or is_on_purpose():
+                return eager()
+            return self._blocks(eager, veto is None, CallShape.of(inputs))
+
         return _by_kind(run(inputs, by_blocks, veto, eager))
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
@@ -290,7 +323,7 @@ def _by_name(control: dict[str, list[torch.Tensor]]) -> Tensors:
 
 
 def _by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
-    found: dict[str, list[torch.Tensor]] = {"middle": [], "output": []}
+    found: dict[str, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        found[name.partition("_")[0]].append(tensor)
+        found.setdefault(name.partition("_")[0], []).append(tensor)
     return found

@@ -116,7 +116,7 @@ def _why_not_these_conds(guider: Any) -> str | None:
 def _why_not_this_chain(control: Any) -> str | None:
     from .controlnet_calls import AcceleratedControlNet
 
-    if any(type(each) is not AcceleratedControlNet or each.calls().why_not() for each in _chain(control)):
+    if any(not isinstance(each, AcceleratedControlNet) or each.calls().why_not() for each in _chain(control)):
         return "a ControlNet without an engine"
     return None
 

@@ -734,6 +734,16 @@ def test_an_engine_that_gave_way_to_blocks_serves_where_none_of_them_has_an_engi
     assert module.status.block_calls == 2, "the next run asks again"
 
 
+def test_a_run_that_wants_none_of_the_whole_model_asks_for_none(provider: EngineProvider, source: FakeSource) -> None:
+    module = AcceleratedModule(provider, FIRST_USE)
+    with module.run(source) as run:
+        run.why_not_whole = "it has engines of blocks alone"
+        run.by_blocks = lambda: ByBlocks("4 of 4 calls of blocks on engines", None)
+        assert_right(run(INPUTS, lambda: source.eager(INPUTS), beside=lambda: source.eager(INPUTS))["out"], source)
+    assert (module.status.engine_calls, module.status.block_calls) == (0, 1)
+    assert module.status.standing.reason == "it has engines of blocks alone" and not provider.store.digests()
+
+
 def test_a_model_whose_blocks_run_on_engines_is_not_called_plain(
     provider: EngineProvider, caplog: pytest.LogCaptureFixture
 ) -> None:

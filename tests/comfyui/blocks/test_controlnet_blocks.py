@@ -1,0 +1,258 @@
+"""ControlNets of transformers, whose blocks alone run on engines: pictures stay the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import comfy.controlnet
+import comfy.model_management
+import pytest
+import torch
+
+from slipstream.core.spec import Optimize, Quantised, Role
+from slipstream.engine_cache import EngineStore
+from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
+from slipstream.hosts.comfy.models.controlnet import ComfyControlNet
+from slipstream.hosts.comfy.run import controlnet_calls
+from slipstream.hosts.comfy.run.controlnet_calls import BLOCKS_ALONE, NOT_CHOSEN
+from slipstream.hosts.comfy.run.model_calls import ModelCalls
+from slipstream.runtime.building.job_file import as_plain, from_plain
+from slipstream.runtime.checking.step_timers import is_on_purpose
+from slipstream.runtime.checking.step_times import StepTimes
+from slipstream.runtime.module import AcceleratedModule
+from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.support import staging
+from slipstream.tests.comfyui.support.models import tiny, tiny_controlnets
+from slipstream.tests.comfyui.support.models.tiny_controlnets import KINDS, applied, prompts
+from slipstream.tests.fakes import FakeClock
+from slipstream.tests.tensors import distance
+
+FIRST_USE = Settings(policy=BuildPolicy.FIRST_USE)
+STEPS = 5
+"""Of which the first asks for engines where there are none, and the next one compares them."""
+Control = Any
+Load = Callable[[str], Control]
+
+
+@pytest.fixture
+def provider(shared_provider: EngineProvider) -> EngineProvider:
+    return shared_provider
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """As Load ControlNet Model does."""
+    return lambda name: tiny_controlnets.controlnet(name, tmp_path, monkeypatch)
+
+
+def accelerated(
+    provider: EngineProvider, control: Control, settings: Settings = FIRST_USE
+) -> tuple[Control, AcceleratedModule]:
+    module = AcceleratedModule(provider, settings)
+    return accelerate_controlnet(control, module), module
+
+
+def sampled(model: Any, control: Control, name: str, **options: Any) -> torch.Tensor:
+    options = {"steps": STEPS, "cfg": 2.0, **options}
+    return tiny.sample(model, KINDS[name].family, **prompts(control, name), **options)
+
+
+def share_of(module: AcceleratedModule) -> tuple[int, int]:
+    """Calls of blocks that engines computed in the last call of the network, and all of them."""
+    words = module.status.standing.blocks.split()
+    return int(words[0]), int(words[2])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_picture_is_the_plain_one_and_engines_of_blocks_made_it(
+    name: str, provider: EngineProvider, load: Load
+) -> None:
+    model, control = tiny_controlnets.model(name), load(name)
+    fast, module = accelerated(provider, control)
+    found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, sampled(model, None, name))
+    assert module.status.block_calls >= STEPS - 2, module.status.to_json()
+    assert module.status.block_calls + module.status.eager_calls == STEPS
+    blocks = 3 if KINDS[name].family == "flux" else 2
+    assert share_of(module) == (blocks, blocks), module.status.to_json()
+    assert all(reason.startswith(BLOCKS_ALONE) for reason in module.status.to_json()["reasons"])
+    assert not [layer for layer in control.control_model.modules() if "forward" in vars(layer)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_architecture_is_the_same_in_the_build_process(name: str, load: Load) -> None:
+    network = load(name).control_model
+    architecture = ComfyControlNet.of(network)
+    again = from_plain(json.loads(json.dumps(as_plain(architecture))))
+    assert again.fingerprint == architecture.fingerprint
+    assert {key: tensor.shape for key, tensor in network.state_dict().items()} == dict(again.weight_shapes)
+
+
+def test_all_that_apply_controlnet_offers_works_as_ever(provider: EngineProvider, load: Load) -> None:
+    """Strength counts once for a residual that several blocks of the model take."""
+    name = "flux instantx"
+    model, control = tiny.transformer("flux", depth=3, depth_single_blocks=2), load(name)
+    fast, module = accelerated(provider, control)
+
+    def chained(network: Control) -> Control:
+        first, second = applied(network, name, 0.6, (0.0, 0.5)), applied(network, name, 0.8)
+        return second.set_previous_controlnet(first)
+
+    for options in ({}, {"batch": 2}, {"size": 96}, {"cfg": 1.0}):
+        before = module.status.block_calls
+        found, wanted = (sampled(model, chained(each), name, **options) for each in (fast, control))
+        assert distance(found, wanted) < 1e-5
+        assert module.status.block_calls >= before + STEPS - 2, options
+
+
+def test_model_and_controlnet_share_engines(tmp_path: Path, load: Load) -> None:
+    name = "flux xlabs"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
+        fast_model = accelerate_model(model, of_model)
+        sampled(fast_model, None, name)
+        known = set(provider.store.digests())
+        fast, of_control = accelerated(provider, control)
+        found, wanted = sampled(fast_model, applied(fast, name), name), sampled(model, applied(control, name), name)
+        assert distance(found, wanted) < 1e-5
+        assert of_model.status.block_calls and of_control.status.block_calls >= STEPS - 2
+        assert known and set(provider.store.digests()) == known
+
+
+def test_a_block_that_another_extension_changed_runs_as_it_is(provider: EngineProvider, load: Load) -> None:
+    name = "sd35"
+    model, control = tiny_controlnets.model(name), load(name)
+    before = sampled(model, applied(control, name), name)
+    block = control.control_model.transformer_blocks[0]
+    forward = type(block).forward
+    block.forward = lambda x, c: 0.5 * forward(block, x, c)
+    fast, module = accelerated(provider, control)
+    found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+    assert distance(found, wanted) < 1e-5 < 1e-4 < distance(before, wanted)
+    assert share_of(module) == (1, 2), module.status.to_json()
+
+
+def test_attention_that_comfyui_rounds_is_called_out(
+    provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with --use-sage-attention; SD3.5's blocks hand no options on to it."""
+    from comfy.ldm.modules.diffusionmodules import mmdit
+
+    name, plain = "sd35", mmdit.optimized_attention
+    model, control = tiny_controlnets.model(name), load(name)
+    before = sampled(model, applied(control, name), name)
+    monkeypatch.setattr(mmdit, "optimized_attention", lambda *args, **kwargs: 0.9 * plain(*args, **kwargs))
+    fast, module = accelerated(provider, control)
+    found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+    assert distance(found, wanted) < 1e-5 < 1e-4 < distance(before, wanted), module.status.to_json()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (replace(FIRST_USE, backend=BackendChoice.TENSORRT), NOT_CHOSEN),
+        (replace(FIRST_USE, precision=Quantised.FP8), NOT_CHOSEN),
+        (replace(FIRST_USE, policy=BuildPolicy.MANUAL), "builds are asked for by hand"),
+        (replace(FIRST_USE, backend=BackendChoice.OFF), "switched off"),
+    ],
+)
+def test_what_the_user_chose_is_honoured_and_told(settings: Settings, reason: str, tmp_path: Path, load: Load) -> None:
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        fast, module = accelerated(provider, control, settings)
+        assert torch.equal(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name))
+        assert not provider.store.digests() and not module.status.block_calls
+        assert module.status.eager_calls == STEPS and reason in module.status.standing.reason
+
+
+def test_a_network_that_cannot_be_read_runs_as_it_is(provider: EngineProvider, load: Load) -> None:
+    name = "flux xlabs"
+    model, control = tiny_controlnets.model(name), load(name)
+    wanted = sampled(model, applied(control, name), name)
+    control.control_model.double_blocks[0].img_mlp[0] = torch.nn.Sequential(
+        control.control_model.double_blocks[0].img_mlp[0]
+    )
+    fast, module = accelerated(provider, control)
+    assert type(fast) is comfy.controlnet.ControlNet
+    assert torch.equal(sampled(model, applied(fast, name), name), wanted)
+    assert "not those of ComfyUI's" in module.status.to_json()["now"]
+
+
+def test_a_class_of_networks_without_engines_says_so(provider: EngineProvider) -> None:
+    network = torch.nn.Linear(2, 2)
+    fast, module = accelerated(provider, comfy.controlnet.ControlNet(network, load_device=torch.device("cpu")))
+    assert type(fast) is comfy.controlnet.ControlNet
+    assert "(Linear) have no engines yet" in module.status.to_json()["now"]
+
+
+def test_blocks_that_are_slower_are_not_used_any_more(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the network takes 5 ms, and 20 more by engines; a step of the model's takes 10 by engines, else 40."""
+    clock, once, by_name, by_model = FakeClock(), BlockCalls.once, controlnet_calls._by_name, ModelCalls._plain
+
+    def slow_engines(calls: Any, *args: Any) -> Any:
+        found = once(calls, *args)
+        clock.now += 20 * (calls._owner.role is Role.CONTROLNET and calls.share.engine > 0)
+        return found
+
+    def network(control: Any) -> Any:
+        clock.now += 5
+        return by_name(control)
+
+    def plain(calls: Any, *args: Any) -> Any:
+        clock.now += 40 if is_on_purpose() else 10
+        return by_model(calls, *args)
+
+    monkeypatch.setattr(BlockCalls, "once", slow_engines)
+    monkeypatch.setattr(controlnet_calls, "_by_name", network)
+    monkeypatch.setattr(ModelCalls, "_plain", plain)
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        provider.step_times = StepTimes(provider.store, clock_of=lambda device: clock)
+        fast_model = accelerate_model(model, AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS)))
+        waiting, _ = accelerated(provider, control, replace(FIRST_USE, policy=BuildPolicy.MANUAL))
+        sampled(model, applied(waiting, name), name, steps=9)
+        fast, module = accelerated(provider, control)
+        for _ in range(8):
+            sampled(fast_model, applied(fast, name), name, steps=12)
+        slower = "engines of blocks take 25.0 ms a call where your model without Slipstream takes 5.0 ms"
+        assert slower in module.status.standing.reason, module.status.to_json()
+        before = module.status.block_calls
+        assert before >= 5
+        found, wanted = sampled(fast_model, applied(fast, name), name), sampled(model, applied(control, name), name)
+        assert distance(found, wanted) < 1e-5 and module.status.block_calls == before
+
+
+def test_the_button_builds_all_that_a_controlnet_needs(tmp_path: Path, load: Load) -> None:
+    name = "qwen"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        module = AcceleratedModule(provider, Settings(), by_hand=True)
+        sampled(model, applied(accelerate_controlnet(control, module), name), name, steps=1)
+        assert share_of(module) == (2, 2) and len(provider.store.digests()) == 1
+
+
+def test_weights_that_comfyui_stages_reach_engines(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic VRAM."""
+    name = "flux xlabs"
+    kind = staging.switch_on(monkeypatch)
+    model, control = tiny_controlnets.model(name), load(name)
+    comfy.model_management.archive_model_dtypes(control.control_model)
+    control.control_model_wrapped = kind(control.control_model, staging.DEVICE, torch.device("cpu"))
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        fast, module = accelerated(provider, control)
+        found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+        assert distance(found, wanted) < 1e-5
+        assert module.status.block_calls >= STEPS - 2, module.status.to_json()
