@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from slipstream.core.spec import Optimize, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.accelerate_text_encoder import accelerate_text_encoder
 from slipstream.hosts.comfy.accelerate_vae import accelerate_vae
 from slipstream.hosts.comfy.blocks import block_classes
@@ -20,7 +22,7 @@ from slipstream.hosts.comfy.blocks.block_classes import BLOCK_CLASSES
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.support.models import eight_bits, tiny, tiny_text
+from slipstream.tests.comfyui.support.models import eight_bits, tiny, tiny_controlnets, tiny_text
 from slipstream.tests.tensors import distance
 
 STEPS = 4
@@ -216,3 +218,25 @@ def test_packages_serve_texts_of_all_lengths_and_cast_weights_in_16_bits(provide
         assert on_engines == total, module.status.to_json()
     made = [provider.store.lookup(digest) for digest in set(provider.store.digests()) - known]
     assert made and all(entry is not None and "weights in float16" in entry.manifest.label for entry in made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3", "sd35", "qwen"])
+def test_a_package_serves_a_controlnet_of_a_transformer_at_all_sizes(
+    name: str, provider: EngineProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, control = tiny_controlnets.model(name), tiny_controlnets.controlnet(name, tmp_path, monkeypatch)
+    module, known = AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE)), set(provider.store.digests())
+    fast, family = accelerate_controlnet(control, module), tiny_controlnets.KINDS[name].family
+    for size in (64, 96):
+        before, options = module.status.block_calls, {"cfg": 2.0, "steps": STEPS, "size": size}
+        found, wanted = (
+            tiny.sample(
+                model, family, **tiny_controlnets.prompts(tiny_controlnets.applied(each, name), name), **options
+            )
+            for each in (fast, control)
+        )
+        assert 0 < distance(found, wanted) < 1e-5
+        assert module.status.block_calls >= before + STEPS - 2, module.status.to_json()
+    (entry,) = (each for each in provider.store.list() if each.digest not in known)
+    assert entry.manifest.details["open_sizes"]
