@@ -17,6 +17,7 @@ from slipstream.core.spec import Optimize, Quantised, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.blocks import computed_outside
 from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
 from slipstream.hosts.comfy.models.controlnet import ComfyControlNet
 from slipstream.hosts.comfy.run import controlnet_calls
@@ -141,10 +142,25 @@ def test_a_block_that_another_extension_changed_runs_as_it_is(provider: EnginePr
     assert share_of(module) == (1, 2), module.status.to_json()
 
 
-def test_attention_that_comfyui_rounds_is_called_out(
-    provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["sd3", "sd35"])
+def test_attention_that_rounds_is_computed_by_comfyui_itself(
+    name: str, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with --use-sage-attention; SD3.5's blocks hand no options on to it."""
+    known = set(provider.store.digests())
+    monkeypatch.setattr(computed_outside, "_EXACT", frozenset())
+    model, control = tiny_controlnets.model(name), load(name)
+    fast, module = accelerated(provider, control)
+    found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+    assert distance(found, wanted) < 1e-5
+    assert share_of(module) == (2, 2), module.status.to_json()
+    made = [entry for entry in provider.store.list() if entry.digest not in known]
+    assert made and all("attention outside" in entry.manifest.label for entry in made)
+
+
+def test_attention_that_another_extension_replaced_sends_its_blocks_to_the_controlnet(
+    provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from comfy.ldm.modules.diffusionmodules import mmdit
 
     name, plain = "sd35", mmdit.optimized_attention
@@ -153,7 +169,8 @@ def test_attention_that_comfyui_rounds_is_called_out(
     monkeypatch.setattr(mmdit, "optimized_attention", lambda *args, **kwargs: 0.9 * plain(*args, **kwargs))
     fast, module = accelerated(provider, control)
     found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
-    assert distance(found, wanted) < 1e-5 < 1e-4 < distance(before, wanted), module.status.to_json()
+    assert torch.equal(found, wanted) and distance(before, wanted) > 1e-4
+    assert not module.status.block_calls and "optimized_attention" in module.status.standing.reason
 
 
 @pytest.mark.parametrize(
