@@ -3,87 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from ..patching.patches import ADAPTER, MOTION_MODULE
-
-CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA = "checkpoints", "diffusion_models", "vae", "controlnet", "loras"
-TEXT_ENCODER = "text_encoders"
-"""ComfyUI's folders of model files."""
-
-GGUF = "ComfyUI-GGUF"
-"""The pack that loads models in GGUF."""
-
-FOLDERS = (CHECKPOINT, DIFFUSION_MODEL, VAE, CONTROLNET, LORA, TEXT_ENCODER, ADAPTER, MOTION_MODULE)
-
+from ..model_files.families import (
+    CHECKPOINT,
+    CONTROLNET,
+    DIFFUSION_MODEL,
+    FAMILIES,
+    LORA,
+    TEXT_ENCODER,
+    VAE,
+    ModelFile,
+)  # fmt: skip
+from ..subjects.references import References
 
 MEETINGS = 8
 """How often texts of each length are encoded at first: meanwhile engines are compared with the model, and timed beside
 it."""
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """A model file of random weights.
-
-    Attributes:
-        folder: ComfyUI's folder of such files.
-        family: the key of `FAMILIES` that it belongs to.
-    """
-
-    folder: str
-    family: str
-
-    @property
-    def name(self) -> str:
-        """The file's name, as loader nodes take it."""
-        is_gguf = self.folder == DIFFUSION_MODEL and FAMILIES[self.family].pack == GGUF
-        return f"slipstream-benchmark-{self.family}.{'gguf' if is_gguf else 'safetensors'}"
-
-    @property
-    def path(self) -> str:
-        """The file's path below a folder of models."""
-        return f"{self.folder}/{self.name}"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family: the shapes of its prompts and latents.
-
-    Attributes:
-        width: of the text's embedding, [1, tokens, width].
-        pooled: width of the pooled text, [1, pooled]; 0 where the family takes none.
-        channels: of its latents.
-        is_one_file: a checkpoint holds model and VAE; otherwise each has a file of its own.
-        clip_type: as ComfyUI's node Load CLIP takes it, of a family of text encoders.
-        pack: the folder of `custom_nodes` that has the model's loader; empty: ComfyUI itself.
-    """
-
-    width: int
-    pooled: int = 0
-    tokens: int = 77
-    channels: int = 4
-    is_one_file: bool = True
-    clip_type: str = ""
-    pack: str = ""
-
-
-FAMILIES = {
-    "sd15": Family(768),
-    "sdxl": Family(2048, pooled=1280),
-    "flux": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
-    "flux-third": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False),
-    "flux-third-gguf": Family(4096, pooled=768, tokens=256, channels=16, is_one_file=False, pack=GGUF),
-    "wan": Family(4096, tokens=512, channels=16, is_one_file=False),
-    "qwen-image": Family(3584, tokens=24, channels=16, is_one_file=False),
-    "z-image": Family(2560, tokens=24, channels=16, is_one_file=False),
-    "t5-xxl": Family(4096, clip_type="pixart"),
-    "t5-base": Family(768, clip_type="stable_audio"),
-    "tiny": Family(768),
-    "tiny-deep": Family(768),
-    "tiny-flux": Family(64, pooled=32, channels=16, is_one_file=False),
-    "tiny-flux-gguf": Family(64, pooled=32, channels=16, is_one_file=False, pack=GGUF),
-    "tiny-wan": Family(4096, channels=16, is_one_file=False),
-}
 
 
 @dataclass(frozen=True)
@@ -207,7 +143,7 @@ CASES = {
         ),
         PictureCase(
             "flux-third-gguf-1024-20",
-            "the same in GGUF (Q8_0), loaded by ComfyUI-GGUF",
+            "a third of Flux.1 in GGUF (Q8_0), by ComfyUI-GGUF, 1024×1024, 20 steps of euler, CFG 1, not decoded",
             "flux-third-gguf",
             1024,
             20,
@@ -287,7 +223,7 @@ CASES = {
         ),
         PictureCase(
             "tiny-flux-gguf-64-6",
-            "the same in GGUF (Q8_0), loaded by ComfyUI-GGUF",
+            "a tiny model of Flux.1's kind in GGUF (Q8_0), by ComfyUI-GGUF, 64×64, 6 steps, not decoded",
             "tiny-flux-gguf",
             64,
             6,
@@ -348,3 +284,10 @@ CASES = {
 
 HEADLINE = ("sdxl-1024-30", "sdxl-1024-4", "sd15-512-20", "sd15-canny-512-20")
 """Measured where no case is named."""
+
+
+def forget_references(file: ModelFile, models: Path) -> None:
+    """Remove what is compared with of cases that load a file which was made anew."""
+    for case in CASES.values():
+        if file in case.files:
+            References(models).forget(case.name)

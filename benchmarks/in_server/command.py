@@ -18,13 +18,14 @@ from ...core.errors import SlipstreamError
 from ...core.version import __version__
 from ...runtime.checking.measure import commit
 from ..measuring.deadline import Deadline
+from ..model_files.checkpoints import NoRoom, make, missing
+from ..model_files.families import FAMILIES, ModelFile
 from ..patching.patches import PATCHES
 from ..subjects.arguments import count, list_of
 from ..subjects.references import References
 from ..subjects.rows import RESULTS
 from .block import Bench, Schedule
-from .cases import CASES, FAMILIES, HEADLINE, ModelFile, PictureCase
-from .checkpoints import NoRoom, make, missing
+from .cases import CASES, HEADLINE, PictureCase, forget_references
 from .from_scratch import measure as measure_from_scratch
 from .gpu import Monitor, all_but, find_driver
 from .plan import ServerRun, left_out, plan
@@ -242,6 +243,7 @@ def _make_models_here(checkout: Path, options: Namespace) -> int:
         for file in missing(_files(options), options.models):
             _say(f"making {options.models / file.path}")
             make(file, options.models)
+            forget_references(file, options.models)
     except NoRoom as reason:
         _say(str(reason))
         return FAILED

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.spec import Optimize
-from ..patching.patches import FILES, Given, Node, Patch
-from .cases import (
+from ..model_files.families import (
     CHECKPOINT,
     CONTROLNET,
     DIFFUSION_MODEL,
@@ -18,8 +17,9 @@ from .cases import (
     TEXT_ENCODER,
     VAE,
     ModelFile,
-    PictureCase,
-)
+)  # fmt: skip
+from ..patching.patches import FILES, Given, Node, Patch
+from .cases import PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
 SAMPLER, SCHEDULER = "euler", "normal"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..measuring.deadline import Deadline
+from ..model_files.families import FOLDERS
 from ..patching.patches import LENT
-from .cases import FOLDERS
 from .variants import Flags
 
 PACK = Path(__file__).resolve().parents[2]

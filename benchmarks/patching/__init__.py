@@ -1,1 +1,1 @@
-"""What nodes of other authors do to a model whose blocks run on engines: which nodes, and the files that they load."""
+"""What nodes of other authors do to a model whose blocks run on engines: which nodes."""

@@ -17,10 +17,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...runtime.checking.measure import commit
-from ..in_server.checkpoints import make, missing
+from ..in_server.cases import forget_references
 from ..in_server.command import MODELS, version_of
 from ..in_server.process import Installation
 from ..measuring.deadline import Deadline
+from ..model_files.checkpoints import make, missing
 from ..subjects.cases import enter
 from .account import Account, Report
 from .servers import SoakServers
@@ -156,4 +157,5 @@ def _make_models_here(options: Namespace, subject: Subject) -> int:
     enter(options.comfyui.resolve())
     for file in missing(subject.files, options.models):
         make(file, options.models)
+        forget_references(file, options.models)
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..in_server.cases import CHECKPOINT, CONTROLNET, FAMILIES, LORA, ModelFile
 from ..in_server.graph import Graph, Link
+from ..model_files.families import CHECKPOINT, CONTROLNET, FAMILIES, LORA, ModelFile
 
 _TEXTS = ("a large yellow star left of a red circle on a blue background", "a small green square on a white background")
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.benchmarks.in_server.cases import FAMILIES
-from slipstream.benchmarks.in_server.checkpoints import t5_of
 from slipstream.benchmarks.in_server.probe import clocks, timing
 from slipstream.benchmarks.in_server.rows import FIELDS, counts_as_headline
+from slipstream.benchmarks.model_files.checkpoints import t5_of
+from slipstream.benchmarks.model_files.families import FAMILIES
 
 CASE = "tiny-64-3"
 STEPS = 3

@@ -19,7 +19,7 @@ from slipstream.benchmarks.in_server import gpu
 from slipstream.benchmarks.in_server.process import Installation
 from slipstream.benchmarks.in_server.rows import counts_as_headline, figures_of, medians_of, of_readings
 from slipstream.benchmarks.in_server.websocket import WebSocket
-from slipstream.benchmarks.patching import adapter, motion_module
+from slipstream.benchmarks.model_files import adapter, motion_module
 from slipstream.benchmarks.subjects.references import References
 from slipstream.tests.unit.benchmarks.support import server_row
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.benchmarks.in_server.cases import CASES, FAMILIES
+from slipstream.benchmarks.in_server.cases import CASES
 from slipstream.benchmarks.in_server.graph import OUR_NODES, Wish, build_prompt, required_defaults
 from slipstream.benchmarks.in_server.plan import Block, ServerRun, plan
 from slipstream.benchmarks.in_server.variants import ServerVariant
+from slipstream.benchmarks.model_files.families import FAMILIES
 from slipstream.benchmarks.patching.patches import PATCHES
 
 SD15 = "sd15-512-20"

@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from ..patching import adapter, motion_module
 from ..patching.patches import ADAPTER, FLUXES, MOTION_MODULE, WANS
 from ..subjects.models import FLUX_DEV, SD15, SDXL, VAE, flux_config
-from ..subjects.references import References
 from ..subjects.weights import randomise, randomise_controlnet, randomise_t5, randomise_unet
-from . import gguf_file
-from .cases import CASES, CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, ModelFile
-from .cases import VAE as VAE_FOLDER
+from . import adapter, gguf_file, motion_module
+from .families import CHECKPOINT, CONTROLNET, DIFFUSION_MODEL, FAMILIES, LORA, TEXT_ENCODER, ModelFile
+from .families import VAE as VAE_FOLDER
 
 SEED = 7
 LORA_RANK = 16
@@ -92,16 +90,13 @@ def missing(files: Iterable[ModelFile], models: Path) -> list[ModelFile]:
 
 
 def make(file: ModelFile, models: Path) -> None:
-    """Make one file. References of its cases are removed: they are of the file before it.
+    """Make one file.
 
     Raises:
         NoRoom: the disk is too full.
     """
     with torch.inference_mode():
         tensors = {name: tensor.contiguous() for name, tensor in _MAKERS[file.folder](file.family).items()}
-    for case in CASES.values():
-        if file in case.files:
-            References(models).forget(case.name)
     _save(tensors, models / file.path)
 
 

@@ -1,0 +1,1 @@
+"""Model files of random weights, which stock loader nodes take for real ones."""
