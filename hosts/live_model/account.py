@@ -12,8 +12,8 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain, islice
-from operator import is_, itemgetter
+from itertools import chain, compress, islice, starmap
+from operator import is_, is_not, itemgetter
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -201,7 +201,7 @@ class LiveModel:
         own, fresh = vars(layer), wanted[name][1]
         yield from (key for key in fresh if key in own)
         added = own.keys() - fresh.keys() - _OF_MODULES
-        yield from (key for key in added if not self._is_note(key) and _may_count(key, layer))
+        yield from (key for key in added if self._may_count(key, layer))
 
     @functools.cached_property
     def _wanted(self) -> dict[str, tuple[type, dict[str, Any]]]:
@@ -263,6 +263,12 @@ class LiveModel:
                 return f"another extension changed how {what} computes ({key})"
         return None
 
+    def _may_count(self, name: str, layer: torch.nn.Module) -> bool:
+        """Whether an attribute that others gave a layer may change what it computes, whatever its value."""
+        if name == _COMPILED or _replaces(name, layer):
+            return True
+        return not self._is_note(name) and name in names_read(type(layer))
+
     def _is_note(self, name: str) -> bool:
         """Whether an attribute that fresh layers have not is one that hosts give layers."""
         return _is_bookkeeping(name) or name in self._notes
@@ -278,13 +284,8 @@ class LiveModel:
 
 def _replaces(name: str, layer: torch.nn.Module) -> bool:
     """Whether an attribute that others gave a layer is read in the place of a method, or of a part, of its own."""
-    kind: Any = computing_class(type(layer))
+    kind: Any = type(layer)
     return callable(getattr(kind, name, None)) or any(name in vars(layer)[parts] for parts in _PARTS)
-
-
-def _may_count(name: str, layer: torch.nn.Module) -> bool:
-    """Whether an attribute that others gave a layer may change what it computes, whatever its value."""
-    return name == _COMPILED or _replaces(name, layer) or name in names_read(type(layer))
 
 
 _ALWAYS = (*_PARTS, *_HOOKS)
@@ -348,11 +349,8 @@ class _Part:
             return False
         is_there = bool(layers) and layers[0] is first
         is_as_much = facts == self._facts and len(values) == len(self._values)
-        return (
-            is_there
-            and is_as_much
-            and (all(map(is_, values, self._values)) or all(map(_is_same_value, values, self._values)))
-        )
+        others = compress(zip(values, self._values, strict=False), map(is_not, values, self._values))
+        return is_there and is_as_much and all(starmap(_is_same_method, others))
 
     def _look(self, layers: Sequence[torch.nn.Module]) -> tuple[tuple[Any, ...], list[Any]]:
         names = names_in([*self._owns, *self._parts])
@@ -376,10 +374,8 @@ def _classes_of(layers: Iterable[torch.nn.Module]) -> tuple[list[type], list[tup
     return kinds, [kind.__mro__ for kind in dict.fromkeys(kinds)]
 
 
-def _is_same_value(one: Any, other: Any) -> bool:
-    """Whether two values are one, or the same method, of which some packs make another object for each call."""
-    if one is other:
-        return True
+def _is_same_method(one: Any, other: Any) -> bool:
+    """Whether two values are the same method, of which some packs make another object for each call."""
     are_methods = type(one) is type(other) is MethodType
     return are_methods and one.__func__ is other.__func__ and one.__self__ is other.__self__
 

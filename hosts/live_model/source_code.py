@@ -28,7 +28,7 @@ import torch
 
 from ...core.errors import UnsupportedModel
 from ...core.version import STARTED
-from .layer_classes import computing_class
+from .layer_classes import computing_class, storing_classes
 from .layer_walk import layers_of
 
 _FOUNDATIONS = {"torch", *sys.stdlib_module_names}
@@ -57,6 +57,8 @@ class HostCode:
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> None:
         self._home = _top(type(model).__module__)
         self._classes = _layer_classes(layers)
+        kinds = set(map(type, layers.values()))
+        self._storing = sorted({each for kind in kinds for each in storing_classes(kind)}, key=_name)
         self._torch_classes = {torch.Tensor, *_torch_classes(layers)}
         self._known: tuple[list[int], list[Any], str | None] | None = None
         self._is_read = True
@@ -69,7 +71,7 @@ class HostCode:
         since it was asked last."""
         if self._known is None or not self._is_as_known(*self._known[:2]):
             reason = self._find()
-            self._spaces = [vars(kind) for kind in (*self._classes, *self._torch_classes)]
+            self._spaces = [vars(kind) for kind in (*self._classes, *self._storing, *self._torch_classes)]
             self._places = [(itemgetter(*names, names[0]), space) for space, names in self._watched() if names]
             self._functions = [
                 found for value in self._values() if isinstance(found := _unwrapped(value), FunctionType)
@@ -101,7 +103,10 @@ class HostCode:
                 return f"another extension brought its own layers ({_name(kind)})"
         try:
             modules = _modules_of(self._classes)
-            found = (self._replaced_in_classes(), self._replaced_in_torch(modules), self._replaced_functions(modules))
+            found = (
+                self._replaced_in_classes(), self._replaced_in_torch(modules), self._replaced_functions(modules),
+                self._replaced_where_weights_are_stored(),
+            )  # fmt: skip
             return next(chain.from_iterable(found), None)
         except UnsupportedModel as error:
             return str(error)
@@ -151,9 +156,21 @@ class HostCode:
             return False  # one of several, which the module takes as it finds them
         return callable(value) and not isinstance(value, type) and not _is_made_of(value, self._home)
 
+    def _replaced_where_weights_are_stored(self) -> Iterator[str]:
+        """Functions that a pack's classes of layers, and their modules, hold of another pack."""
+        for kind in self._storing:
+            home = kind.__module__.rpartition(".")[0] or kind.__module__
+            for space, where in ((vars(kind), _name(kind)), (_functions_in(kind.__module__), kind.__module__)):
+                for name, value in list(space.items()):
+                    function = _unwrapped(value)
+                    if isinstance(function, FunctionType) and not _owner(function).startswith(home):
+                        yield _say_replaced(f"{where}.{name}", value)
+
     def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
         """Where all of that is found: namespaces, and names in each that are there."""
         yield from ((space, list(space)) for space in self._spaces)
+        for module in {kind.__module__ for kind in self._storing} & sys.modules.keys():
+            yield vars(sys.modules[module]), list(_functions_in(module))
         try:
             modules = _modules_of(self._classes)
         except UnsupportedModel:  # which does not change
@@ -165,6 +182,12 @@ class HostCode:
             if module in sys.modules and name in vars(sys.modules[module]):
                 named.setdefault(module, []).append(name)
         yield from ((vars(sys.modules[module]), names) for module, names in named.items())
+
+
+def _functions_in(module: str) -> dict[str, FunctionType]:
+    """By their names in a module that is loaded."""
+    space = vars(sys.modules[module]) if module in sys.modules else {}
+    return {name: value for name, value in list(space.items()) if isinstance(value, FunctionType)}
 
 
 def _is_bound(value: object) -> bool:

@@ -37,8 +37,8 @@ _READS_EIGHT_BITS = 8, 9
 def stored_weights(block: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Stored]:
     """Which weights of a block are cast or multiplied by a scale at each call, by their names in it: those in 8 bits,
     those of GGUF, and those in 16 where it computes in fp32, as text encoders do. None of them where functions change
-    any of its weights at its calls, as LoRAs do where memory is short: ComfyUI casts them then. So it does with 8 bits
-    on GPUs whose kernels do not read them.
+    any of its weights at its calls, as LoRAs do where memory is short, and on weights of GGUF: they are cast before
+    then. So are 8 bits on GPUs whose kernels do not read them.
 
     Args:
         dtype: that the block computes in.
@@ -52,7 +52,7 @@ def stored_weights(block: torch.nn.Module, device: torch.device, dtype: torch.dt
     forms = (*(_EIGHT_BITS if are_read else ()), *(_SIXTEEN_BITS if dtype == torch.float32 else ()), _BYTES)
     for path, layer in layers_of(block).items():
         own = layer.__dict__
-        if any(map(own.get, CHANGES)):
+        if any(map(own.get, CHANGES)) or (dequantises(type(layer)) and _is_changed_later(layer)):
             are_cast = True
         for name, tensor in (*own["_parameters"].items(), *own["_buffers"].items()):
             if tensor is None:
@@ -110,14 +110,18 @@ def _stored(layer: Any, name: str, tensor: Any) -> Stored | None:
 def _ggml_type(layer: Any) -> str:
     """The key of `TYPES` by which programs read the weight of a layer that dequantises it; empty where they cannot, or
     where its pack changes it or its bias afterwards, as for LoRAs."""
-    weight, bias = layer.weight, getattr(layer, "bias", None)
-    if getattr(weight, _CHANGED_LATER, None) or getattr(bias, _CHANGED_LATER, None):
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    if _is_changed_later(layer) or getattr(type(layer), "dequant_dtype", None) is not None:
         return ""
-    if bias is not None and not bias.is_floating_point():
+    if weight is None or (bias is not None and not bias.is_floating_point()):
         return ""
     name = getattr(getattr(weight, "tensor_type", None), "name", "")
     is_read = name in TYPES and weight.dtype == _BYTES and weight.size() == TYPES[name].stored_shape(weight.shape)
     return name if is_read else ""
+
+
+def _is_changed_later(layer: Any) -> bool:
+    return any(getattr(getattr(layer, name, None), _CHANGED_LATER, None) for name in ("weight", "bias"))
 
 
 _BYTES = torch.uint8
@@ -157,7 +161,7 @@ def dequantised_bytes(block: torch.nn.Module, dtype: torch.dtype) -> int:
     if not any(map(dequantises, set(map(type, layers.values())))):
         return 0
     sizes = {name: math.prod(tensor.shape) * dtype.itemsize for name, tensor in tensors_of(layers).items()}
-    in_turn = [sizes.pop(f"{name}.weight") for name, layer in layers.items() if _is_read(layer)]
+    in_turn = [sizes.pop(f"{name}.weight", 0) for name, layer in layers.items() if _is_read(layer)]
     return sum(sizes.values()) + 2 * max(in_turn, default=0)
 
 
@@ -304,12 +308,11 @@ def _cast(
         return {name: _moved(layer, name, dtype, device) for name, dtype in wanted.items()}
     held, dtype = layer.weight, wanted.get("weight", next(iter(wanted.values())))
     if dtype == _BYTES:
-        if not _is_read(layer):
+        own: dict[str, Any] = {name: getattr(layer, name, None) for name in wanted}
+        if not _is_read(layer) or any(part is None for part in own.values()):
             raise UnsupportedModel(_STORED_OTHERWISE)
-        parts = {"weight": held, "bias": getattr(layer, "bias", None)}
-        return {
-            name: as_needed(parts[name].as_subclass(torch.Tensor).detach(), wanted[name], device) for name in wanted
-        }
+        plain = {name: part.as_subclass(torch.Tensor).detach() for name, part in own.items()}
+        return {name: as_needed(part, wanted[name], device) for name, part in plain.items()}
     is_stored = dtype in _EIGHT_BITS
     if is_stored and not is_quantized(held) and getattr(held, "_model_dtype", held.dtype) != dtype:
         raise UnsupportedModel(_STORED_OTHERWISE)
@@ -346,9 +349,16 @@ def _stay(layer: Any, weight: torch.Tensor, device: torch.device) -> bool:
     return bool(layer.weight.device == device)
 
 
+def _as_numbers(tensor: Any) -> Any:
+    """A tensor in which a pack that loads GGUF holds plain numbers, as it is; others as they are given."""
+    kind = getattr(getattr(tensor, "tensor_type", None), "name", "")
+    is_plain = kind in ("F32", "F16") and tensor.is_floating_point() and tensor.size() == tensor.shape
+    return tensor.as_subclass(torch.Tensor) if is_plain and not getattr(tensor, _CHANGED_LATER, None) else tensor
+
+
 def _moved(layer: Any, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of a layer that ComfyUI does not cast by itself."""
-    tensor = getattr(layer, name, None)
+    tensor = _as_numbers(getattr(layer, name, None))
     if tensor is None or type(tensor) not in PLAIN:
         raise UnsupportedModel(f"its weight {name} is of a kind that engines do not take")
     if dtype in _EIGHT_BITS and tensor.dtype != dtype:

@@ -303,8 +303,7 @@ class LayerCast:
 
         options = {"dtype": self._dtype, "device": self._device, "bias_dtype": self._bias_dtype}
         if dequantises(type(self._layer)):
-            weight, bias = self._layer.cast_bias_weight(**options)
-            return weight, bias
+            return _dequantised(self._layer, options)
         if not hasattr(comfy.ops, "uncast_bias_weight"):
             weight, bias = comfy.ops.cast_bias_weight(self._layer, **options)
             return weight, bias
@@ -324,6 +323,21 @@ class LayerCast:
         if self._done is not None:
             comfy.ops.uncast_bias_weight(self._layer, *self._done)
             self._done = None
+
+
+def _dequantised(layer: Any, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A layer's weight and bias by its own method.
+
+    Raises:
+        UnsupportedModel: that fails.
+    """
+    try:
+        weight, bias = layer.cast_bias_weight(**options)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a pack raises, it is no engine's fault
+        raise UnsupportedModel(f"its weights cannot be dequantised ({type(error).__name__}: {error})") from error
+    return weight, bias
 
 
 PREFETCH = "_prefetch"
