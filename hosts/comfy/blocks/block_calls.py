@@ -168,6 +168,8 @@ class BlockCalls:
         is_seldom_called: its calls are few, and of ever other sizes. An engine serves in one more size at once where it
             gave what the block itself gave in several others.
         patches: see `id_of_blocks`.
+        are_asked_for: the user chose them, where the settings have blocks alone; else they have to be faster than the
+            model wherever they serve: with weights that are at hand.
 
     Attributes:
         id: see `id_of_blocks`.
@@ -184,6 +186,7 @@ class BlockCalls:
         ending: ExitStack,
         is_seldom_called: bool = False,
         patches: Iterable[str] = (),
+        are_asked_for: bool = True,
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
         self._is_seldom_called = is_seldom_called
@@ -220,8 +223,7 @@ class BlockCalls:
         """By the paths of blocks what functions in their midst gave in this call, before its graph failed."""
         self._module = module
         self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
-        self._are_asked_for = settings.optimize is Optimize.BLOCKS
-        """Else they have to be faster than the model wherever they serve: with weights that are at hand."""
+        self._are_asked_for = are_asked_for and settings.optimize is Optimize.BLOCKS
         self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
         self._awaited: dict[int, AwaitedBuild] = {}
         """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
@@ -992,12 +994,14 @@ def block_calls_of(
     settings: Settings,
     patcher: Any,
     ending: ExitStack,
+    are_asked_for: bool = True,
 ) -> BlockCalls | None:
     """The calls of a network's blocks where these are to run on engines of their own.
 
     Args:
         patcher: of the network's model.
         ending: closed when the run is over.
+        are_asked_for: see `BlockCalls`.
     """
     if not settings.runs_by_blocks(source.architecture.role, source.device.type):
         return None
@@ -1007,7 +1011,7 @@ def block_calls_of(
     owner = cast(Owner, source.architecture)
     options = getattr(patcher, "model_options", {}).get("transformer_options", {})
     parts = network, owner, source.device, module, settings.for_blocks
-    return BlockCalls(*parts, in_place, ending, patches=patches_in(options))
+    return BlockCalls(*parts, in_place, ending, patches=patches_in(options), are_asked_for=are_asked_for)
 
 
 def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from .diffusion_model import (
     scaled_dot_product_attention,
 )
 from .tracing_layers import layers_with_weights, plain_layers
+
+log = logging.getLogger(__name__)
 
 HINT, TYPE = "guided_hint", "type_embedding"
 """Inputs that stay the same in every step: the embedded hint [1 or N, channels, h, w], and that of a Union's types."""
@@ -159,6 +162,7 @@ class ComfyControlNet(NetworkArchitecture):
         except SlipstreamError:
             raise
         except Exception as error:  # whatever layers raise that another extension put into the network
+            log.debug("Slipstream: a ControlNet could not be read", exc_info=True)
             raise UnsupportedModel(_OTHER_LAYERS) from error
         if not is_alike:
             raise UnsupportedModel(_OTHER_LAYERS)

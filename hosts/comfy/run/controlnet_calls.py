@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ....core.spec import Optimize
 from ....runtime.checking.step_timers import is_on_purpose
 from ....runtime.module import AcceleratedModule, Run
 from ....runtime.planning.plan import CallShape
+from ....runtime.settings.model_settings import BLOCKS_VARIABLE
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
 from ..blocks.block_calls import BlockCalls, block_calls_of
@@ -195,10 +197,11 @@ class ControlCalls:
         if not isinstance(self._begun, str):
             run, source = self._begun
             settings, has_blocks_alone = run.settings, source.architecture.kind.has_blocks_alone
-            if has_blocks_alone:
+            are_asked_for = settings.optimize is Optimize.BLOCKS
+            if has_blocks_alone and os.environ.get(BLOCKS_VARIABLE) != "off":
                 settings = replace(settings, optimize=Optimize.BLOCKS)
             self._blocks = block_calls_of(
-                source.network, source, module, settings, control.control_model_wrapped, self._ending
+                source.network, source, module, settings, control.control_model_wrapped, self._ending, are_asked_for
             )
             if self._blocks is not None:
                 run.by_blocks = self._blocks.answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import comfy.model_management
@@ -196,6 +197,65 @@ def test_weights_in_gguf_that_are_changed_in_the_midst_of_a_run(provider: Engine
     on_engines, total = share_of(module)  # at first they were found to be stored otherwise than they were
     assert on_engines == total > 0
     assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0, callback=change), before) > 1e-3
+
+
+@pytest.mark.parametrize("place", ["instance", "class", "module"])
+def test_what_is_replaced_in_layers_that_dequantise_their_weights_is_seen(
+    place: str, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pack's own code, which engines stand for as well."""
+    model = dequantised.model()
+    before = tiny.sample(model, "sd3", steps=STEPS, cfg=2.0)
+    assert all_on_engines(compared(provider, model))
+    made = dequantised.GGMLLayer.cast_bias_weight
+
+    def halved(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        weight, bias = made(layer, *args, **kwargs)
+        return 0.5 * weight, bias
+
+    if place == "instance":
+        for layer in model.model.diffusion_model.modules():
+            if isinstance(layer, dequantised.GGMLLayer):
+                layer.cast_bias_weight = MethodType(halved, layer)
+    elif place == "class":
+        monkeypatch.setattr(dequantised.GGMLLayer, "cast_bias_weight", halved)
+    else:
+        monkeypatch.setattr(dequantised, "numbers_of", lambda weight, dtype: 0.5 * weight.dequantised(dtype))
+    assert share_of(compared(provider, model))[0] == 0
+    assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0), before) > 1e-3
+
+
+def test_layers_that_do_more_than_dequantise_stay_with_the_model(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = dequantised.Operations.Linear.forward
+    monkeypatch.setattr(dequantised.Operations.Linear, "forward", lambda *args: 1.1 * forward(*args), raising=False)
+    assert share_of(compared(provider, dequantised.model()))[0] == 0
+
+
+def test_a_pack_that_cannot_dequantise_takes_no_engine_from_other_models(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tiny.transformer("sd3")
+    assert all_on_engines(compared(provider, plain))
+    monkeypatch.setattr(dequantised.GGMLLayer, "takes_bias_dtype", False)
+    module = compared(provider, dequantised.model("IQ8_X"))
+    assert share_of(module)[0] == 0 and "cannot be dequantised (TypeError" in module.status.standing.reason
+    assert all_on_engines(compared(provider, plain))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_plain_numbers_that_a_pack_holds_in_a_class_of_its_own(kind: str, provider: EngineProvider) -> None:
+    """As where ComfyUI puts what a file holds into layers, instead of copying it."""
+    model = dequantised.model()
+    for layer in model.model.diffusion_model.modules():
+        for name, tensor in layer._parameters.items():
+            if tensor is not None and not isinstance(tensor, dequantised.Quantised):
+                held = dequantised.Quantised.plain(
+                    tensor.detach().to(torch.float16 if kind == "F16" else tensor.dtype), kind
+                )
+                layer._parameters[name] = torch.nn.Parameter(held, requires_grad=False)
+    assert all_on_engines(compared(provider, model))
 
 
 def test_dequantised_weights_that_functions_change_stay_with_the_model(provider: EngineProvider) -> None:

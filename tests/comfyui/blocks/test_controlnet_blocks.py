@@ -28,7 +28,7 @@ from slipstream.runtime.checking.step_timers import is_on_purpose
 from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
-from slipstream.runtime.settings.model_settings import BackendChoice, BuildPolicy, Settings
+from slipstream.runtime.settings.model_settings import BLOCKS_VARIABLE, BackendChoice, BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny, tiny_controlnets
@@ -190,6 +190,32 @@ def test_what_the_user_chose_is_honoured_and_told(settings: Settings, reason: st
         assert torch.equal(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name))
         assert not provider.store.digests() and not module.status.block_calls
         assert module.status.eager_calls == STEPS and reason in module.status.standing.reason
+
+
+@pytest.mark.parametrize("optimize", [Optimize.BALANCED, Optimize.BLOCKS])
+def test_blocks_may_be_switched_off_for_those_that_did_not_ask(
+    optimize: Optimize, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    monkeypatch.setenv(BLOCKS_VARIABLE, "off")
+    fast, module = accelerated(provider, control, replace(FIRST_USE, optimize=optimize))
+    assert distance(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)) < 1e-5
+    assert (module.status.block_calls > 0) == (optimize is Optimize.BLOCKS)
+
+
+@pytest.mark.parametrize("optimize", [Optimize.BALANCED, Optimize.BLOCKS])
+def test_weights_that_comfyui_casts_at_each_call_stay_with_those_that_did_not_ask(
+    optimize: Optimize, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that waits for the cast may take longer than the network."""
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    fast, module = accelerated(provider, control, replace(FIRST_USE, optimize=optimize))
+    monkeypatch.setattr(BlockCalls, "_are_at_hand", lambda *_: False)
+    monkeypatch.setattr(BlockCalls, "_lying", lambda *_: {})
+    assert distance(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)) < 1e-5
+    assert (module.status.block_calls > 0) == (optimize is Optimize.BLOCKS)
 
 
 def test_a_network_that_cannot_be_read_runs_as_it_is(provider: EngineProvider, load: Load) -> None:

@@ -37,6 +37,13 @@ class Quantised(torch.Tensor):
         found.wanted, found.tensor_type, found.patches = weight.shape, SimpleNamespace(name=name), []
         return found
 
+    @staticmethod
+    def plain(tensor: torch.Tensor, name: str) -> Quantised:
+        """One that holds the numbers themselves."""
+        found = tensor.clone().as_subclass(Quantised)
+        found.wanted, found.tensor_type, found.patches = tensor.shape, SimpleNamespace(name=name), []
+        return found
+
     @property
     def shape(self) -> torch.Size:
         return getattr(self, "wanted", None) or self.size()
@@ -64,14 +71,21 @@ class Quantised(torch.Tensor):
         return weight
 
 
+def numbers_of(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    is_stored = isinstance(weight, Quantised) and not weight.is_floating_point()
+    return weight.dequantised(dtype) if is_stored else weight.as_subclass(torch.Tensor).to(dtype)  # type: ignore[attr-defined]
+
+
 class GGMLLayer(torch.nn.Module):
     """
     Attributes:
         casts: how often it made its weights.
+        takes_bias_dtype: as the method of some packs does not.
     """
 
     comfy_cast_weights = True
     casts = 0
+    takes_bias_dtype = True
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state.get(f"{prefix}weight")
@@ -86,10 +100,12 @@ class GGMLLayer(torch.nn.Module):
     def cast_bias_weight(
         self, input: Any = None, dtype: Any = None, device: Any = None, bias_dtype: Any = None
     ) -> tuple[Any, Any]:
+        if bias_dtype is not None and not self.takes_bias_dtype:
+            raise TypeError("got an unexpected keyword argument 'bias_dtype'")
         self.casts += 1
         dtype, device = dtype or input.dtype, device or input.device
         weight, bias = self.weight.to(device), self.bias
-        weight = weight.dequantised(dtype) if isinstance(weight, Quantised) else weight.to(dtype)
+        weight = numbers_of(weight, dtype)
         return weight, None if bias is None else bias.to(device, bias_dtype or dtype)
 
     def forward_comfy_cast_weights(self, input: torch.Tensor) -> torch.Tensor:
