@@ -185,6 +185,7 @@ class Run:
         by_blocks: how the call was computed that was just computed without an engine of the whole model; in words why
             no engine had a part in it, or None where none was wanted.
         why_not_whole: why no engine of the whole model is looked for; None where one is.
+        last: what computed the last call, where calls are timed.
         wrong: what was wrong with an engine of this run; then none is asked any more.
         has_to_start_again: it was raised.
         is_part: its calls are parts of another run's.
@@ -214,6 +215,7 @@ class Run:
             self._timer = CallTimer(times, source.device, cold_calls)
         self.by_blocks: Callable[[], ByBlocks | str] | None = None
         self.why_not_whole: str | None = None
+        self.last: TimedStep | None = None
         self._may_give_way = True
         """Whether engines that are slower than those of blocks leave calls to them."""
         self.settings = module.asked = settings or module.settings
@@ -245,7 +247,12 @@ class Run:
         if self._timer is None or is_inlined():
             return self._answer(inputs, eager, veto, beside)
         before = len(self.answers)
-        return self._timer(lambda: self._answer(inputs, eager, veto, beside), lambda: self._step_of(inputs, before))
+
+        def done() -> TimedStep:
+            self.last = self._step_of(inputs, before)
+            return self.last
+
+        return self._timer(lambda: self._answer(inputs, eager, veto, beside), done)
 
     def _answer(
         self,

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from comfy.patcher_extension import CallbacksMP
 
 from ....core.protocols import Tensors
 from ....core.spec import Optimize
-from ....runtime.checking.step_timers import is_on_purpose
+from ....runtime.checking.step_timers import is_on_purpose, on_purpose
+from ....runtime.checking.step_times import TimedStep
 from ....runtime.module import AcceleratedModule, Run
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import BLOCKS_VARIABLE
@@ -42,6 +43,9 @@ _COLD_CALLS = 2
 
 _EVERY_STEP = 999999999.0, 0.0
 """Bounds of the noise level beyond which ComfyUI's windows reach where they leave no step out."""
+
+_COMPARED = 2
+"""Calls of a network that it computes by itself in a run in which that is due."""
 
 BLOCKS_ALONE = "ControlNets of this kind have engines of blocks alone"
 NOT_CHOSEN = (
@@ -191,6 +195,8 @@ class ControlCalls:
         self._ending.enter_context(recorded(module, after_run))
         self._embedded: list[tuple[_Picture, Tensors]] = []
         self._is_hint_wanted_only = False
+        self._to_be_compared: int | None = None
+        """How many calls the network computes by itself yet, to compare; None: it is not known whether any."""
         self._given: dict[int, Tensors] = {}
         self._begun = begin_run(module, lambda: ComfyControlNetSource(control), self._ending, cold_calls=_COLD_CALLS)
         self._blocks: BlockCalls | None = None
@@ -264,7 +270,21 @@ class ControlCalls:
                 return eager()
             return self._blocks(eager, veto is None, CallShape.of(inputs))
 
-        return _by_kind(run(inputs, by_blocks, veto, eager))
+        with on_purpose() if self._is_to_be_compared(run) else nullcontext():
+            return _by_kind(run(inputs, by_blocks, veto, eager))
+
+    def _is_to_be_compared(self, run: Run) -> bool:
+        """Whether the network itself computes this call, so that engines of blocks serve only where they are faster."""
+        times, last = self._module.provider.step_times, run.last
+        if self._to_be_compared is None and run.why_not_whole and times is not None and last is not None:
+            if is_on_purpose() or not last.engines:
+                return False
+            self._to_be_compared = _COMPARED if times.is_due(last) else 0
+            times.has_met(TimedStep(last.work))  # the network computed before, until there were engines
+        if not self._to_be_compared or is_on_purpose():
+            return False
+        self._to_be_compared -= 1
+        return True
 
     def _why_not_these_types(self, types: list[int] | None) -> str | None:
         """ComfyUI's own code says what is wrong with a type that is none of the network's."""

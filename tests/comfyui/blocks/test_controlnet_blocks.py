@@ -278,6 +278,38 @@ def test_blocks_that_are_slower_are_not_used_any_more(
         assert distance(found, wanted) < 1e-5 and module.status.block_calls == before
 
 
+def test_blocks_that_were_there_from_the_start_are_compared_without_an_accelerated_model(
+    tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, once, by_name = FakeClock(), BlockCalls.once, controlnet_calls._by_name
+
+    def slow_engines(calls: Any, *args: Any) -> Any:
+        found = once(calls, *args)
+        clock.now += 20 * (calls.share.engine > 0)
+        return found
+
+    def network(control: Any) -> Any:
+        clock.now += 5
+        return by_name(control)
+
+    monkeypatch.setattr(BlockCalls, "once", slow_engines)
+    monkeypatch.setattr(controlnet_calls, "_by_name", network)
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        sampled(model, applied(accelerated(provider, control)[0], name), name)
+        provider.step_times = StepTimes(provider.store, clock_of=lambda device: clock)
+        fast, module = accelerated(provider, control)
+        wanted = sampled(model, applied(control, name), name, steps=12)
+        for _ in range(10):
+            assert distance(sampled(model, applied(fast, name), name, steps=12), wanted) < 1e-5
+        slower = "engines of blocks take 25.0 ms a call where your model without Slipstream takes 5.0 ms"
+        assert slower in module.status.standing.reason, module.status.to_json()
+        before = module.status.block_calls
+        sampled(model, applied(fast, name), name)
+        assert module.status.block_calls == before > 0
+
+
 def test_the_button_builds_all_that_a_controlnet_needs(tmp_path: Path, load: Load) -> None:
     name = "qwen"
     model, control = tiny_controlnets.model(name), load(name)
