@@ -14,7 +14,7 @@ from ..model_files.families import (
     TEXT_ENCODER,
     VAE,
     ModelFile,
-)  # fmt: skip
+)
 from ..subjects.references import References
 
 MEETINGS = 8

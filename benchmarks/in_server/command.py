@@ -148,10 +148,15 @@ def _runs(options: Namespace, lacking: Sequence[str]) -> list[ServerRun]:
 def _has_pack(patch: str, packs: Path | None) -> bool:
     """Whether a patch's pack is at hand; says so where it is not."""
     pack = PATCHES[patch].pack
-    found = not pack or (packs is not None and (packs / pack).is_dir())
+    found = _is_at_hand(pack, packs)
     if not found:
         _say(f"{patch} is left out: {pack} is not in the folder that --packs names")
     return found
+
+
+def _is_at_hand(pack: str, packs: Path | None) -> bool:
+    """Whether a pack can be loaded; ComfyUI itself, which has no name here, always can."""
+    return not pack or (packs is not None and (packs / pack).is_dir())
 
 
 def _installation(checkout: Path, options: Namespace, work: Path) -> Installation:
@@ -186,7 +191,7 @@ def _why_not(options: Namespace) -> str | None:
     if options.patches and (strange := [one for one in options.cases if one.family not in families or not one.steps]):
         return f"--patches has none that is for the model of {strange[0].name}"
     for case in options.cases:
-        if (pack := FAMILIES[case.family].pack) and not (options.packs and (options.packs / pack).is_dir()):
+        if not _is_at_hand(pack := FAMILIES[case.family].pack, options.packs):
             return f"{case.name} needs the pack {pack} in the folder that --packs names"
     slow = [case.name for case in options.cases if case.needs_gpu]
     if options.cpu and slow and not options.models_only:

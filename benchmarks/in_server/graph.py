@@ -17,7 +17,7 @@ from ..model_files.families import (
     TEXT_ENCODER,
     VAE,
     ModelFile,
-)  # fmt: skip
+)
 from ..patching.patches import FILES, Given, Node, Patch
 from .cases import PictureCase
 from .variants import TORCH_COMPILE, ServerVariant

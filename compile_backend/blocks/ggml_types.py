@@ -1,4 +1,4 @@
-"""Weights as GGUF files hold them: bytes of which each few give as many numbers and the scales that these share.
+"""Quantised weights as GGUF files hold them: blocks of bytes, each of so many weights and the scales that they share.
 
 The layouts are those of ggml's types (`block_q8_0`, `block_q4_K` and so on in its `ggml-common.h`). All is integer
 arithmetic and products, element by element, so that one kernel makes a matrix of the bytes. Products are in fp16, as
@@ -12,33 +12,34 @@ from dataclasses import dataclass
 
 import torch
 
-_Numbers = Callable[[torch.Tensor], torch.Tensor]
-"""Takes bytes [blocks, bytes of one], uint8; gives numbers in fp16 [blocks, numbers of one]."""
+_DequantiseBlocks = Callable[[torch.Tensor], torch.Tensor]
+"""Takes blocks as bytes, uint8 [blocks, type_size], and gives their weights, fp16 [blocks, block_size]."""
 
 
 @dataclass(frozen=True)
 class GgmlType:
-    """How one of ggml's types stores numbers.
+    """How one of ggml's types stores weights.
 
     Attributes:
-        numbers: in a block.
-        nbytes: of a block.
-        read: what a block's bytes stand for.
+        block_size: weights in a block.
+        type_size: bytes of a block.
+        dequantise_blocks: gives the weights of blocks.
     """
 
-    numbers: int
-    nbytes: int
-    read: _Numbers
+    block_size: int
+    type_size: int
+    dequantise_blocks: _DequantiseBlocks
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Of the bytes, [rows, bytes of a row], that a matrix is stored as; None for what is no such matrix."""
-        if len(shape) != 2 or shape[1] % self.numbers:
+        if len(shape) != 2 or shape[1] % self.block_size:
             return None
-        return shape[0], shape[1] // self.numbers * self.nbytes
+        return shape[0], shape[1] // self.block_size * self.type_size
 
     def dequantised(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The matrix in `dtype`, [rows, columns], of bytes in uint8, [rows, bytes of a row]."""
-        return self.read(stored.reshape(-1, self.nbytes)).to(dtype).reshape(stored.shape[0], -1)
+        weights = self.dequantise_blocks(stored.reshape(-1, self.type_size))
+        return weights.to(dtype).reshape(stored.shape[0], -1)
 
 
 def _half(blocks: torch.Tensor, place: int) -> torch.Tensor:
@@ -134,10 +135,8 @@ def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
     whole = _quarters(_runs(blocks, 16, 80, 2)).reshape(len(blocks), 16, 16)
-    scale, minimum = (
-        _half(blocks, 80) * (blocks[:, :16] & 15).half(),
-        _half(blocks, 82) * (blocks[:, :16] >> 4).half(),
-    )
+    scale = _half(blocks, 80) * (blocks[:, :16] & 15).half()
+    minimum = _half(blocks, 82) * (blocks[:, :16] >> 4).half()
     return (scale[:, :, None] * whole.half() - minimum[:, :, None]).flatten(1)
 
 

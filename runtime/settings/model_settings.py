@@ -62,6 +62,11 @@ BLOCKS_VARIABLE = "SLIPSTREAM_BLOCKS"
 """The variable of the environment that, set to "off", leaves blocks alone for which nobody asked."""
 
 
+def are_blocks_welcome() -> bool:
+    """Return whether blocks for which nobody asked may run on engines, by `BLOCKS_VARIABLE`."""
+    return os.environ.get(BLOCKS_VARIABLE) != "off"
+
+
 class ByBlocks(str, Enum):
     """Whether blocks of a model run on engines of their own where no engine of the whole model answers."""
 
@@ -264,7 +269,7 @@ class Settings:
         wanted = self.levers.by_blocks
         if wanted is not ByBlocks.AUTO or self.optimize is Optimize.BLOCKS:
             return wanted is not ByBlocks.OFF
-        is_wanted = self.policy is not BuildPolicy.MANUAL and os.environ.get(BLOCKS_VARIABLE) != "off"
+        is_wanted = self.policy is not BuildPolicy.MANUAL and are_blocks_welcome()
         return is_wanted and role is Role.UNET and device == "cuda"
 
     @property

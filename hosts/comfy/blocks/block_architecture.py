@@ -76,15 +76,15 @@ STORED = "weights_stored"
 
 def say_stored(stored: Mapping[str, Stored]) -> str:
     """A text for weights of a block, by their names in it, that are handed over as they are stored."""
-    return "; ".join(" ".join([name, dtype_name(each.dtype), *_how(each)]) for name, each in sorted(stored.items()))
+    return "; ".join(_say_one(name, each) for name, each in sorted(stored.items()))
 
 
 _SCALED, _UNCAST = "scaled", "uncast"
 
 
-def _how(stored: Stored) -> list[str]:
-    marks = {_SCALED: stored.is_scaled, _UNCAST: not stored.is_cast, stored.ggml: bool(stored.ggml)}
-    return [mark for mark, is_so in marks.items() if is_so]
+def _say_one(name: str, stored: Stored) -> str:
+    marks = _SCALED * stored.is_scaled, _UNCAST * (not stored.is_cast), stored.ggml
+    return " ".join([name, dtype_name(stored.dtype), *filter(None, marks)])
 
 
 def attention_called_out(chosen: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

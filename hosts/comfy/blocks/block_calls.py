@@ -809,8 +809,11 @@ class BlockCalls:
         if block not in self._at_hand:
             found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
             lie_there = all(tensor is not None and tensor.dtype == dtype for tensor in found)
-            is_staged = lie_there or are_staged(block.module, dtype, self._device)
-            self._at_hand[block] = is_staged or 0 < dequantised_bytes(block.module, dtype) <= self._room
+            self._at_hand[block] = (
+                lie_there
+                or are_staged(block.module, dtype, self._device)
+                or 0 < dequantised_bytes(block.module, dtype) <= self._room
+            )
         return self._at_hand[block]
 
     @functools.cached_property

@@ -349,8 +349,8 @@ def _stay(layer: Any, weight: torch.Tensor, device: torch.device) -> bool:
     return bool(layer.weight.device == device)
 
 
-def _as_numbers(tensor: Any) -> Any:
-    """A tensor in which a pack that loads GGUF holds plain numbers, as it is; others as they are given."""
+def _as_plain_tensor(tensor: Any) -> Any:
+    """A tensor of a pack that loads GGUF as a plain one, where it is not quantised; others as they are given."""
     kind = getattr(getattr(tensor, "tensor_type", None), "name", "")
     is_plain = kind in ("F32", "F16") and tensor.is_floating_point() and tensor.size() == tensor.shape
     return tensor.as_subclass(torch.Tensor) if is_plain and not getattr(tensor, _CHANGED_LATER, None) else tensor
@@ -358,7 +358,7 @@ def _as_numbers(tensor: Any) -> Any:
 
 def _moved(layer: Any, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of a layer that ComfyUI does not cast by itself."""
-    tensor = _as_numbers(getattr(layer, name, None))
+    tensor = _as_plain_tensor(getattr(layer, name, None))
     if tensor is None or type(tensor) not in PLAIN:
         raise UnsupportedModel(f"its weight {name} is of a kind that engines do not take")
     if dtype in _EIGHT_BITS and tensor.dtype != dtype:

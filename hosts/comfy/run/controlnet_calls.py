@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,7 +23,7 @@ from ....runtime.checking.step_timers import is_on_purpose, on_purpose
 from ....runtime.checking.step_times import TimedStep
 from ....runtime.module import AcceleratedModule, Run
 from ....runtime.planning.plan import CallShape
-from ....runtime.settings.model_settings import BLOCKS_VARIABLE
+from ....runtime.settings.model_settings import are_blocks_welcome
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
 from ..blocks.block_calls import BlockCalls, block_calls_of
@@ -204,7 +203,7 @@ class ControlCalls:
             run, source = self._begun
             settings, has_blocks_alone = run.settings, source.architecture.kind.has_blocks_alone
             are_asked_for = settings.optimize is Optimize.BLOCKS
-            if has_blocks_alone and os.environ.get(BLOCKS_VARIABLE) != "off":
+            if has_blocks_alone and are_blocks_welcome():
                 settings = replace(settings, optimize=Optimize.BLOCKS)
             self._blocks = block_calls_of(
                 source.network, source, module, settings, control.control_model_wrapped, self._ending, are_asked_for

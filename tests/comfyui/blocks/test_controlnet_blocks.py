@@ -192,28 +192,29 @@ def test_what_the_user_chose_is_honoured_and_told(settings: Settings, reason: st
         assert module.status.eager_calls == STEPS and reason in module.status.standing.reason
 
 
-@pytest.mark.parametrize("optimize", [Optimize.BALANCED, Optimize.BLOCKS])
-def test_blocks_may_be_switched_off_for_those_that_did_not_ask(
-    optimize: Optimize, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = "sd3"
-    model, control = tiny_controlnets.model(name), load(name)
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BLOCKS_VARIABLE, "off")
-    fast, module = accelerated(provider, control, replace(FIRST_USE, optimize=optimize))
-    assert distance(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)) < 1e-5
-    assert (module.status.block_calls > 0) == (optimize is Optimize.BLOCKS)
 
 
-@pytest.mark.parametrize("optimize", [Optimize.BALANCED, Optimize.BLOCKS])
-def test_weights_that_comfyui_casts_at_each_call_stay_with_those_that_did_not_ask(
-    optimize: Optimize, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def weights_cast_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that waits for the cast may take longer than the network."""
-    name = "sd3"
-    model, control = tiny_controlnets.model(name), load(name)
-    fast, module = accelerated(provider, control, replace(FIRST_USE, optimize=optimize))
     monkeypatch.setattr(BlockCalls, "_are_at_hand", lambda *_: False)
     monkeypatch.setattr(BlockCalls, "_lying", lambda *_: {})
+
+
+@pytest.mark.parametrize("case", [switched_off, weights_cast_at_each_call])
+@pytest.mark.parametrize("optimize", [Optimize.BALANCED, Optimize.BLOCKS])
+def test_blocks_that_nobody_asked_for_do_not_serve(
+    optimize: Optimize,
+    case: Callable[[pytest.MonkeyPatch], None],
+    provider: EngineProvider,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    fast, module = accelerated(provider, control, replace(FIRST_USE, optimize=optimize))
+    case(monkeypatch)
     assert distance(sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)) < 1e-5
     assert (module.status.block_calls > 0) == (optimize is Optimize.BLOCKS)
 

@@ -9,10 +9,9 @@ import comfy.ops
 import comfy.sd
 import torch
 
-from . import tiny
+from slipstream.benchmarks.model_files import gguf_file  # whose functions would count as put here by another pack
 
-NUMBERS = 32
-"""That share a scale."""
+from . import tiny
 
 
 class Quantised(torch.Tensor):
@@ -28,20 +27,19 @@ class Quantised(torch.Tensor):
     tensor_type: Any
     patches: list[Any]
 
-    @staticmethod
-    def of(weight: torch.Tensor, name: str) -> Quantised:
-        blocks = weight.float().view(len(weight), -1, NUMBERS)
-        scale = (blocks.abs().amax(2, keepdim=True) / 127).half()
-        whole = (blocks / scale.float().clamp_min(1e-12)).round().to(torch.int8)
-        found = torch.cat([scale.view(torch.int8), whole], 2).view(torch.uint8).flatten(1).as_subclass(Quantised)
-        found.wanted, found.tensor_type, found.patches = weight.shape, SimpleNamespace(name=name), []
-        return found
+    @classmethod
+    def of(cls, weight: torch.Tensor, name: str) -> Quantised:
+        return cls._noted(gguf_file.in_q8_0(weight), weight.shape, name)
 
-    @staticmethod
-    def plain(tensor: torch.Tensor, name: str) -> Quantised:
+    @classmethod
+    def plain(cls, tensor: torch.Tensor, name: str) -> Quantised:
         """One that holds the numbers themselves."""
-        found = tensor.clone().as_subclass(Quantised)
-        found.wanted, found.tensor_type, found.patches = tensor.shape, SimpleNamespace(name=name), []
+        return cls._noted(tensor.clone(), tensor.shape, name)
+
+    @classmethod
+    def _noted(cls, stored: torch.Tensor, shape: torch.Size, name: str) -> Quantised:
+        found = stored.as_subclass(cls)
+        found.wanted, found.tensor_type, found.patches = shape, SimpleNamespace(name=name), []
         return found
 
     @property
@@ -63,7 +61,7 @@ class Quantised(torch.Tensor):
         return found
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        blocks = self.as_subclass(torch.Tensor).view(len(self), -1, NUMBERS + 2)
+        blocks = self.as_subclass(torch.Tensor).view(len(self), -1, gguf_file.BLOCK_SIZE + 2)
         weight = blocks[:, :, :2].contiguous().view(torch.float16) * blocks[:, :, 2:].contiguous().view(torch.int8)
         weight = weight.flatten(1).to(dtype)
         for patch in self.patches:
@@ -136,7 +134,7 @@ def model(kind: str = "Q8_0") -> Any:
 
 
 def _is_stored(name: str, tensor: torch.Tensor) -> bool:
-    return "joint_blocks" in name and tensor.ndim == 2 and tensor.shape[1] % NUMBERS == 0
+    return "joint_blocks" in name and tensor.ndim == 2 and tensor.shape[1] % gguf_file.BLOCK_SIZE == 0
 
 
 def change(patcher: Any, is_changed: bool = True) -> None:

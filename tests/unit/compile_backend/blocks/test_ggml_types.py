@@ -19,7 +19,7 @@ SCALES = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82), **dict.fromkeys(("Q4
 def stored(name: str) -> Any:
     """Random bytes, whose scales are near 0.01."""
     random, kind = np.random.default_rng(1), TYPES[name]
-    found = random.integers(0, 256, (ROWS, COLUMNS // kind.numbers, kind.nbytes), dtype=np.uint8)
+    found = random.integers(0, 256, (ROWS, COLUMNS // kind.block_size, kind.type_size), dtype=np.uint8)
     for place in SCALES.get(name, (0,)):
         scale = random.uniform(-0.01, 0.01, (*found.shape[:2], 1)).astype(np.float16)
         found[:, :, place : place + 2] = scale.view(np.uint8)
@@ -31,7 +31,7 @@ def stored(name: str) -> Any:
 )
 def test_numbers_are_those_that_ggml_reads(name: str, is_compiled: bool) -> None:
     kind = gguf.GGMLQuantizationType[name]
-    assert (TYPES[name].numbers, TYPES[name].nbytes) == gguf.GGML_QUANT_SIZES[kind]
+    assert (TYPES[name].block_size, TYPES[name].type_size) == gguf.GGML_QUANT_SIZES[kind]
     given = stored(name)
     assert given.shape == TYPES[name].stored_shape((ROWS, COLUMNS))
     read = torch.compile(TYPES[name].dequantised) if is_compiled else TYPES[name].dequantised
