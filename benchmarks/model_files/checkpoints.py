@@ -139,10 +139,7 @@ def _diffusion_model(family: str) -> Tensors:
     if family in WANS:
         _make_time_slow(network)
     tensors = _on_cpu(network.state_dict())
-    if family not in FLUXES:
-        return tensors
-    # By this name all ComfyUIs know the model; newer ones have another one for it in memory.
-    return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in tensors.items()}
+    return _in_old_names(tensors) if family in FLUXES else tensors
 
 
 def _make_time_slow(wan: Any) -> None:
@@ -214,6 +211,29 @@ def _tiny_vae() -> Tensors:
 
 
 def _controlnet(family: str) -> Tensors:
+    return _flux_controlnet(family) if family in FLUXES else _unet_controlnet(family)
+
+
+def _flux_controlnet(family: str) -> Tensors:
+    """Of XLabs's kind: two double blocks, and a hint in pixels."""
+    import comfy.ldm.flux.controlnet
+    import comfy.model_management as management
+    import comfy.ops
+
+    network = comfy.ldm.flux.controlnet.ControlNetFlux(
+        **flux_config({**FLUX_CONFIGS[family], "depth": 2, "depth_single_blocks": 0}), dtype=torch.bfloat16,
+        device=management.get_torch_device(), operations=comfy.ops.disable_weight_init,
+    )  # fmt: skip
+    randomise(network, SEED)
+    return _in_old_names(_on_cpu(network.state_dict()))
+
+
+def _in_old_names(flux: Tensors) -> Tensors:
+    """By these names all ComfyUIs know a file of Flux's kind; newer ones have others for it in memory."""
+    return {name.replace("_norm.weight", "_norm.scale"): tensor for name, tensor in flux.items()}
+
+
+def _unet_controlnet(family: str) -> Tensors:
     import comfy.cldm.cldm
     import comfy.model_management as management
     import comfy.ops
