@@ -83,8 +83,11 @@ class Patch:
 
 
 _GUIDANCE, _BLEH, _PATCHES_LL = "sd-perturbed-attention", "ComfyUI-bleh", "ComfyUI_Patches_ll"
-_TEACACHE, _MAGCACHE = "ComfyUI-TeaCache", "ComfyUI-MagCache"
-LENT = dict.fromkeys((_TEACACHE, _MAGCACHE), ("comfy.ldm.lightricks.model", "precompute_freqs_cis"))
+_TEACACHE, _MAGCACHE, _KJ, _PPM = "ComfyUI-TeaCache", "ComfyUI-MagCache", "ComfyUI-KJNodes", "ComfyUI-ppm"
+LENT = {
+    **dict.fromkeys((_TEACACHE, _MAGCACHE), ("comfy.ldm.lightricks.model", "precompute_freqs_cis")),
+    _PPM: ("comfy.ldm.cosmos.predict2", "apply_rotary_pos_emb"),
+}
 """By pack, a module and a name in it that the pack imports, newer ComfyUIs lack, and these nodes never call."""
 
 _IP_ADAPTER = {
@@ -110,11 +113,14 @@ PATCHES = {
             "NormalizedAttentionGuidance", {"negative": Given.NEGATIVE})),
         Patch("easycache", "EasyCache", "", Node("EasyCache")),
         Patch("sag", "SelfAttentionGuidance", "", Node("SelfAttentionGuidance")),
-        Patch("freeu-advanced", "FreeU (Advanced)", "FreeU_Advanced", Node("WAS_FreeU", {"target_block": "all"})),
+        Patch("freeu-advanced", "FreeU (Advanced)", "FreeU_Advanced", Node("WAS_FreeU", {
+            "target_block": "all", "b1_mode": "inject", "b2_mode": "inject"})),
+        Patch("freeu-ppm", "FreeU V2 (PPM)", _PPM, Node("FreeU2PPM", {"output_block": True})),
         Patch("core-nag", "NAGuidance", "", Node("NAGuidance")),
         Patch("deep-shrink", "PatchModelAddDownscale", "", Node("PatchModelAddDownscale")),
         Patch("pladis", "PLADIS", _GUIDANCE, Node("PLADIS")),
         Patch("rescale-cfg", "RescaleCFG", "", Node("RescaleCFG")),
+        Patch("cfg-zero", "CFG Zero Star/Init", _KJ, Node("CFGZeroStarAndInit"), (*UNETS, *WANS)),
         Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),
@@ -127,6 +133,8 @@ PATCHES = {
         Patch("teacache", "TeaCache", _TEACACHE, Node("TeaCache", {
             "model_type": "wan2.1_t2v_1.3B", "rel_l1_thresh": 0.08}), WANS),
         Patch("magcache", "MagCache", _MAGCACHE, Node("MagCache", {"model_type": "wan2.1_t2v_1.3B"}), WANS),
+        Patch("wan-nag", "WanVideo NAG", _KJ, Node("WanVideoNAG", {"conditioning": Given.NEGATIVE}), WANS),
+        Patch("wan-chunk", "Wan Chunk FeedForward", _KJ, Node("WanChunkFeedForward"), WANS),
         Patch("teacache-ll", "Apply TeaCache Patch", _PATCHES_LL, Node(
             "ApplyTeaCachePatch", {**_OVERRIDDEN, "rel_l1_thresh": 0.4}), FLUXES),
         Patch("first-block-cache-ll", "Apply First Block Cache Patch", _PATCHES_LL, Node(

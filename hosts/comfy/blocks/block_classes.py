@@ -147,6 +147,7 @@ def _parameters_of(method: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
 _UNET = "comfy.ldm.modules.diffusionmodules.openaimodel"
 _ATTENTION = "comfy.ldm.modules.attention"
 _FLUX = "comfy.ldm.flux.layers"
+_WAN = "comfy.ldm.wan.model"
 _MMDIT = "comfy.ldm.modules.diffusionmodules.mmdit"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
 _LLAMA = "comfy.text_encoders.llama"
@@ -182,11 +183,10 @@ BLOCK_CLASSES = (
     # ControlNets of SD3.5
     BlockClass(_MMDIT, "DismantledBlock", {"x": (0, 1), "c": (0,)}, attention=_MMDIT),
     # Wan 2.1, Wan 2.2
-    BlockClass(
-        "comfy.ldm.wan.model",
-        "WanAttentionBlock",
-        {"x": (0, 1), "e": (0,), "freqs": (0, 1), "context": (0, 1)},
-    ),
+    BlockClass(_WAN, "WanAttentionBlock", {"x": (0, 1), "e": (0,), "freqs": (0, 1), "context": (0, 1)}),
+    BlockClass(_WAN, "WanSelfAttention", {"x": (0, 1), "freqs": (0, 1)}),
+    *(BlockClass(_WAN, f"Wan{name}CrossAttention", {"x": (0, 1), "context": (0, 1)}) for name in ("T2V", "I2V")),
+    BlockClass(_WAN, "WanFeedForward", {"x": (0, 1)}),
     # Qwen-Image, and its ControlNets
     BlockClass(
         "comfy.ldm.qwen_image.model",
