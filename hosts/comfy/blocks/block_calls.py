@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -93,6 +94,8 @@ _TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
 
 _CAPTURED = "a CUDA graph is being captured"
 """By others, in which no result can be read, and no weights may move."""
+
+_NUMBER = re.compile(r"\d+")
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 
@@ -426,10 +429,11 @@ class BlockCalls:
             self._status.on_change()
 
     def _say_reasons(self) -> None:
-        """Log each reason for which a block computes itself, once a run."""
-        for reason in self.share.eager.keys() - self._said:
-            self._said.add(reason)
-            log.info("Slipstream: blocks run as they are where %s", reason)
+        """Log each reason for which a block computes itself, once a run: one of those that differ in numbers alone."""
+        for reason in sorted(self.share.eager.keys() - self._said):
+            if (alike := _NUMBER.sub("", reason)) not in self._said:
+                log.info("Slipstream: blocks run as they are where %s", reason)
+            self._said |= {reason, alike}
 
     def _why_not(self) -> str | None:
         if torch.compiler.is_compiling():
