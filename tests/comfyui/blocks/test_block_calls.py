@@ -739,6 +739,36 @@ def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvi
     assert 0 < on_engines == total - 2  # its other attention and its feed forward are on engines
 
 
+def _halved(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return 0.5 * type(layer).forward(layer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("part", ["cross_attn", "self_attn", "ffn"])
+def test_a_part_of_wans_blocks_that_another_node_replaces_leaves_the_others_on_engines(
+    part: str, provider: EngineProvider
+) -> None:
+    """As a node does that guides the attention over the text, or divides the feed-forward."""
+    model = tiny.transformer("wan")
+    fast, module = accelerated(provider, model)
+    network = model.model.diffusion_model
+
+    def replaced(patcher: Any) -> Any:
+        clone = patcher.clone()
+        for place, block in enumerate(network.blocks):
+            halved = types.MethodType(_halved, getattr(block, part))
+            clone.add_object_patch(f"diffusion_model.blocks.{place}.{part}.forward", halved)
+        return clone
+
+    options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0, "positive": tiny.conditioning("wan", 1),
+                               "negative": tiny.conditioning("wan", 2)}  # fmt: skip
+    found, wanted = tiny.sample(replaced(fast), "wan", **options), tiny.sample(replaced(model), "wan", **options)
+    assert distance(found, wanted) < 1e-5 < 1e-3 < distance(wanted, tiny.sample(model, "wan", **options))
+    is_row = type(network.blocks[0].ffn).__name__ == "WanFeedForward"  # older ComfyUIs': layers in a row
+    ours = 2 if part == "ffn" else 1 + is_row
+    on_engines, total = share_of(module)
+    assert on_engines == ours * len(network.blocks) and total == (3 + is_row) * len(network.blocks)
+
+
 def test_a_block_whose_own_method_lies_on_it_is_on_its_engine(provider: EngineProvider) -> None:
     """As something leaves it that led the block's calls elsewhere for a while."""
     model = tiny.model()
