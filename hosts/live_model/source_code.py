@@ -159,11 +159,14 @@ class HostCode:
     def _replaced_where_weights_are_stored(self) -> Iterator[str]:
         """Functions that a pack's classes of layers, and their modules, hold of another pack."""
         for kind in self._storing:
-            home = kind.__module__.rpartition(".")[0] or kind.__module__
-            for space, where in ((vars(kind), _name(kind)), (_functions_in(kind.__module__), kind.__module__)):
+            module = kind.__module__
+            home = module.rpartition(".")[0] or module
+            for space, where in ((vars(kind), _name(kind)), (_functions_in(module), module)):
                 for name, value in list(space.items()):
                     function = _unwrapped(value)
-                    if isinstance(function, FunctionType) and not _owner(function).startswith(home):
+                    if not isinstance(function, FunctionType) or _owner(function).startswith(home):
+                        continue
+                    if where != module or not _is_imported(module, name, function):
                         yield _say_replaced(f"{where}.{name}", value)
 
     def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
@@ -188,6 +191,13 @@ def _functions_in(module: str) -> dict[str, FunctionType]:
     """By their names in a module that is loaded."""
     space = vars(sys.modules[module]) if module in sys.modules else {}
     return {name: value for name, value in list(space.items()) if isinstance(value, FunctionType)}
+
+
+def _is_imported(module: str, name: str, function: FunctionType) -> bool:
+    """Whether a module's file imports a function, as it is, of the package that defines it."""
+    source, original = _written(module).imports.get(name, ("", ""))
+    is_theirs = bool(source) and _top(_owner(function)) == _top(source)
+    return is_theirs and getattr(sys.modules.get(source), original, None) is function
 
 
 def _is_bound(value: object) -> bool:

@@ -199,7 +199,7 @@ def test_weights_in_gguf_that_are_changed_in_the_midst_of_a_run(provider: Engine
     assert distance(tiny.sample(model, "sd3", steps=STEPS, cfg=2.0, callback=change), before) > 1e-3
 
 
-@pytest.mark.parametrize("place", ["instance", "class", "module"])
+@pytest.mark.parametrize("place", ["instance", "class", "module", "what the module imports"])
 def test_what_is_replaced_in_layers_that_dequantise_their_weights_is_seen(
     place: str, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +219,10 @@ def test_what_is_replaced_in_layers_that_dequantise_their_weights_is_seen(
                 layer.cast_bias_weight = MethodType(halved, layer)
     elif place == "class":
         monkeypatch.setattr(dequantised.GGMLLayer, "cast_bias_weight", halved)
+    elif place == "what the module imports":
+        monkeypatch.setattr(dequantised, "in_q8_0", lambda weight: weight)
+        assert share_of(compared(provider, model))[0] == 0
+        return
     else:
         monkeypatch.setattr(dequantised, "numbers_of", lambda weight, dtype: 0.5 * weight.dequantised(dtype))
     assert share_of(compared(provider, model))[0] == 0

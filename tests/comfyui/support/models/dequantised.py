@@ -9,7 +9,7 @@ import comfy.ops
 import comfy.sd
 import torch
 
-from slipstream.benchmarks.model_files import gguf_file  # whose functions would count as put here by another pack
+from slipstream.benchmarks.model_files.gguf_file import BLOCK_SIZE, in_q8_0
 
 from . import tiny
 
@@ -29,7 +29,7 @@ class Quantised(torch.Tensor):
 
     @classmethod
     def of(cls, weight: torch.Tensor, name: str) -> Quantised:
-        return cls._noted(gguf_file.in_q8_0(weight), weight.shape, name)
+        return cls._noted(in_q8_0(weight), weight.shape, name)
 
     @classmethod
     def plain(cls, tensor: torch.Tensor, name: str) -> Quantised:
@@ -61,7 +61,7 @@ class Quantised(torch.Tensor):
         return found
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        blocks = self.as_subclass(torch.Tensor).view(len(self), -1, gguf_file.BLOCK_SIZE + 2)
+        blocks = self.as_subclass(torch.Tensor).view(len(self), -1, BLOCK_SIZE + 2)
         weight = blocks[:, :, :2].contiguous().view(torch.float16) * blocks[:, :, 2:].contiguous().view(torch.int8)
         weight = weight.flatten(1).to(dtype)
         for patch in self.patches:
@@ -134,7 +134,7 @@ def model(kind: str = "Q8_0") -> Any:
 
 
 def _is_stored(name: str, tensor: torch.Tensor) -> bool:
-    return "joint_blocks" in name and tensor.ndim == 2 and tensor.shape[1] % gguf_file.BLOCK_SIZE == 0
+    return "joint_blocks" in name and tensor.ndim == 2 and tensor.shape[1] % BLOCK_SIZE == 0
 
 
 def change(patcher: Any, is_changed: bool = True) -> None:
