@@ -31,8 +31,6 @@ UNET_SHARE = 0.03
 UNET_GAIN = 0.85
 """How much of its input a UNet predicts: latents so end near the size of real ones. With all of it they end near 0, and
 rounding that was small beside the noise is as large as they are."""
-_LED = 8
-"""How many channels of a UNet's last blocks lead its input past them, see `randomise_unet`."""
 
 TINY = {
     **SD15, "num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [1], "transformer_depth_output": [0, 0],
@@ -168,12 +166,13 @@ def _unet(family: str) -> Any:
 @torch.no_grad()
 def _make_steady(unet: Any) -> None:
     """Make the random part of a UNet's prediction small beside its own input, which `randomise_unet` leads past it."""
-    unet.out[-1].weight[:, :_LED].mul_(UNET_GAIN)
-    unet.out[-1].weight[:, _LED:].mul_(UNET_SHARE)
+    led = 2 * unet.out_channels
+    unet.out[-1].weight[:, :led].mul_(UNET_GAIN)
+    unet.out[-1].weight[:, led:].mul_(UNET_SHARE)
     block, *others = unet.output_blocks[-1]
     for layer in (block.out_layers[-1], *(other.proj_out for other in others)):
-        layer.weight[:_LED].mul_(UNET_SHARE)
-        layer.bias[:_LED].mul_(UNET_SHARE)
+        layer.weight[:led].mul_(UNET_SHARE)
+        layer.bias[:led].mul_(UNET_SHARE)
 
 
 def _network(config: Any, kind: Any, dtype: torch.dtype) -> Any:
@@ -286,9 +285,7 @@ def _adapter(family: str) -> Tensors:
 
 def _motion_module(family: str) -> Tensors:
     assert family == "sd15", family
-    found = motion_module.make(SEED)
-    found[f"{motion_module.LAST}.weight"][:_LED] *= UNET_SHARE
-    return found
+    return motion_module.make(SEED)
 
 
 _MAKERS: Mapping[str, Callable[[str], Tensors]] = {

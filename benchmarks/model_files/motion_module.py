@@ -14,8 +14,6 @@ _FRAMES = 32
 """The most at once."""
 _SHARE = 0.3
 """How large what a module adds is beside a layer that was drawn as usual."""
-LAST = "up_blocks.3.motion_modules.2.temporal_transformer.proj_out"
-"""The layer by which the last of them adds something."""
 
 Named = Iterator[tuple[str, torch.Tensor]]
 

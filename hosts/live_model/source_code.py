@@ -161,13 +161,13 @@ class HostCode:
         for kind in self._storing:
             module = kind.__module__
             home = module.rpartition(".")[0] or module
-            for space, where in ((vars(kind), _name(kind)), (_functions_in(module), module)):
-                for name, value in list(space.items()):
-                    function = _unwrapped(value)
-                    if not isinstance(function, FunctionType) or _owner(function).startswith(home):
-                        continue
-                    if where != module or not _is_imported(module, name, function):
-                        yield _say_replaced(f"{where}.{name}", value)
+            for name, value in list(vars(kind).items()):
+                function = _unwrapped(value)
+                if isinstance(function, FunctionType) and not _owner(function).startswith(home):
+                    yield _say_replaced(f"{_name(kind)}.{name}", value)
+            for name, function in _functions_in(module).items():
+                if not _owner(function).startswith(home) and not _is_imported(module, name, function):
+                    yield _say_replaced(f"{module}.{name}", function)
 
     def _watched(self) -> Iterator[tuple[Mapping[str, Any], list[str]]]:
         """Where all of that is found: namespaces, and names in each that are there."""
@@ -196,8 +196,7 @@ def _functions_in(module: str) -> dict[str, FunctionType]:
 def _is_imported(module: str, name: str, function: FunctionType) -> bool:
     """Whether a module's file imports a function, as it is, of the package that defines it."""
     source, original = _written(module).imports.get(name, ("", ""))
-    is_theirs = bool(source) and _top(_owner(function)) == _top(source)
-    return is_theirs and getattr(sys.modules.get(source), original, None) is function
+    return bool(source) and _attribute(source, original) is function and is_own(function, _top(source))
 
 
 def _is_bound(value: object) -> bool:
@@ -365,7 +364,13 @@ def _written(module: str) -> _Written:
         UnsupportedModel: the file cannot be read, or was changed since this process started.
     """
     text = _read(module)
-    package = module if _is_package(module) else module.rpartition(".")[0]
+    try:
+        return _parsed(text, module if _is_package(module) else module.rpartition(".")[0])
+    except (SyntaxError, ValueError, ImportError) as error:
+        raise UnsupportedModel(f"The source of {module} cannot be understood ({error})") from error
+
+
+def _parsed(text: str, package: str) -> _Written:
     tree = ast.parse(text)
     bound = _bound(tree)
     functions: set[str] = set()
@@ -462,7 +467,7 @@ def _read(module: str) -> str:
     try:
         if file is None:
             raise OSError("it has no file")
-        status, text = os.stat(file), Path(file).read_text(encoding="utf-8")
+        status, text = os.stat(file), Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise UnsupportedModel(
             f"The source of {module} cannot be read ({error}), so a change of it would go unnoticed; "

@@ -95,7 +95,8 @@ _TOO_LITTLE_MEMORY = "memory does not suffice for its engine"
 _CAPTURED = "a CUDA graph is being captured"
 """By others, in which no result can be read, and no weights may move."""
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!\w)\d+\b")
+"""Of a layer among others, in its path."""
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 

@@ -186,7 +186,7 @@ BLOCK_CLASSES = (
     BlockClass(_WAN, "WanAttentionBlock", {"x": (0, 1), "e": (0,), "freqs": (0, 1), "context": (0, 1)}),
     BlockClass(_WAN, "WanSelfAttention", {"x": (0, 1), "freqs": (0, 1)}),
     *(BlockClass(_WAN, f"Wan{name}CrossAttention", {"x": (0, 1), "context": (0, 1)}) for name in ("T2V", "I2V")),
-    BlockClass(_WAN, "WanFeedForward", {"x": (0, 1)}),
+    BlockClass(_WAN, "WanFeedForward", {"x": (0, 1)}),  # which older ComfyUIs lack
     # Qwen-Image, and its ControlNets
     BlockClass(
         "comfy.ldm.qwen_image.model",

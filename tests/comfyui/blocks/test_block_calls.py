@@ -739,6 +739,24 @@ def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvi
     assert 0 < on_engines == total - 2  # its other attention and its feed forward are on engines
 
 
+def test_reasons_that_differ_in_numbers_alone_are_logged_once(
+    provider: EngineProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny.model()
+    fast, _ = accelerated(provider, model)
+    handles = [
+        layer.register_forward_hook(lambda layer, args, out: 0.5 * out)
+        for name, layer in model.model.diffusion_model.named_modules()
+        if name.startswith("output_blocks") and name.endswith((".in_layers.2", ".out_layers.3"))
+    ]
+    with caplog.at_level("INFO"):
+        tiny.sample(fast, steps=STEPS)
+    for handle in handles:
+        handle.remove()
+    said = [line for line in caplog.messages if "blocks run as they are where" in line]
+    assert len(handles) > 2 and len(said) == 1 and ".in_layers.2" in said[0], said  # of a block its first layer is told
+
+
 def _halved(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return 0.5 * type(layer).forward(layer, *args, **kwargs)
 

@@ -1,16 +1,13 @@
 """A network's whole call over engines of its blocks by one graph: which calls have one, and that pictures stay right.
 
-What is captured, and of what, is real; only that a replay launches kernels is not: here it computes the captured work
-again, with the addresses of its capture. In a CUDA GPU's server: tests/comfyui/gpu.
+What stands for graphs here: see `host_graphs`. In a CUDA GPU's server: tests/comfyui/gpu.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,18 +17,15 @@ import torch
 from comfy.ldm.modules.attention import SpatialTransformer
 
 from slipstream.compile_backend.blocks.attention_out import AttentionFailed
-from slipstream.core.protocols import HandOut, Tensors
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
 from slipstream.hosts.comfy.blocks.channels_last import in_channels_last, transformed
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.capture.library import CaptureError
-from slipstream.runtime.loaded import network_graphs
-from slipstream.runtime.loaded.cuda_graphs import _call_of
-from slipstream.runtime.loaded.network_graphs import NetworkGraphs
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
+from slipstream.tests.comfyui.blocks.host_graphs import HostGraphs, HostNetworks, host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, accelerated, patched, share_of
 from slipstream.tests.comfyui.support import staging
@@ -43,115 +37,10 @@ BEFORE = 4
 """Steps of a first picture before the capture: engines are asked for, then compared, then two by blocks."""
 
 
-class HostGraphs:
-    """In the place of `CudaGraphs`, on a CPU.
-
-    Attributes:
-        parts: in the place of those of blocks; `parts.inner` of those in the midst of such a call.
-        captures, replays: how often.
-        factor: by which replays are wrong.
-        right: so many of the first replays of each call are right.
-        error: that captures raise.
-    """
-
-    are_possible = True
-    bytes = 0
-
-    def __init__(self, parts: HostGraphs | None = None, inner: HostGraphs | None = None) -> None:
-        self.parts, self.inner = parts or self, inner or self
-        self._is_replayed = False
-        self.captures = self.replays = 0
-        self.factor = 1.0
-        self.right = 0
-        self._replays_of = Counter[Hashable]()
-        self.error: Exception | None = None
-        self._made: dict[tuple[Hashable, Hashable], tuple[Hashable, Callable[..., Tensors], Tensors]] = {}
-
-    def holds(self, generation: Hashable, tensors: Tensors, what: Hashable) -> bool:
-        call = _call_of(tensors, what)
-        return call in self._made and self._made[call][0] == generation
-
-    def replayed(
-        self, generation: Hashable, tensors: Tensors, what: Hashable, outside: HandOut | None = None
-    ) -> Tensors | None:
-        if not self.holds(generation, tensors, what):
-            return None
-        return self.run(self._made[_call_of(tensors, what)][1], generation, tensors, what, True, outside)
-
-    def run(
-        self,
-        compute: Callable[..., Tensors],
-        generation: Hashable,
-        tensors: Tensors,
-        what: Hashable,
-        or_raise: bool,
-        outside: HandOut | None = None,
-    ) -> Tensors:
-        call = _call_of(tensors, what)
-        if not self.holds(generation, tensors, what):
-            if self.error is not None:
-                raise self.error
-            self.captures += 1
-            places = {name: tensor.clone() for name, tensor in tensors.items()}
-            compute(*([] if outside is None else [_nothing]), **places)
-            self._made[call] = generation, compute, places
-        assert not self._is_replayed, "another call computes in the memory of one that is not over"
-        _, captured, places = self._made[call]
-        for name, tensor in tensors.items():
-            places[name].copy_(tensor)
-        self.replays += 1
-        self._replays_of[call] += 1
-        factor = self.factor if self._replays_of[call] > self.right else 1.0
-        out = [] if outside is None else [_from_buffers(outside)]
-        self._is_replayed = True
-        try:
-            return {name: tensor * factor for name, tensor in captured(*out, **places).items()}
-        finally:
-            self._is_replayed = False
-
-    def forget(self, what: Hashable, for_good: bool = False) -> None:
-        self._made = {call: made for call, made in self._made.items() if call[0] != what}
-
-    def drop(self) -> None:
-        self._made.clear()
-
-
-def _nothing(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
-    """In a capture, in which nothing is computed."""
-    return torch.full(shape, torch.nan, dtype=given[0].dtype)
-
-
-def _from_buffers(outside: HandOut) -> HandOut:
-    """Hands tensors out that are overwritten afterwards."""
-
-    def hand_out(given: Sequence[torch.Tensor], shape: torch.Size, what: str) -> torch.Tensor:
-        buffers = [tensor.clone() for tensor in given]
-        result = outside(buffers, shape, what).clone()
-        for buffer in buffers:
-            buffer.fill_(torch.nan)
-        return result
-
-    return hand_out
-
-
-class HostNetworks(NetworkGraphs):
-    """Whose graphs may be had without a GPU."""
-
-    def may_be_had(self, device: torch.device) -> bool:
-        return True
-
-
 @pytest.fixture
-def graphs(shared_provider: EngineProvider, monkeypatch: pytest.MonkeyPatch) -> HostGraphs:
-    made = HostGraphs(HostGraphs(inner=HostGraphs()))
-    of_blocks = itertools.cycle((made.parts, made.parts.inner))
-
-    def graphs_of(device: torch.device, graphing: Any, are_many: bool = False) -> HostGraphs:
-        return next(of_blocks) if are_many else made
-
-    monkeypatch.setattr(network_graphs, "CudaGraphs", graphs_of)
-    monkeypatch.setattr(shared_provider.pool, "networks", HostNetworks())
-    return made
+def graphs(shared_provider: EngineProvider) -> Iterator[HostGraphs]:
+    with host_graphs(shared_provider) as made:
+        yield made
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from slipstream.engine_cache import EngineStore
 from slipstream.tests.comfyui.support.packs.loading import CORE, TOGETHER, VARIABLE, all_packs, packs_folder
-from slipstream.tests.comfyui.support.packs.run import BLOCKS, WHOLE
+from slipstream.tests.comfyui.support.packs.run import BLOCKS, GRAPHS, WHOLE
 
 ROWS = "SLIPSTREAM_PACKS_ROWS"
 """Names a file that keeps the rows."""
@@ -77,9 +77,12 @@ def test_a_pack_makes_the_pictures_that_it_makes_without_slipstream(
         assert row["used"] or by_itself or not row["eager_calls"], f"it is only installed: {what}"
 
 
+@pytest.mark.parametrize("engines", [BLOCKS, GRAPHS])
 @pytest.mark.parametrize("pack", [CORE, *PACKS])
-def test_blocks_that_a_node_does_not_reach_into_stay_on_engines(pack: str, comfyui_dir: Path, tmp_path: Path) -> None:
-    rows = measured(pack, comfyui_dir, tmp_path, tmp_path / "rows.jsonl", BLOCKS)
+def test_blocks_that_a_node_does_not_reach_into_stay_on_engines(
+    pack: str, engines: str, comfyui_dir: Path, tmp_path: Path
+) -> None:
+    rows = measured(pack, comfyui_dir, tmp_path, tmp_path / "rows.jsonl", engines)
     ran = [row for row in rows if not row["broken"]]
     if not ran:
         pytest.skip(f"{pack} does not run here, with or without Slipstream: {rows[0]['broken']}")

@@ -145,8 +145,8 @@ class Measurement:
     def row_by_blocks(self, feature: Feature) -> Row:
         """Measure a feature with engines of blocks alone.
 
-        A picture later than the first, in which engines are built, and the next ones, in which those of all sizes that
-        come up are compared.
+        A picture without the pack's node comes first. With it one later than the first is measured, in which engines
+        are built, and the next ones, in which those of all sizes that come up are compared.
         """
         row = Row(self.pack, feature.name, feature.family, BY_BLOCKS, used=feature.used, changes=feature.changes)
         try:
@@ -157,7 +157,9 @@ class Measurement:
             row.broken = _last_line(failure)
             return row
         module = AcceleratedModule(self.provider, Settings(policy=BuildPolicy.FIRST_USE, optimize=Optimize.BLOCKS))
-        patched = feature.apply(accelerate_model(feature.model(), module))
+        fast = accelerate_model(feature.model(), module)
+        feature.plain_picture(fast)
+        patched = feature.apply(fast)
         for _ in range(_WARM):
             feature.picture(patched)
         before = _counts(module)

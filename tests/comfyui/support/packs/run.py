@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from slipstream.runtime.provider import EngineProvider
 
 
-WHOLE, BLOCKS = "whole", "blocks"
-"""Engines that are measured with."""
+WHOLE, BLOCKS, GRAPHS = "whole", "blocks", "graphs"
+"""Engines that are measured with: of whole models, of blocks, and of blocks with what stands for CUDA graphs here."""
 
 
 def main(pack: str, checkout: str, store: str, rows: str, engines: str = WHOLE, wanted: str = "") -> None:
@@ -24,7 +25,7 @@ def main(pack: str, checkout: str, store: str, rows: str, engines: str = WHOLE, 
         checkout: the ComfyUI.
         store: folder of the engines, shared by all packs; of blocks' engines none are kept.
         rows: file of the rows.
-        engines: of whole models or of blocks.
+        engines: `WHOLE`, `BLOCKS` or `GRAPHS`.
         wanted: part of a feature's name; the others are left out.
     """
     sys.argv = sys.argv[:1]
@@ -34,13 +35,15 @@ def main(pack: str, checkout: str, store: str, rows: str, engines: str = WHOLE, 
         enter(Path(checkout), Path(base))
         from slipstream.engine_cache import EngineStore
         from slipstream.runtime.provider import EngineProvider
+        from slipstream.tests.comfyui.blocks.host_graphs import host_graphs
         from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 
         if engines == WHOLE:
             _measure(pack, Path(base), EngineProvider(EngineStore(Path(store))), Path(rows), engines, wanted)
             return
         with quick_block_provider(EngineStore(Path(base) / "engines of blocks")) as provider:
-            _measure(pack, Path(base), provider, Path(rows), engines, wanted)
+            with host_graphs(provider) if engines == GRAPHS else nullcontext():
+                _measure(pack, Path(base), provider, Path(rows), engines, wanted)
 
 
 def _measure(pack: str, base: Path, provider: EngineProvider, rows: Path, engines: str, wanted: str) -> None:
@@ -73,7 +76,7 @@ def _measure(pack: str, base: Path, provider: EngineProvider, rows: Path, engine
     for feature in [Feature("installed, no node of it used", changes=False), *features_of(pack)]:
         if wanted not in feature.name:
             continue
-        if engines == BLOCKS:
+        if engines != WHOLE:
             write([measurement.row_by_blocks(feature)])
         else:
             write(measurement.rows(feature, ("later",) if feature.sample else ("before", "after", "later")))

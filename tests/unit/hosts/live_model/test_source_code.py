@@ -156,6 +156,14 @@ def test_a_file_that_is_gone(host: Host) -> None:
         source_digest(model)
 
 
+@pytest.mark.parametrize("text", ["def broken(", "from ......elsewhere import nothing\n", "x = 1\x00\n"])
+def test_a_file_that_cannot_be_understood(text: str, host: Host) -> None:
+    model = host.model()
+    host.write("helpers", text)
+    forget()
+    assert "The source of tiny_host.helpers cannot be understood" in str(why_replaced(model))
+
+
 # ----------------------------------------------------------------------------------------- what is in memory
 
 
