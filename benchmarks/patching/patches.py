@@ -141,7 +141,8 @@ PATCHES = {
         Patch("first-block-cache-ll", "Apply First Block Cache Patch", _PATCHES_LL, Node(
             "ApplyFirstBlockCachePatch", {**_OVERRIDDEN, "residual_diff_threshold": 0.2}), FLUXES),
         Patch("animatediff", "AnimateDiff Loader (Gen1)", "ComfyUI-AnimateDiff-Evolved", Node(
-            "ADE_AnimateDiffLoaderGen1", {"model_name": Given.MOTION_MODULE}), ("sd15",)),
+            "ADE_AnimateDiffLoaderGen1", {
+                "model_name": Given.MOTION_MODULE, "beta_schedule": "use existing"}), ("sd15",)),
         Patch("tgate", "TGate Apply", "ComfyUI_TGate", Node("TGateApplySimple", {"start_at": 0.4})),
     )
 }  # fmt: skip
