@@ -165,7 +165,7 @@ class _Builder:
         """The latent of the last sampler."""
         case = self._case
         positive, negative = self._prompts()
-        if self._patch is not None:
+        if self._patch is not None and not self._patch.samples:
             node = self._patch.node
             model = self._patched(replace(node, inputs={"model": Given.MODEL, **node.inputs}), negative, model)
         empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
@@ -177,7 +177,9 @@ class _Builder:
             "model": model, "positive": positive, "negative": negative, "seed": self._wish.seed, "steps": case.steps,
             "cfg": case.cfg, "sampler_name": SAMPLER, "scheduler": SCHEDULER,
         }  # fmt: skip
-        latent = self._first("KSampler", latent_image=latent, denoise=1.0, **common)
+        sampler = self._patch.node if self._patch is not None and self._patch.samples else Node("KSampler")
+        own = {**self._defaults.get(sampler.class_type, {}), **common, **sampler.inputs}
+        latent = self._output(sampler, **own, latent_image=latent, denoise=1.0)
         if case.second_size is None:
             return latent
         larger = {"width": case.second_size, "height": case.second_size, "crop": "disabled"}
@@ -185,13 +187,13 @@ class _Builder:
         return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
 
     def _patched(self, node: Node, negative: Link, model: Link) -> Link:
-        """A node's first output."""
+        """A node's output."""
         given = {Given.MODEL: model, Given.NEGATIVE: negative, **{each: self._file(each.value) for each in FILES}}
         inputs = {
             name: self._patched(value, negative, model) if isinstance(value, Node) else given.get(value, value)
             for name, value in node.inputs.items()
         }
-        return self._first(node.class_type, **{**self._defaults[node.class_type], **inputs})
+        return self._output(node, **{**self._defaults[node.class_type], **inputs})
 
     def _prompts(self) -> tuple[Link, Link]:
         positive = self._random_prompt(POSITIVE, self._prompt_tokens)
@@ -231,7 +233,11 @@ class _Builder:
 
     def _first(self, class_type: str, **inputs: Any) -> Link:
         """Add a node and return its first output."""
-        return [self._graph.add(class_type, **inputs), 0]
+        return self._output(Node(class_type), **inputs)
+
+    def _output(self, node: Node, **inputs: Any) -> Link:
+        """Add a node with these inputs, and return its output."""
+        return [self._graph.add(node.class_type, **inputs), node.output]
 
     def _file(self, folder: str) -> str:
         return ModelFile(folder, self._case.family).name

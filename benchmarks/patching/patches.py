@@ -40,15 +40,17 @@ FILES = (Given.ADAPTER, Given.MOTION_MODULE)
 
 @dataclass(frozen=True)
 class Node:
-    """A node, whose first output is taken.
+    """A node, of which one output is taken.
 
     Attributes:
         class_type: as the pack names it.
         inputs: plain values, nodes, or what is `Given`.
+        output: the place of that output.
     """
 
     class_type: str
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    output: int = 0
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -66,13 +68,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Patch:
-    """One node that is given a model, as `model`, and gives a patched one.
+    """One node that is given a model, as `model`, and gives a patched one; or samples.
 
     Attributes:
         name: on the command line and in rows.
         title: as the pack names the node.
         pack: the folder of `custom_nodes` that has it; empty: ComfyUI itself.
         families: of the models that it is for, keys of `FAMILIES`.
+        samples: it stands in the place of KSampler, whose inputs it is given, and gives a latent.
     """
 
     name: str
@@ -80,10 +83,12 @@ class Patch:
     pack: str
     node: Node
     families: tuple[str, ...] = UNETS
+    samples: bool = False
 
 
 _GUIDANCE, _BLEH, _PATCHES_LL = "sd-perturbed-attention", "ComfyUI-bleh", "ComfyUI_Patches_ll"
 _TEACACHE, _MAGCACHE, _KJ, _PPM = "ComfyUI-TeaCache", "ComfyUI-MagCache", "ComfyUI-KJNodes", "ComfyUI-ppm"
+_INSPIRE = "ComfyUI-Inspire-Pack"
 LENT = {
     **dict.fromkeys((_TEACACHE, _MAGCACHE), ("comfy.ldm.lightricks.model", "precompute_freqs_cis")),
     _PPM: ("comfy.ldm.cosmos.predict2", "apply_rotary_pos_emb"),
@@ -122,6 +127,11 @@ PATCHES = {
         Patch("rescale-cfg", "RescaleCFG", "", Node("RescaleCFG")),
         Patch("rescale-ppm", "RescaleCFGPost", _PPM, Node("RescaleCFGPost")),
         Patch("cfg-zero", "CFG Zero Star/Init", _KJ, Node("CFGZeroStarAndInit"), (*UNETS, *WANS)),
+        Patch("regional-cfg", "Regional CFG (Inspire)", _INSPIRE, Node(
+            "RegionalCFG //Inspire", {"mask": Node("SolidMask")}), (*UNETS, *WANS)),
+        Patch("inspire-sampler", "KSampler (inspire)", _INSPIRE, Node("KSampler //Inspire"), samples=True),
+        Patch("efficient-sampler", "KSampler (Efficient)", "efficiency-nodes-comfyui", Node(
+            "KSampler (Efficient)", {"preview_method": "none", "vae_decode": "false"}, output=3), samples=True),
         Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),

@@ -119,7 +119,7 @@ def test_our_nodes_are_at_their_defaults() -> None:
     assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
 
 
-@pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.parametrize("name", [name for name, patch in PATCHES.items() if not patch.samples])
 def test_a_patch_stands_between_accelerate_model_and_the_sampler(name: str) -> None:
     patch = PATCHES[name]
     defaults = {**DEFAULTS, **{node: {"scale": 3.0} for node in patch.node.classes}}
@@ -143,6 +143,18 @@ def test_an_adapters_file_is_that_of_the_family() -> None:
     made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("plain"), Wish(1), defaults, PATCHES["ip-adapter"])
     (loader,) = by_class(list(made.values()), "IPAdapterModelLoader")
     assert loader == {"ipadapter_file": "slipstream-benchmark-sdxl.safetensors"}
+
+
+def test_a_node_that_samples_stands_in_the_place_of_the_sampler() -> None:
+    patch = PATCHES["efficient-sampler"]
+    defaults = {**DEFAULTS, patch.node.class_type: {"steps": 1, "vae_decode": "true"}}
+    made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("slipstream+blocks"), Wish(1), defaults, patch, False)
+    nodes = list(made.values())
+    (sampler,), (decoder,) = by_class(nodes, patch.node.class_type), by_class(nodes, "VAEDecode")
+    assert (sampler["steps"], sampler["vae_decode"], sampler["cfg"]) == (20, "false", 7.0)
+    assert made[sampler["model"][0]]["class_type"] == "SlipstreamAccelerateModel"
+    number, output = decoder["samples"]
+    assert made[number]["inputs"] is sampler and output == 3 and not by_class(nodes, "KSampler")
 
 
 def test_a_video_is_sampled_and_not_decoded() -> None:
