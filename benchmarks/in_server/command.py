@@ -187,9 +187,9 @@ def _why_not(options: Namespace) -> str | None:
         return "--from-scratch tells of neither a GPU's memory nor a sampler's time; leave --free-gb and --profiles out"
     if options.patches and (options.from_scratch or not any(each.kind == PLAIN for each in options.variants)):
         return "--patches compares with plain, which --variants has to name, and is nothing for --from-scratch"
-    families = {family for name in options.patches for family in PATCHES[name].families}
-    if options.patches and (strange := [one for one in options.cases if one.family not in families or not one.steps]):
-        return f"--patches has none that is for the model of {strange[0].name}"
+    for case in options.cases if options.patches else ():
+        if not case.steps or not any(PATCHES[name].is_for(case.family, case.has_control) for name in options.patches):
+            return f"--patches has none that is for {case.name}"
     for case in options.cases:
         if not _is_at_hand(pack := FAMILIES[case.family].pack, options.packs):
             return f"{case.name} needs the pack {pack} in the folder that --packs names"

@@ -18,7 +18,7 @@ from ..model_files.families import (
     VAE,
     ModelFile,
 )
-from ..patching.patches import FILES, Given, Node, Patch
+from ..patching.patches import APPLY_CONTROLNET, FILES, KSAMPLER, Given, Node, Patch
 from .cases import PictureCase
 from .variants import TORCH_COMPILE, ServerVariant
 
@@ -165,7 +165,7 @@ class _Builder:
         """The latent of the last sampler."""
         case = self._case
         positive, negative = self._prompts()
-        if self._patch is not None and not self._patch.samples:
+        if self._patch is not None and not self._patch.stands_for:
             node = self._patch.node
             model = self._patched(replace(node, inputs={"model": Given.MODEL, **node.inputs}), negative, model)
         empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
@@ -177,14 +177,12 @@ class _Builder:
             "model": model, "positive": positive, "negative": negative, "seed": self._wish.seed, "steps": case.steps,
             "cfg": case.cfg, "sampler_name": SAMPLER, "scheduler": SCHEDULER,
         }  # fmt: skip
-        sampler = self._patch.node if self._patch is not None and self._patch.samples else Node("KSampler")
-        own = {**self._defaults.get(sampler.class_type, {}), **common, **sampler.inputs}
-        latent = self._output(sampler, **own, latent_image=latent, denoise=1.0)
+        latent = self._in_place_of(KSAMPLER, latent_image=latent, denoise=1.0, **common)
         if case.second_size is None:
             return latent
         larger = {"width": case.second_size, "height": case.second_size, "crop": "disabled"}
         latent = self._first("LatentUpscale", samples=latent, upscale_method="nearest-exact", **larger)
-        return self._first("KSampler", latent_image=latent, denoise=0.5, **common)
+        return self._first(KSAMPLER, latent_image=latent, denoise=0.5, **common)
 
     def _patched(self, node: Node, negative: Link, model: Link) -> Link:
         """A node's output."""
@@ -204,8 +202,8 @@ class _Builder:
         if self._variant.is_ours:
             choices = {**self._defaults[ACCELERATE_CONTROLNET], **self._variant_choices}
             control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
-        applied = self._graph.add(
-            "ControlNetApplyAdvanced", positive=positive, negative=negative, control_net=control,
+        applied, _ = self._in_place_of(
+            APPLY_CONTROLNET, positive=positive, negative=negative, control_net=control,
             image=self._first("SlipstreamBenchmarkEdges", size=self._case.size), strength=1.0, start_percent=0.0,
             end_percent=1.0,
         )  # fmt: skip
@@ -234,6 +232,13 @@ class _Builder:
     def _first(self, class_type: str, **inputs: Any) -> Link:
         """Add a node and return its first output."""
         return self._output(Node(class_type), **inputs)
+
+    def _in_place_of(self, class_type: str, **inputs: Any) -> Link:
+        """Add the patch's node that stands for one of ComfyUI's, or that one, and return its output."""
+        if self._patch is None or self._patch.stands_for != class_type:
+            return self._first(class_type, **inputs)
+        node = self._patch.node
+        return self._output(node, **{**self._defaults[node.class_type], **inputs, **node.inputs})
 
     def _output(self, node: Node, **inputs: Any) -> Link:
         """Add a node with these inputs, and return its output."""

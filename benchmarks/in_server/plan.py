@@ -113,7 +113,7 @@ def _blocks(
     patches: Sequence[str | None],
 ) -> Iterable[Block]:
     for case, turn, patch, variant in itertools.product(cases, turns, patches, variants):
-        is_meant = not patch or CASES[case].family in PATCHES[patch].families
+        is_meant = not patch or PATCHES[patch].is_for(CASES[case].family, CASES[case].has_control)
         if is_meant and variant.why_left_out(CASES[case]) is None:
             yield Block(flags, case, variant.name, turn, patch=patch)
 

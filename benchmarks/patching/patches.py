@@ -18,6 +18,8 @@ ADAPTER, MOTION_MODULE = "ipadapter", "animatediff_models"
 EMBEDDING = "SlipstreamBenchmarkEmbedding"
 """The probe's node that stands for a picture's embedding."""
 
+KSAMPLER, APPLY_CONTROLNET = "KSampler", "ControlNetApplyAdvanced"
+"""ComfyUI's nodes in whose place some of these stand."""
 
 UNETS = ("sd15", "sdxl", "tiny", "tiny-deep")
 FLUXES, WANS = ("flux", "flux-third", "tiny-flux"), ("wan", "tiny-wan")
@@ -68,14 +70,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Patch:
-    """One node that is given a model, as `model`, and gives a patched one; or samples.
+    """One node that is given a model, as `model`, and gives a patched one; or one in the place of another.
 
     Attributes:
         name: on the command line and in rows.
         title: as the pack names the node.
         pack: the folder of `custom_nodes` that has it; empty: ComfyUI itself.
         families: of the models that it is for, keys of `FAMILIES`.
-        samples: it stands in the place of KSampler, whose inputs it is given, and gives a latent.
+        stands_for: the class of the node in whose place it stands, with whose inputs; empty: it stands between model
+            and sampler.
     """
 
     name: str
@@ -83,7 +86,11 @@ class Patch:
     pack: str
     node: Node
     families: tuple[str, ...] = UNETS
-    samples: bool = False
+    stands_for: str = ""
+
+    def is_for(self, family: str, has_control: bool) -> bool:
+        """Whether workflows with a family's model, and with a ControlNet or without, have a place for it."""
+        return family in self.families and (has_control or self.stands_for != APPLY_CONTROLNET)
 
 
 _GUIDANCE, _BLEH, _PATCHES_LL = "sd-perturbed-attention", "ComfyUI-bleh", "ComfyUI_Patches_ll"
@@ -129,9 +136,11 @@ PATCHES = {
         Patch("cfg-zero", "CFG Zero Star/Init", _KJ, Node("CFGZeroStarAndInit"), (*UNETS, *WANS)),
         Patch("regional-cfg", "Regional CFG (Inspire)", _INSPIRE, Node(
             "RegionalCFG //Inspire", {"mask": Node("SolidMask")}), (*UNETS, *WANS)),
-        Patch("inspire-sampler", "KSampler (inspire)", _INSPIRE, Node("KSampler //Inspire"), samples=True),
+        Patch("inspire-sampler", "KSampler (inspire)", _INSPIRE, Node("KSampler //Inspire"), stands_for=KSAMPLER),
         Patch("efficient-sampler", "KSampler (Efficient)", "efficiency-nodes-comfyui", Node(
-            "KSampler (Efficient)", {"preview_method": "none", "vae_decode": "false"}, output=3), samples=True),
+            "KSampler (Efficient)", {"preview_method": "none", "vae_decode": "false"}, output=3), stands_for=KSAMPLER),
+        Patch("advanced-controlnet", "Apply Advanced ControlNet", "ComfyUI-Advanced-ControlNet", Node(
+            "ACN_AdvancedControlNetApply_v2"), stands_for=APPLY_CONTROLNET),
         Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),

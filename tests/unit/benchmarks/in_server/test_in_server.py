@@ -105,7 +105,7 @@ def test_a_patch_with_which_plain_fails_is_given_up(measure) -> None:
     ("words", "why"),
     [
         (("--variants", "slipstream", "--patches", "pag"), "compares with plain"),
-        (("--cases", "flux-1024-4", "--patches", "pag"), "none that is for the model of flux-1024-4"),
+        (("--cases", "flux-1024-4", "--patches", "pag"), "none that is for flux-1024-4"),
         (("--patches", "magic"), "'magic' is no patch"),
     ],
 )

@@ -119,7 +119,7 @@ def test_our_nodes_are_at_their_defaults() -> None:
     assert (sampler["cfg"], sampler["sampler_name"], sampler["scheduler"]) == (7.0, "euler", "normal")
 
 
-@pytest.mark.parametrize("name", [name for name, patch in PATCHES.items() if not patch.samples])
+@pytest.mark.parametrize("name", [name for name, patch in PATCHES.items() if not patch.stands_for])
 def test_a_patch_stands_between_accelerate_model_and_the_sampler(name: str) -> None:
     patch = PATCHES[name]
     defaults = {**DEFAULTS, **{node: {"scale": 3.0} for node in patch.node.classes}}
@@ -136,6 +136,18 @@ def test_a_patch_stands_between_accelerate_model_and_the_sampler(name: str) -> N
     assert all(isinstance(value, (str, int, float, list)) for value in values)
     if name == "nag":
         assert node["inputs"]["negative"] == sampler["negative"]
+
+
+def test_a_node_that_applies_a_controlnet_stands_in_the_place_of_comfyuis() -> None:
+    patch = PATCHES["advanced-controlnet"]
+    defaults = {**DEFAULTS, patch.node.class_type: {"strength": 0.5}}
+    made = build_prompt(CASES["sd15-canny-512-20"], ServerVariant.of("plain"), Wish(1), defaults, patch)
+    nodes = list(made.values())
+    (applied,), (sampler,) = by_class(nodes, patch.node.class_type), by_class(nodes, "KSampler")
+    assert applied["strength"] == 1.0 and not by_class(nodes, "ControlNetApplyAdvanced")
+    (positive, first), (negative, second) = sampler["positive"], sampler["negative"]
+    assert made[positive]["inputs"] is made[negative]["inputs"] is applied and (first, second) == (0, 1)
+    assert patch.is_for("sd15", has_control=True) and not patch.is_for("sd15", has_control=False)
 
 
 def test_an_adapters_file_is_that_of_the_family() -> None:
