@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ..measuring.deadline import Deadline
 from .graph import Prompt
@@ -151,7 +151,7 @@ class Client:
         Raises:
             PictureFailed: the server has no such node.
         """
-        found = json.loads(self.fetch(f"/object_info/{class_type}"))
+        found = json.loads(self.fetch(f"/object_info/{quote(class_type, safe='')}"))
         if class_type not in found:
             raise PictureFailed(f"the server has no node {class_type}")
         return dict(found[class_type])
