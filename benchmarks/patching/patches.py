@@ -95,7 +95,6 @@ class Patch:
 
 _GUIDANCE, _BLEH, _PATCHES_LL = "sd-perturbed-attention", "ComfyUI-bleh", "ComfyUI_Patches_ll"
 _TEACACHE, _MAGCACHE, _KJ, _PPM = "ComfyUI-TeaCache", "ComfyUI-MagCache", "ComfyUI-KJNodes", "ComfyUI-ppm"
-_INSPIRE = "ComfyUI-Inspire-Pack"
 LENT = {
     **dict.fromkeys((_TEACACHE, _MAGCACHE), ("comfy.ldm.lightricks.model", "precompute_freqs_cis")),
     _PPM: ("comfy.ldm.cosmos.predict2", "apply_rotary_pos_emb"),
@@ -134,9 +133,8 @@ PATCHES = {
         Patch("rescale-cfg", "RescaleCFG", "", Node("RescaleCFG")),
         Patch("rescale-ppm", "RescaleCFGPost", _PPM, Node("RescaleCFGPost")),
         Patch("cfg-zero", "CFG Zero Star/Init", _KJ, Node("CFGZeroStarAndInit"), (*UNETS, *WANS)),
-        Patch("regional-cfg", "Regional CFG (Inspire)", _INSPIRE, Node(
-            "RegionalCFG //Inspire", {"mask": Node("SolidMask")}), (*UNETS, *WANS)),
-        Patch("inspire-sampler", "KSampler (inspire)", _INSPIRE, Node("KSampler //Inspire"), stands_for=KSAMPLER),
+        Patch("regional-cfg", "Regional CFG (Inspire)", "ComfyUI-Inspire-Pack", Node(
+            "RegionalCFG //Inspire", {"mask": Node("SolidMask", {"value": 0.5})}), (*UNETS, *WANS)),
         Patch("efficient-sampler", "KSampler (Efficient)", "efficiency-nodes-comfyui", Node(
             "KSampler (Efficient)", {"preview_method": "none", "vae_decode": "false"}, output=3), stands_for=KSAMPLER),
         Patch("advanced-controlnet", "Apply Advanced ControlNet", "ComfyUI-Advanced-ControlNet", Node(
