@@ -111,7 +111,7 @@ class _Builder:
         """A picture of nothing, which is there when a text is encoded."""
         clip = self._first("CLIPLoader", clip_name=self._file(TEXT_ENCODER), type=self._family.clip_type)
         if self._variant.is_ours:
-            clip = self._first(ACCELERATE_TEXT_ENCODER, clip=clip, **self._defaults[ACCELERATE_TEXT_ENCODER])
+            clip = self._first(ACCELERATE_TEXT_ENCODER, clip=clip)
         wish = {"seed": self._wish.seed, "nonce": self._wish.nonce, "tokens": self._prompt_tokens}
         text = self._first("CLIPTextEncode", clip=clip, text=self._first("SlipstreamBenchmarkText", **wish))
         return self._first("SlipstreamBenchmarkBlank", behind=text)
@@ -126,7 +126,7 @@ class _Builder:
         if vae is None:
             return self._first("SlipstreamBenchmarkBlank", behind=latent)
         if self._variant.is_ours and self._has_vae:
-            vae = self._first(ACCELERATE_VAE, vae=vae, **self._defaults[ACCELERATE_VAE])
+            vae = self._first(ACCELERATE_VAE, vae=vae)
         return self._first("VAEDecode", samples=latent, vae=vae)
 
     def _load(self) -> tuple[Link, Link | None]:
@@ -155,10 +155,9 @@ class _Builder:
         if self._variant.kind == TORCH_COMPILE:
             return self._first("TorchCompileModel", model=model, backend="inductor")
         if self._variant.is_ours:
-            choices = {**self._defaults[ACCELERATE_MODEL], **self._variant_choices}
-            model = self._first(ACCELERATE_MODEL, model=model, **choices)
+            model = self._first(ACCELERATE_MODEL, model=model, **self._variant_choices)
         if self._variant.preset is not None:
-            model = self._first(STEP_SKIP, model=model, **{**self._defaults[STEP_SKIP], "preset": self._variant.preset})
+            model = self._first(STEP_SKIP, model=model, preset=self._variant.preset)
         return model
 
     def _sample(self, model: Link) -> Link:
@@ -191,7 +190,7 @@ class _Builder:
             name: self._patched(value, negative, model) if isinstance(value, Node) else given.get(value, value)
             for name, value in node.inputs.items()
         }
-        return self._output(node, **{**self._defaults[node.class_type], **inputs})
+        return self._output(node, **inputs)
 
     def _prompts(self) -> tuple[Link, Link]:
         positive = self._random_prompt(POSITIVE, self._prompt_tokens)
@@ -200,8 +199,7 @@ class _Builder:
             return positive, negative
         control = self._first("ControlNetLoader", control_net_name=self._file(CONTROLNET))
         if self._variant.is_ours:
-            choices = {**self._defaults[ACCELERATE_CONTROLNET], **self._variant_choices}
-            control = self._first(ACCELERATE_CONTROLNET, control_net=control, **choices)
+            control = self._first(ACCELERATE_CONTROLNET, control_net=control, **self._variant_choices)
         applied, _ = self._in_place_of(
             APPLY_CONTROLNET, positive=positive, negative=negative, control_net=control,
             image=self._first("SlipstreamBenchmarkEdges", size=self._case.size), strength=1.0, start_percent=0.0,
@@ -238,11 +236,12 @@ class _Builder:
         if self._patch is None or self._patch.stands_for != class_type:
             return self._first(class_type, **inputs)
         node = self._patch.node
-        return self._output(node, **{**self._defaults[node.class_type], **inputs, **node.inputs})
+        return self._output(node, **{**inputs, **node.inputs})
 
     def _output(self, node: Node, **inputs: Any) -> Link:
-        """Add a node with these inputs, and return its output."""
-        return [self._graph.add(node.class_type, **inputs), node.output]
+        """Add a node with these inputs, and the defaults of the others that are known, and return its output."""
+        defaults = self._defaults.get(node.class_type, {})
+        return [self._graph.add(node.class_type, **{**defaults, **inputs}), node.output]
 
     def _file(self, folder: str) -> str:
         return ModelFile(folder, self._case.family).name

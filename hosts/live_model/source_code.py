@@ -367,7 +367,7 @@ def _written(module: str) -> _Written:
     try:
         return _parsed(text, module if _is_package(module) else module.rpartition(".")[0])
     except (SyntaxError, ValueError, ImportError) as error:
-        raise UnsupportedModel(f"The source of {module} cannot be understood ({error})") from error
+        raise _unreadable(module, error) from error
 
 
 def _parsed(text: str, package: str) -> _Written:
@@ -469,13 +469,17 @@ def _read(module: str) -> str:
             raise OSError("it has no file")
         status, text = os.stat(file), Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
-        raise UnsupportedModel(
-            f"The source of {module} cannot be read ({error}), so a change of it would go unnoticed; "
-            "your model runs without an engine"
-        ) from error
+        raise _unreadable(module, error) from error
     if max(status.st_mtime, status.st_ctime) > STARTED:
         raise UnsupportedModel(f"{file} was changed after this program started; restart it to use engines")
     return text
+
+
+def _unreadable(module: str, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"The source of {module} cannot be read ({error}), so a change of it would go unnoticed; "
+        "your model runs without an engine"
+    )
 
 
 def _file_of(module: str) -> str | None:

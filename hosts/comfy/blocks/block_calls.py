@@ -96,7 +96,7 @@ _CAPTURED = "a CUDA graph is being captured"
 """By others, in which no result can be read, and no weights may move."""
 
 _NUMBER = re.compile(r"(?<!\w)\d+\b")
-"""Of a layer among others, in its path."""
+"""A number that stands alone in a layer's path, such as the one in `blocks.3.attn1`."""
 
 _ON_THEIR_WAY = "their engines are on their way, or are being compared"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slipstream.benchmarks.patching import patches
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.architectures import TINY_SD15, TINY_SDXL
 
@@ -21,9 +22,7 @@ from .measuring import STEPS, Feature, Patcher
 LENT: dict[str, tuple[str, ...]] = {
     "ComfyUI-Impact-Pack": ("ultralytics.YOLO",),
     "ComfyUI-NAG": ("comfy.ldm.chroma.layers.DoubleStreamBlock", "comfy.ldm.chroma.layers.SingleStreamBlock"),
-    "ComfyUI-ppm": ("comfy.ldm.cosmos.predict2.apply_rotary_pos_emb",),
-    "ComfyUI-TeaCache": ("comfy.ldm.lightricks.model.precompute_freqs_cis",),
-    "ComfyUI-MagCache": ("comfy.ldm.lightricks.model.precompute_freqs_cis",),
+    **{pack: (".".join(name),) for pack, name in patches.LENT.items()},
 }
 """Names that packs import and these features never reach, put where this ComfyUI or this machine lacks them."""
 

@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_understood(text: str, host: Host) -> None:
     model = host.model()
     host.write("helpers", text)
     forget()
-    assert "The source of tiny_host.helpers cannot be understood" in str(why_replaced(model))
+    assert "The source of tiny_host.helpers cannot be read" in str(why_replaced(model))
 
 
 # ----------------------------------------------------------------------------------------- what is in memory
