@@ -97,7 +97,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def run(self, prompt: Prompt, **wishes: bool) -> Picture:
+    def run(self, prompt: Prompt, **wishes: bool | str) -> Picture:
         """Queue a prompt and wait for its end.
 
         Args:

@@ -101,6 +101,7 @@ class _Builder:
         self._patch, self._has_vae = patch, has_vae
         self._family = FAMILIES[case.family]
         self._graph = Graph()
+        self._given: dict[str, Any] = {}
 
     def build(self) -> Prompt:
         picture = self._encode() if self._case.is_encode_only else self._decode()
@@ -135,6 +136,7 @@ class _Builder:
         if self._family.is_one_file:
             loader = self._graph.add("CheckpointLoaderSimple", ckpt_name=self._file(CHECKPOINT))
             model, vae = [loader, 0], [loader, 2]
+            self._given.update(clip=[loader, 1], vae=vae)
         else:
             file = self._file(DIFFUSION_MODEL)
             if self._family.pack == GGUF:
@@ -166,7 +168,8 @@ class _Builder:
         positive, negative = self._prompts()
         if self._patch is not None and not self._patch.stands_for:
             node = self._patch.node
-            model = self._patched(replace(node, inputs={"model": Given.MODEL, **node.inputs}), negative, model)
+            self._given.update(model=model, positive=positive, negative=negative)
+            model = self._made(replace(node, inputs={"model": Given("model"), **node.inputs}))
         empty = {"width": case.size, "height": case.size, "batch_size": case.batch}
         if case.frames:
             latent = self._first("EmptyHunyuanLatentVideo", **empty, length=case.frames)
@@ -176,6 +179,7 @@ class _Builder:
             "model": model, "positive": positive, "negative": negative, "seed": self._wish.seed, "steps": case.steps,
             "cfg": case.cfg, "sampler_name": SAMPLER, "scheduler": SCHEDULER,
         }  # fmt: skip
+        self._given["half_of_steps"] = case.steps // 2
         latent = self._in_place_of(KSAMPLER, latent_image=latent, denoise=1.0, **common)
         if case.second_size is None:
             return latent
@@ -183,14 +187,19 @@ class _Builder:
         latent = self._first("LatentUpscale", samples=latent, upscale_method="nearest-exact", **larger)
         return self._first(KSAMPLER, latent_image=latent, denoise=0.5, **common)
 
-    def _patched(self, node: Node, negative: Link, model: Link) -> Link:
-        """A node's output."""
-        given = {Given.MODEL: model, Given.NEGATIVE: negative, **{each: self._file(each.value) for each in FILES}}
-        inputs = {
-            name: self._patched(value, negative, model) if isinstance(value, Node) else given.get(value, value)
-            for name, value in node.inputs.items()
-        }
-        return self._output(node, **inputs)
+    def _made(self, node: Node) -> Link:
+        """Add a node and those among its inputs, with the known defaults of its others, and return its output."""
+        inputs = {name: self._value(value) for name, value in node.inputs.items()}
+        defaults = self._defaults.get(node.class_type, {})
+        return [self._graph.add(node.class_type, **{**defaults, **inputs}), node.output]
+
+    def _value(self, value: Any) -> Any:
+        """What an input is in the prompt."""
+        if isinstance(value, Node):
+            return self._made(value)
+        if isinstance(value, Given):
+            return self._file(value.name) if value in FILES else self._given[value.name]
+        return value
 
     def _prompts(self) -> tuple[Link, Link]:
         positive = self._random_prompt(POSITIVE, self._prompt_tokens)
@@ -229,19 +238,14 @@ class _Builder:
 
     def _first(self, class_type: str, **inputs: Any) -> Link:
         """Add a node and return its first output."""
-        return self._output(Node(class_type), **inputs)
+        return self._made(Node(class_type, inputs))
 
     def _in_place_of(self, class_type: str, **inputs: Any) -> Link:
         """Add the patch's node that stands for one of ComfyUI's, or that one, and return its output."""
         if self._patch is None or self._patch.stands_for != class_type:
             return self._first(class_type, **inputs)
-        node = self._patch.node
-        return self._output(node, **{**inputs, **node.inputs})
-
-    def _output(self, node: Node, **inputs: Any) -> Link:
-        """Add a node with these inputs, and the defaults of the others that are known, and return its output."""
-        defaults = self._defaults.get(node.class_type, {})
-        return [self._graph.add(node.class_type, **{**defaults, **inputs}), node.output]
+        self._given.update(inputs)
+        return self._made(self._patch.node)
 
     def _file(self, folder: str) -> str:
         return ModelFile(folder, self._case.family).name

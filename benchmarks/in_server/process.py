@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..measuring.deadline import Deadline
 from ..model_files.families import FOLDERS
-from ..patching.patches import LENT
+from ..patching.patches import FACES, LENT
 from .variants import Flags
 
 PACK = Path(__file__).resolve().parents[2]
@@ -213,15 +213,17 @@ def _free_port() -> int:
 
 
 def _add_pack(source: Path, target: Path) -> None:
-    """Link a pack, or copy it with a line in front that lends it the name that it asks for in vain."""
-    if source.name not in LENT:
+    """Link a pack, or copy it with lines in front that lend it what it asks for in vain."""
+    calls = [f"stand_ins.lend({name!r})" for name in LENT.get(source.name, ())]
+    calls += ["stand_ins.lend_faces()"] if source.name in FACES else []
+    if not calls:
         _link(source, target)
         return
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_COPIED))
-    place, name = LENT[source.name]
+    shutil.copy(PROBE / "stand_ins.py", target / "slipstream_stand_ins.py")
     start = target / "__init__.py"
-    lent = f"import {place} as lent\nlent.{name} = getattr(lent, {name!r}, None)\n"
-    start.write_text(lent + start.read_text(encoding="utf-8"), encoding="utf-8")
+    lines = ["from . import slipstream_stand_ins as stand_ins", *calls, start.read_text(encoding="utf-8")]
+    start.write_text("\n".join(lines), encoding="utf-8")
 
 
 def _link(source: Path, target: Path) -> None:

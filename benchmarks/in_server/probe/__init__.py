@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .pulid import RandomEvaClip, RandomFaces, RandomPulid, TextLength
 from .random_inputs import Blank, Edges, RandomEmbedding, RandomLatent, RandomPrompt, RandomText
 
 
@@ -18,7 +19,8 @@ class ProbeExtension(ComfyExtension):  # type: ignore[misc]
         from .install import install
 
         install()
-        return [RandomPrompt, RandomText, RandomLatent, RandomEmbedding, Edges, Blank]
+        inputs = [RandomPrompt, RandomText, RandomLatent, RandomEmbedding, Edges, Blank]
+        return [*inputs, RandomPulid, RandomEvaClip, RandomFaces, TextLength]
 
 
 async def comfy_entrypoint() -> ProbeExtension:

@@ -17,7 +17,8 @@ _WORDS = (
 """Each is one token of T5's."""
 
 
-def _schema(name: str, title: str, output: io.Output, *whole_numbers: str, links: Sequence[io.Input] = ()) -> io.Schema:
+def schema(name: str, title: str, output: io.Output, *whole_numbers: str, links: Sequence[io.Input] = ()) -> io.Schema:
+    """Return what describes a node with one output, whose inputs are links and whole numbers."""
     inputs = [io.Int.Input(each, default=0, min=0, max=1 << 31) for each in whole_numbers]
     return io.Schema(
         node_id=f"SlipstreamBenchmark{name}",
@@ -34,9 +35,7 @@ class RandomPrompt(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node; another `nonce` makes ComfyUI sample again with the same prompt."""
-        return _schema(
-            "Prompt", "Random Prompt", io.Conditioning.Output(), "seed", "nonce", "tokens", "width", "pooled"
-        )
+        return schema("Prompt", "Random Prompt", io.Conditioning.Output(), "seed", "nonce", "tokens", "width", "pooled")
 
     @classmethod
     def execute(cls, seed: int, nonce: int, tokens: int, width: int, pooled: int) -> io.NodeOutput:
@@ -53,7 +52,7 @@ class RandomText(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node; another `nonce` makes ComfyUI encode the same text again."""
-        return _schema("Text", "Random Text", io.String.Output(), "seed", "nonce", "tokens")
+        return schema("Text", "Random Text", io.String.Output(), "seed", "nonce", "tokens")
 
     @classmethod
     def execute(cls, seed: int, nonce: int, tokens: int) -> io.NodeOutput:
@@ -67,7 +66,7 @@ class RandomLatent(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node; another `nonce` makes ComfyUI decode the same latent again."""
-        return _schema("Latent", "Random Latent", io.Latent.Output(), "seed", "nonce", "size", "batch", "channels")
+        return schema("Latent", "Random Latent", io.Latent.Output(), "seed", "nonce", "size", "batch", "channels")
 
     @classmethod
     def execute(cls, seed: int, nonce: int, size: int, batch: int, channels: int) -> io.NodeOutput:
@@ -82,7 +81,7 @@ class RandomEmbedding(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node."""
-        return _schema("Embedding", "Random Embedding", io.Custom("EMBEDS").Output(), "seed")
+        return schema("Embedding", "Random Embedding", io.Custom("EMBEDS").Output(), "seed")
 
     @classmethod
     def execute(cls, seed: int) -> io.NodeOutput:
@@ -96,7 +95,7 @@ class Edges(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node."""
-        return _schema("Edges", "Edges", io.Image.Output(), "size")
+        return schema("Edges", "Edges", io.Image.Output(), "size")
 
     @classmethod
     def execute(cls, size: int) -> io.NodeOutput:
@@ -117,7 +116,7 @@ class Blank(io.ComfyNode):  # type: ignore[misc]
     @classmethod
     def define_schema(cls) -> io.Schema:
         """Describe the node, which runs behind the one that encodes a text or samples."""
-        return _schema("Blank", "Blank", io.Image.Output(), links=[io.AnyType.Input("behind")])
+        return schema("Blank", "Blank", io.Image.Output(), links=[io.AnyType.Input("behind")])
 
     @classmethod
     def execute(cls, behind: object) -> io.NodeOutput:

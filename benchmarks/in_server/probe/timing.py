@@ -1,4 +1,4 @@
-"""Times the nodes KSampler, VAE Decode and CLIP Text Encode, and within the sampler the calls of the model.
+"""Times nodes that sample, VAE Decode and CLIP Text Encode, and within the sampler the calls of the model.
 
 The device is synchronised where such a node begins and ends, and nowhere in between.
 """
@@ -70,11 +70,12 @@ class Probe:
 
     Attributes:
         wishes: of the prompt that was queued last: `keep` saves these as float32, and `synchronised` waits for the GPU
-            around every call of the model; `kernels` and `functions` write where the time goes.
+            around every call of the model; `kernels` and `functions` write where the time goes; `sampler` is the class
+            of a node that samples in KSampler's place.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None], folder: Path) -> None:
-        self.wishes: dict[str, bool] = {}
+        self.wishes: dict[str, Any] = {}
         self._send, self._folder = send, folder
         self._sampler: SamplerRun | None = None
 
@@ -84,10 +85,12 @@ class Probe:
         return json_data
 
     def around_sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the method of a sampler node."""
+        """Wrap the method of a sampler node; one that another calls is a part of that one."""
 
         @functools.wraps(sample)
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._sampler is not None:
+                return sample(*args, **kwargs)
             wait()
             began = time.perf_counter()
             run = self._sampler = SamplerRun(bool(self.wishes.get("synchronised")))
@@ -97,7 +100,7 @@ class Probe:
                 self._sampler = None
             run.end()
             self._send({"node": "sampler", "seconds": time.perf_counter() - began, **run.figures()})
-            self._keep(LATENT, result[0]["samples"])
+            self._keep(LATENT, _latent_of(result))
             return result
 
         return timed
@@ -143,3 +146,10 @@ class Probe:
         if self.wishes.get("keep"):
             file = self._folder / f"slipstream-benchmark-{what}.npy"
             np.save(file, tensor.detach().to("cpu", torch.float32).numpy())
+
+
+def _latent_of(result: Any) -> torch.Tensor:
+    """The first latent among a node's outputs."""
+    outputs = result["result"] if isinstance(result, dict) else result
+    found: torch.Tensor = next(each["samples"] for each in outputs if isinstance(each, dict) and "samples" in each)
+    return found

@@ -247,6 +247,43 @@ def test_calls_outside_of_a_sampler_node_are_left_alone(device: Gpu, probe: timi
     assert told == [{"node": "decoder", "seconds": 2.0}]
 
 
+def test_a_sampler_within_another_is_a_part_of_it(device: Gpu, probe: timing.Probe, told, tmp_path: Path) -> None:
+    probe.take_wishes({"extra_data": {timing.EVENT: {"keep": True}}})
+    inner = sampler_of(probe, device, calls=2)
+    outer = probe.around_sampler(lambda: {"ui": {}, "result": ("model", *inner("m"), *inner("m"))})
+    outer()
+    (figures,) = told
+    assert figures["calls"] == 4 and figures["seconds"] == device.host and device.waits == 2
+    assert np.load(tmp_path / "slipstream-benchmark-latent.npy").shape == (1,)
+
+
+def test_a_sampler_of_another_pack_is_timed_from_when_it_is_asked_for(
+    device: Gpu, probe: timing.Probe, told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nodes
+
+    class Static:
+        FUNCTION = "doit"
+
+        @staticmethod
+        def doit(latent: torch.Tensor):
+            return ({"samples": latent},)
+
+    class Usual(Static):
+        def doit(self, latent: torch.Tensor):
+            return ({"samples": latent},)
+
+    monkeypatch.setitem(sys.modules, "server", SimpleNamespace(PromptServer=None))
+    from slipstream.benchmarks.in_server.probe.install import take_wishes
+
+    for kind in (Static, Usual):
+        monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, kind.__name__, kind)
+        for _ in range(2):
+            take_wishes(probe, {"extra_data": {timing.EVENT: {"sampler": kind.__name__}}})
+        assert kind().doit(latent=torch.zeros(1))[0]["samples"].shape == (1,)
+    assert [figures["node"] for figures in told] == ["sampler"] * 2 and device.waits == 4
+
+
 def test_an_encoded_text_is_timed_and_kept(device: Gpu, probe: timing.Probe, told, tmp_path: Path) -> None:
     probe.take_wishes({"extra_data": {timing.EVENT: {"keep": True}}})
     probe.around_encoder(lambda: ([[torch.ones(1, 3, 4, dtype=torch.float16), {}]], device.work(0.25, 2.0)))()

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
+from slipstream.benchmarks.in_server.probe.stand_ins import EvaClip, FaceAnalysis, lend_faces, random_pulid
 from slipstream.benchmarks.patching import patches
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.architectures import TINY_SD15, TINY_SDXL
 
-from .faces import EvaClip, FaceAnalysis, put_in_place
 from .loading import CORE, TOGETHER, call, call_all
 from .measuring import STEPS, Feature, Patcher
 
 LENT: dict[str, tuple[str, ...]] = {
-    "ComfyUI-Impact-Pack": ("ultralytics.YOLO",),
+    **patches.LENT,
     "ComfyUI-NAG": ("comfy.ldm.chroma.layers.DoubleStreamBlock", "comfy.ldm.chroma.layers.SingleStreamBlock"),
-    **{pack: (".".join(name),) for pack, name in patches.LENT.items()},
 }
 """Names that packs import and these features never reach, put where this ComfyUI or this machine lacks them."""
 
@@ -55,7 +54,7 @@ COMPANIONS = {"ComfyUI-Inspire-Pack": ("ComfyUI-Impact-Pack",)}
 """Packs that a pack asks for."""
 
 PREPARED: dict[str, Callable[[], None]] = dict.fromkeys(
-    ("ComfyUI_InstantID", "ComfyUI-PuLID-Flux", "ComfyUI_PuLID_Flux_ll"), put_in_place
+    ("ComfyUI_InstantID", "ComfyUI-PuLID-Flux", *patches.FACES), lend_faces
 )
 """What is done before a pack is loaded."""
 
@@ -552,8 +551,8 @@ def _instant_id_weights() -> Any:
 @_of("ComfyUI-PuLID-Flux")
 def _pulid_flux() -> Iterable[Feature]:
     yield Feature("Apply PuLID Flux", _node(
-        "ApplyPulidFlux", pulid_flux=_pulid_model, eva_clip=EvaClip(), face_analysis=FaceAnalysis(), image=_image,
-        unique_id=lambda: "1"), "flux", CFG_ONE)  # fmt: skip
+        "ApplyPulidFlux", pulid_flux=lambda: random_pulid(64), eva_clip=EvaClip(),
+        face_analysis=FaceAnalysis(), image=_image, unique_id=lambda: "1"), "flux", CFG_ONE)  # fmt: skip
 
 
 @_of("ComfyUI_PuLID_Flux_ll")
@@ -568,21 +567,9 @@ def _pulid_flux_ll() -> Iterable[Feature]:
         return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
     yield Feature("Apply PuLID Flux", _node(
-        "ApplyPulidFlux", pulid_flux=lambda: patcher_of(_pulid_model()), eva_clip=EvaClip(),
+        "ApplyPulidFlux", pulid_flux=lambda: patcher_of(random_pulid(64)), eva_clip=EvaClip(),
         face_analysis=FaceAnalysis(), image=_image, unique_id=lambda: "1"), "flux", CFG_ONE,
         make=lambda: tiny.transformer("flux", depth=19))  # fmt: skip
-
-
-def _pulid_model() -> Any:
-    """Its encoder in full; its attention is as wide as the tiny Flux."""
-    code = _module_of("ApplyPulidFlux", "")
-    torch.manual_seed(1)
-    model = code.PulidFluxModel()
-    count = len(model.pulid_ca)
-    model.pulid_ca = torch.nn.ModuleList(
-        code.PerceiverAttentionCA(dim=64, dim_head=16, heads=4, kv_dim=2048) for _ in range(count)
-    )
-    return model.eval().requires_grad_(False)
 
 
 @_of("ComfyUI-Impact-Pack")

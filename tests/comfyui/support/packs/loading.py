@@ -8,11 +8,11 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from slipstream.benchmarks.in_server.probe.stand_ins import lend
 
 VARIABLE = "SLIPSTREAM_PACKS"
 TOGETHER = "all packs together"
@@ -56,7 +56,7 @@ def load(pack: Path, base: Path, lent: Iterable[str] = ()) -> None:
     """
     nodes = _nodes()
     for name in lent:
-        _lend(name)
+        lend(name)
     copied = base / "custom_nodes" / pack.name
     shutil.copytree(pack, copied, ignore=shutil.ignore_patterns(".git"))
     with _Said() as said:
@@ -108,21 +108,6 @@ class _Said(logging.Handler):
         """Take a message."""
         if (message := record.getMessage()).startswith("Traceback"):
             self.error = message.strip().rpartition("\n")[2]
-
-
-def _lend(name: str) -> None:
-    """Put an empty class where a name is missing, in an empty module where that is missing."""
-    place, _, wanted = name.rpartition(".")
-    try:
-        module: Any = importlib.import_module(place)
-    except ImportError:
-        module = sys.modules[place] = ModuleType(place)
-        outer, _, last = place.rpartition(".")
-        if outer:
-            _lend(f"{outer}.__path__")
-            setattr(sys.modules[outer], last, module)
-    if getattr(module, wanted, None) is None:
-        setattr(module, wanted, [] if wanted == "__path__" else type(wanted, (), {}))
 
 
 def call(node: str, **given: Any) -> Any:

@@ -109,16 +109,21 @@ def test_a_motion_module_has_the_places_of_sd15(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pack_is_lent_the_name_that_it_imports_in_vain(tmp_path: Path) -> None:
-    packs = (tmp_path / "ComfyUI-MagCache", tmp_path / "ComfyUI-bleh")
+    packs = tuple(tmp_path / name for name in ("ComfyUI-MagCache", "ComfyUI_PuLID_Flux_ll", "ComfyUI-bleh"))
     for pack in packs:
         pack.mkdir()
         (pack / "__init__.py").write_text("from json import nothing\n")
     work = tmp_path / "work"
     folders = {name: tmp_path / name for name in ("checkout", "models", "engines", "logs")}
     Installation(**folders, python=Path(sys.executable), work=work, packs=packs).prepare()
-    lent, linked = (work / "custom_nodes" / pack.name / "__init__.py" for pack in packs)
-    assert lent.read_text().endswith("None)\nfrom json import nothing\n") and "precompute_freqs_cis" in lent.read_text()
-    assert linked.read_text() == packs[0].joinpath("__init__.py").read_text() == "from json import nothing\n"
+    texts = [(work / "custom_nodes" / pack.name / "__init__.py").read_text() for pack in packs]
+    assert [text.splitlines()[1:] for text in texts] == [
+        ["stand_ins.lend('comfy.ldm.lightricks.model.precompute_freqs_cis')", "from json import nothing"],
+        ["stand_ins.lend('ftfy.fix_text')", "stand_ins.lend_faces()", "from json import nothing"],
+        [],
+    ]
+    assert (work / "custom_nodes" / packs[0].name / "slipstream_stand_ins.py").is_file()
+    assert packs[0].joinpath("__init__.py").read_text() == "from json import nothing\n"
 
 
 class Driver:

@@ -169,6 +169,21 @@ def test_a_node_that_samples_stands_in_the_place_of_the_sampler() -> None:
     assert made[number]["inputs"] is sampler and output == 3 and not by_class(nodes, "KSampler")
 
 
+def test_nodes_of_a_sampler_in_the_place_of_comfyuis_get_what_that_would() -> None:
+    patch = PATCHES["regional-sampler"]
+    made = build_prompt(CASES["sdxl-1024-20"], ServerVariant.of("slipstream+blocks"), Wish(5), DEFAULTS, patch, False)
+    (sampler,) = by_class(list(made.values()), "RegionalSampler")
+    assert (sampler["seed"], sampler["steps"], sampler["base_only_steps"]) == (5, 20, 10)
+    assert made[sampler["samples"][0]]["class_type"] == "EmptyLatentImage"
+    assert not {"model", "positive", "latent_image"} & set(sampler), "ComfyUI hands a node every link that it gets"
+    base = made[sampler["base_sampler"][0]]["inputs"]
+    region = made[made[sampler["regional_prompts"][0]]["inputs"]["advanced_sampler"][0]]["inputs"]
+    ours, others = (made[each["basic_pipe"][0]]["inputs"] for each in (base, region))
+    assert base["cfg"] == 7.0 and made[ours["model"][0]]["class_type"] == "SlipstreamAccelerateModel"
+    assert others == {**ours, "positive": ours["negative"], "negative": ours["positive"]}
+    assert [made[ours[name][0]]["class_type"] for name in ("clip", "vae")] == ["CheckpointLoaderSimple"] * 2
+
+
 def test_a_video_is_sampled_and_not_decoded() -> None:
     prompt = prompt_of("wan-512-20", "slipstream")
     (latent,), (sampler,), (blank,) = (

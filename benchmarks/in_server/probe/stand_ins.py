@@ -1,13 +1,20 @@
-"""In the place of the libraries that find and describe faces: one face in every picture, described at random."""
+"""In the place of libraries that other packs import, so that these packs load where the libraries are not.
+
+Those that find and describe faces find one in every picture, and describe it at random.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
+
+_PULID_WIDTH = 3072
+"""Of its attention, as wide as Flux.1's blocks."""
 
 
 class Face(dict[str, Any]):
@@ -73,11 +80,43 @@ class EvaClip(torch.nn.Module):
 
 
 def _parsing_model(*_: Any, **__: Any) -> Any:
-    return lambda picture: [torch.rand(1, 19, *picture.shape[2:], generator=torch.Generator().manual_seed(3))]
+    def parse(picture: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.rand(1, 19, *picture.shape[2:], generator=torch.Generator().manual_seed(3)).to(picture)]
+
+    return parse
 
 
-def put_in_place() -> None:
-    """Before a pack that imports those libraries is loaded."""
+def random_pulid(width: int) -> Any:
+    """PuLID-Flux's weights, by the code of the pack that is loaded; its attention is as wide as a Flux."""
+    import nodes
+
+    code: Any = sys.modules[nodes.NODE_CLASS_MAPPINGS["ApplyPulidFlux"].__module__]
+    torch.manual_seed(1)
+    model = code.PulidFluxModel()
+    if width != _PULID_WIDTH:
+        model.pulid_ca = torch.nn.ModuleList(
+            code.PerceiverAttentionCA(dim=width, dim_head=width // 4, heads=4) for _ in model.pulid_ca
+        )
+    return model.eval().requires_grad_(False)
+
+
+def lend(name: str) -> None:
+    """Put an empty class where a name is missing, in an empty module where that is missing."""
+    place, _, wanted = name.rpartition(".")
+    try:
+        module: Any = importlib.import_module(place)
+    except ImportError:
+        module = sys.modules[place] = ModuleType(place)
+        outer, _, last = place.rpartition(".")
+        if outer:
+            lend(f"{outer}.__path__")
+            setattr(sys.modules[outer], last, module)
+    if getattr(module, wanted, None) is None:
+        setattr(module, wanted, [] if wanted == "__path__" else type(wanted, (), {}))
+
+
+def lend_faces() -> None:
+    """Put the libraries of faces in place, before a pack that imports them is loaded."""
     parts: dict[str, dict[str, Any]] = {
         "insightface": {},
         "insightface.app": {"FaceAnalysis": FaceAnalysis},
