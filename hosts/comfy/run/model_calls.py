@@ -33,6 +33,7 @@ from ..models.model_classes import ModelClass
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
 from ..models.unet_source import ComfyUNetSource
 from ..process.build_waiting import waiting_hooks
+from .asked_once import sigmas_asked_once
 from .wrapper_keys import BLOCK_CACHE
 
 log = logging.getLogger(__name__)
@@ -212,10 +213,11 @@ class ModelCalls:
         if why_not is not None:
             self._blocks.passed(why_not)
             return self._plain(plain, args, kwargs)
-        if tensors_alone is None or self.engines_only:
-            return self._blocks(lambda: self._plain(plain, args, kwargs), self._is_unchanged, shape)
-        call = functools.partial(self._undisturbed, plain, args, kwargs)
-        return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options, shape)}
+        with sigmas_asked_once(self.options):
+            if tensors_alone is None or self.engines_only:
+                return self._blocks(lambda: self._plain(plain, args, kwargs), self._is_unchanged, shape)
+            call = functools.partial(self._undisturbed, plain, args, kwargs)
+            return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options, shape)}
 
     def end(self) -> None:
         """The run is over; nothing refers to itself any more, so that its model can go without garbage collection."""

@@ -15,6 +15,7 @@ from comfy.ldm.modules.attention import BasicTransformerBlock
 from slipstream.hosts.comfy.blocks.block_classes import block_class_of
 from slipstream.hosts.comfy.blocks.computed_outside import outside_of
 from slipstream.hosts.comfy.blocks.led_network import LedNetwork
+from slipstream.hosts.comfy.run import asked_once
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.test_block_calls import accelerated, share_of
 from slipstream.tests.comfyui.blocks.test_graphed_network import graphs  # noqa: F401
@@ -103,6 +104,39 @@ def test_what_functions_gave_before_an_engine_failed_stands(block_index: int, pr
         clone.set_model_attn1_output_patch(behind)
 
     assert_same(provider, patch)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.1])
+def test_functions_in_each_block_ask_for_the_sigma_and_the_host_waits_once_a_call(
+    change: float, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that writes to it, which none should, is answered as ComfyUI has it."""
+    made: list[_Asked] = []
+    monkeypatch.setattr(asked_once, "_Numbers", lambda tensor: made.append(_Asked(tensor)) or made[-1])
+
+    def patch(clone: Any, noted: list[Any]) -> None:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            noted.append(extra["sigmas"].detach().cpu()[0].item())
+            if change:
+                extra["sigmas"].add_(change)
+            return q + v.mean(1, keepdim=True) if extra["sigmas"][0] > 2 else 0.5 * q
+
+        for place in EVERYWHERE:
+            clone.set_model_patch_replace(attend, "attn2", *place)
+
+    assert_same(provider, patch)
+    assert len(made) == 2 * STEPS
+    once = [each.times == 1 for each in made[STEPS:]]  # in the first picture, engines are compared with blocks
+    assert not any(once) if change else all(once)
+
+
+class _Asked(asked_once._Numbers):
+    times = 0
+
+    @property
+    def found(self) -> torch.Tensor:
+        self.times += self._found is None
+        return super().found
 
 
 def test_tiles_of_all_sizes_share_their_engines(shared_provider: EngineProvider) -> None:
