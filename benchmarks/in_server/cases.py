@@ -107,6 +107,14 @@ CASES = {
         PictureCase("sdxl-1024-20", "SDXL, 1024×1024, 20 steps of euler, CFG 7", "sdxl", 1024, 20),
         PictureCase("sdxl-1024-8", "SDXL, 1024×1024, 8 steps of euler, CFG 7", "sdxl", 1024, 8),
         PictureCase("sdxl-1024-4", "SDXL, 1024×1024, 4 steps of euler, CFG 7", "sdxl", 1024, 4),
+        PictureCase(
+            "sdxl-canny-1024-20",
+            "SDXL with a ControlNet, 1024×1024, 20 steps of euler, CFG 7",
+            "sdxl",
+            1024,
+            20,
+            has_control=True,
+        ),
         PictureCase("sdxl-1024-30-cfg1", "SDXL, 1024×1024, 30 steps of euler, CFG 1", "sdxl", 1024, 30, cfg=1.0),
         PictureCase(
             "sdxl-1024-30-lora",

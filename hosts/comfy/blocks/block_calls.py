@@ -51,7 +51,7 @@ from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, dequantised_bytes, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
-from .graphed_network import GraphedNetwork
+from .graphed_network import Called, GraphedNetwork
 from .led_network import LedBlock, LedNetwork, keep, led_network, weights_of
 from .trials import Trial, compared, read
 
@@ -305,20 +305,22 @@ class BlockCalls:
 
     def whole(
         self,
-        compute: Callable[[], torch.Tensor],
+        compute: Callable[[], Tensors],
         call: Tensors,
+        called: Called,
         options: Mapping[str, Any],
         shape: Hashable = None,
-    ) -> torch.Tensor:
+    ) -> Tensors:
         """The same for a call of a network that is unchanged, by one CUDA graph where it has one.
 
         Args:
             compute: leaves what it is given as it is.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
+            called: gives what a copy of the network makes of them.
             options: `transformer_options`.
             shape: as above.
         """
-        graphed = self._graphs() if self._why_not() is None else None
+        graphed = self._graphs(called) if self._why_not() is None else None
         if graphed is None or why_patched(options, self._reads) is not None:
             return self(compute, True, shape)
         if self._hooks.by_hand:
@@ -344,11 +346,11 @@ class BlockCalls:
             self._is_running = True
             self._ending.enter_context(self._module.provider.pool.networks.running(self._network))
 
-    def _graphs(self) -> GraphedNetwork | None:
+    def _graphs(self, called: Called) -> GraphedNetwork | None:
         """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
         if self._graphed is None and self.may_have_graphs() and not isinstance(led := self._blocks(), str):
             self._graphed = GraphedNetwork(
-                self._network, led, self._device, self._module, self._settings, self._lying_soon_held
+                self._network, led, self._device, self._module, self._settings, self._lying_soon_held, called
             )
             self._reads = led.reads
         return self._graphed
@@ -530,7 +532,10 @@ class BlockCalls:
         if (outsides := self._outsides_in(group, place, call, options)) is None:
             return self._apart(group, place, args, kwargs, self._is_by_parts)[0]
         before = replace(self.share, eager=Counter(self.share.eager))
-        by_blocks = functools.partial(self._with_stand_ins_in, group, place, args, kwargs)
+
+        def by_blocks() -> Tensors:
+            return {"out": self._with_stand_ins_in(group, place, args, kwargs)}
+
         found = graphed(call, by_blocks, outsides, self._attend)
         self.share = before
         if found is not None:
@@ -539,7 +544,7 @@ class BlockCalls:
             self.share.outside += len(outsides)
             self._served |= {id(offer): offer for offer in whole.offers}
             options.update(copied(whole.left))
-            return result
+            return result["out"]
         by_parts = group in self._without_graph or not graphed.may_have_graph(call, outsides)
         self._earlier = {path: outside.given for path, outside in outsides.items()}
         try:
@@ -636,7 +641,7 @@ class BlockCalls:
         if group not in self._graphed_groups:
             self._keep_graphs()
             self._graphed_groups[group] = GraphedNetwork(
-                self._network, self._led, self._device, self._module, self._settings, self._lying, group.path
+                self._network, self._led, self._device, self._module, self._settings, self._lying, None, group.path
             )
         return self._graphed_groups[group]
 

@@ -33,7 +33,6 @@ from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Settings
-from ..models.diffusion_model import split_inputs
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import leaves_memory
@@ -56,6 +55,9 @@ _FORMS_KEPT = 512
 COMPARED = 2
 """Replays that are held against blocks: the second one shows whether the first left anything behind."""
 
+
+Called = Callable[[torch.nn.Module, Tensors], Tensors]
+"""What a network gives for a call's tensors, by names of both."""
 
 _NOTHING: Mapping[str, Outside] = MappingProxyType({})
 
@@ -131,6 +133,7 @@ class GraphedNetwork:
         path: of the group; empty for the network.
         weights: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
             as long as it gives the same ones.
+        called: gives what a network makes of a call's tensors; None for a group, which has one way to be called.
     """
 
     def __init__(
@@ -141,9 +144,11 @@ class GraphedNetwork:
         module: AcceleratedModule,
         settings: Settings,
         weights: Callable[[torch.dtype], Mapping[str, torch.Tensor]],
+        called: Called | None,
         path: str = "",
     ) -> None:
         self._network, self._led, self._device, self._path = network, led, device, path
+        self._called = called or _called_as_a_group
         self._wholes: dict[Hashable, WholeCall] = led.wholes
         self._pool, self._engines = module.provider.pool, module.provider.blocks
         self._effort, self._weights, self._places = settings.effort, weights, places_of(device)
@@ -171,10 +176,10 @@ class GraphedNetwork:
     def __call__(
         self,
         call: Tensors,
-        by_blocks: Callable[[], torch.Tensor],
+        by_blocks: Callable[[], Tensors],
         outsides: Mapping[str, Outside] = _NOTHING,
         attend: Callable[..., Any] | None = None,
-    ) -> tuple[torch.Tensor, WholeCall] | None:
+    ) -> tuple[Tensors, WholeCall] | None:
         """What the network gives, by its graph; None where it has none, nor gets one now.
 
         Args:
@@ -212,10 +217,10 @@ class GraphedNetwork:
         kind: Hashable,
         call: Tensors,
         weights: Mapping[str, torch.Tensor],
-        by_blocks: Callable[[], torch.Tensor],
+        by_blocks: Callable[[], Tensors],
         outsides: Mapping[str, Outside],
         attend: Callable[..., Any] | None,
-    ) -> tuple[torch.Tensor, WholeCall] | None:
+    ) -> tuple[Tensors, WholeCall] | None:
         generation = self._addresses, tuple(id(offer.engine) for offer in whole.offers)
         is_new = not graphs.holds(generation, call, kind)
         if is_new:
@@ -268,7 +273,7 @@ class GraphedNetwork:
         weights: Mapping[str, torch.Tensor],
         outsides: Mapping[str, Outside],
         outside: HandOut | None,
-    ) -> torch.Tensor:
+    ) -> Tensors:
         """The call by its graph, captured first if need be.
 
         Raises:
@@ -285,7 +290,7 @@ class GraphedNetwork:
 
         try:
             with torch.no_grad():
-                return graphs.run(compute, generation, call, kind, or_raise=True, outside=outside)["out"]
+                return graphs.run(compute, generation, call, kind, or_raise=True, outside=outside)
         except Exception:
             if interruptions:  # older ComfyUIs' are errors like any other
                 raise interruptions[0] from None
@@ -296,19 +301,19 @@ class GraphedNetwork:
         whole: WholeCall,
         graphs: CudaGraphs,
         kind: Hashable,
-        result: torch.Tensor,
-        by_blocks: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
+        result: Tensors,
+        by_blocks: Callable[[], Tensors],
+    ) -> Tensors:
         """What the blocks give, beside what the graph gave."""
         disturb()
         wanted = by_blocks()
         limit = ROUNDING[whole.offers[0].precision]
-        error = relative_error({"out": result}, {"out": wanted})
+        error = relative_error(result, wanted)
         if error <= limit:
             whole.compared += 1
             if whole.compared == COMPARED and not self._path:
                 log.info("Slipstream: %s calls of blocks on engines are one CUDA graph from here on", whole.blocks)
-        elif not bool(wanted.isfinite().all()):  # nothing can be compared with that
+        elif not all(bool(each.isfinite().all()) for each in wanted.values()):  # nothing can be compared with that
             whole.put_off()
             graphs.forget(kind)
         else:
@@ -391,16 +396,17 @@ class GraphedNetwork:
         blocks = (block for block in self._led.blocks if block.path.startswith(start))
         calls = {block.path: functools.partial(lead, block) for block in blocks}
         with copied.holding(weights), copied.leading(calls):
-            if self._path:
-                found = copied.network.get_submodule(self._path)(**call, transformer_options={})
-                return {"out": found.contiguous()}  # as the group gives it to whatever follows
-            args, rest = split_inputs(call)
-            return {"out": copied.network(*args, **rest, transformer_options={})}
+            return self._called(copied.network.get_submodule(self._path), call)
 
     def _kind_of(self, call: Tensors, outsides: Mapping[str, Outside]) -> Hashable:
         """Equal for calls that are the same work, in the same state of torch's switches."""
         forms = tuple([(path, *outside.form.items()) for path, outside in outsides.items()])
         return self._path, CallShape.of(call), rounding_switches(), forms
+
+
+def _called_as_a_group(group: torch.nn.Module, call: Tensors) -> Tensors:
+    found = group(**call, transformer_options={})
+    return {"out": found.contiguous()}  # as the group gives it to whatever follows
 
 
 def _of_block(

@@ -200,6 +200,14 @@ class ComfyControlNet(NetworkArchitecture):
         network._parameters.pop("task_embedding", None)
         return network
 
+    def called(self, network: torch.nn.Module, inputs: Tensors) -> Tensors:
+        """What a network of this architecture makes of an engine's inputs, by the names of `outputs`."""
+        before = _put_stand_ins(network)
+        try:
+            return dict(zip(self.outputs, _call(network, inputs), strict=True))
+        finally:
+            network._modules.update(before)
+
     def whole_for_tracing(self) -> torch.nn.Module:
         """A new meta module of the whole network, whose layers compute plainly in one dtype."""
         return self._whole(plain_layers())
@@ -439,12 +447,7 @@ class ComfyControlNetSource:
         return {HINT: network.union_controlnet_merge(pictures, types, None, None), TYPE: embedded}
 
     def eager(self, inputs: Tensors) -> Tensors:
-        given = cast_inputs(inputs, dtype_of(self.precision))
-        before = _put_stand_ins(self.network)
-        try:
-            return dict(zip(self.architecture.outputs, _call(self.network, given), strict=True))
-        finally:
-            self.network._modules.update(before)
+        return self.architecture.called(self.network, cast_inputs(inputs, dtype_of(self.precision)))
 
     def reference(self, inputs: Tensors) -> Tensors:
         """In fp32 without an fp32 copy of the model: each layer's weights are cast while it computes."""

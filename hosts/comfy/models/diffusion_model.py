@@ -43,6 +43,12 @@ def split_inputs(inputs: Tensors) -> tuple[tuple[torch.Tensor, torch.Tensor], di
     return (inputs["x"], inputs["timesteps"]), rest
 
 
+def called(model: torch.nn.Module, inputs: Tensors) -> Tensors:
+    """What a model that nobody patches makes of an engine's inputs."""
+    args, rest = split_inputs(inputs)
+    return {"out": model(*args, **rest, transformer_options={})}
+
+
 class DiffusionModelGraph(torch.nn.Module):
     """The model as exported: plain inputs, plain attention, no patches.
 

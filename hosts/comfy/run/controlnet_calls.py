@@ -267,7 +267,10 @@ class ControlCalls:
         def by_blocks() -> Tensors:
             if self._blocks is None or is_on_purpose():
                 return eager()
-            return self._blocks(eager, veto is None, CallShape.of(inputs))
+            shape = CallShape.of(inputs)
+            if veto is None and run.why_not_whole is None:
+                return self._blocks.whole(eager, inputs, source.architecture.called, {}, shape)
+            return self._blocks(eager, veto is None, shape)
 
         with on_purpose() if self._is_to_be_compared(run) else nullcontext():
             return _by_kind(run(inputs, by_blocks, veto, eager))

@@ -28,6 +28,7 @@ from ...model_patches import why_not_in_this_mode, why_not_these_tensors
 from ...stand_in import Plain, undisturbed
 from ..blocks.block_calls import BlockCalls
 from ..blocks.cached_blocks import CachedCall
+from ..models.diffusion_model import called
 from ..models.fallback_reasons import why_not_this_call
 from ..models.model_classes import ModelClass
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
@@ -216,8 +217,8 @@ class ModelCalls:
         with sigmas_asked_once(self.options):
             if tensors_alone is None or self.engines_only:
                 return self._blocks(lambda: self._plain(plain, args, kwargs), self._is_unchanged, shape)
-            call = functools.partial(self._undisturbed, plain, args, kwargs)
-            return {"out": self._blocks.whole(lambda: call()["out"], tensors_alone, self.options, shape)}
+            compute = functools.partial(self._undisturbed, plain, args, kwargs)
+            return self._blocks.whole(compute, tensors_alone, called, self.options, shape)
 
     def end(self) -> None:
         """The run is over; nothing refers to itself any more, so that its model can go without garbage collection."""

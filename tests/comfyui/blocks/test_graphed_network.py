@@ -28,6 +28,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.host_graphs import HostGraphs, HostNetworks, host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, accelerated, patched, share_of
+from slipstream.tests.comfyui.models.test_controlnet import union
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.tensors import distance
@@ -101,7 +102,9 @@ def test_a_lora_is_in_the_replayed_steps(provider: EngineProvider, graphs: HostG
     assert distance(tiny.sample(with_lora(model), steps=STEPS), tiny.sample(model, steps=STEPS)) > 1e-3
 
 
-def test_residuals_of_controlnets_are_inputs(provider: EngineProvider, graphs: HostGraphs) -> None:
+def test_model_and_controlnet_are_a_graph_each_and_hints_and_residuals_their_inputs(
+    provider: EngineProvider, graphs: HostGraphs
+) -> None:
     model, control = tiny.model(), tiny.controlnet()
     fast, _ = accelerated(provider, model)
 
@@ -112,11 +115,28 @@ def test_residuals_of_controlnets_are_inputs(provider: EngineProvider, graphs: H
             prompt[0][1]["control_apply_to_uncond"] = False
         return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
 
-    of_ours = accelerate_controlnet(control, AcceleratedModule(provider, BY_BLOCKS))
+    of_ours = accelerate_controlnet(control, of_control := AcceleratedModule(provider, BY_BLOCKS))
     wanted = [sampled(model, control, seed) for seed in (3, 4)]
     assert all(distance(sampled(fast, of_ours, seed), wanted[seed - 3]) < 1e-5 for seed in (3, 4))
     assert distance(*wanted) > 1e-4
-    assert graphs.captures == 1 and graphs.replays >= 2 * STEPS - BEFORE
+    assert graphs.captures == 2 and graphs.replays >= 2 * (2 * STEPS - BEFORE), of_control.status.to_json()
+
+
+@torch.inference_mode()
+def test_all_types_of_a_union_share_one_graph(provider: EngineProvider, graphs: HostGraphs) -> None:
+    network = union()
+    fast = accelerate_controlnet(network, module := AcceleratedModule(provider, BY_BLOCKS))
+    x, context, y = torch.randn(2, 4, 8, 8), torch.randn(2, 77, 64), torch.randn(2, 2816)
+    hint = torch.rand(1, 3, 64, 64)
+    calls = fast.acceleration.calls_of(fast)
+    for step, types in enumerate([[0]] * BEFORE + [[0], [3], []]):
+        given = {"x": x, "hint": hint, "timesteps": torch.full((2,), 900.0 - 50 * step), "context": context, "y": y}
+        wanted, found = (each(**given, control_type=types) for each in (network.control_model, calls))
+        assert found.keys() == wanted.keys()
+        for kind, tensors in wanted.items():
+            assert all(distance(one, other) < 1e-5 for one, other in zip(found[kind], tensors, strict=True))
+    fast.acceleration.leave(fast)
+    assert (graphs.captures, graphs.replays) == (1, 3), module.status.to_json()
 
 
 @pytest.mark.parametrize("how", PATCHES)
