@@ -44,6 +44,10 @@ TINY_DEEP = {
 }  # fmt: skip
 """The same with a second level and a middle, into which other authors' nodes reach."""
 
+UNETS = {"sd15": SD15, "sdxl": SDXL, "tiny": TINY, "tiny-deep": TINY_DEEP}
+_OF_A_DECODER = "out_channels", "transformer_depth_output"
+"""What a UNet's config says of the half that a ControlNet has not."""
+
 FLUX_SCHNELL = {**FLUX_DEV, "guidance_embed": False}
 _GGUF = "-gguf"
 """Ends the name of a family that is another one in GGUF."""
@@ -156,8 +160,7 @@ def _unet(family: str) -> Any:
     if family == "sdxl":
         network = _network(comfy.supported_models.SDXL(dict(SDXL)), comfy.model_base.SDXL, torch.float16)
     else:
-        config = {"sd15": SD15, "tiny": TINY, "tiny-deep": TINY_DEEP}[family]
-        network = _network(comfy.supported_models.SD15(dict(config)), comfy.model_base.BaseModel, torch.float16)
+        network = _network(comfy.supported_models.SD15(dict(UNETS[family])), comfy.model_base.BaseModel, torch.float16)
     randomise_unet(network, SEED)
     _make_steady(network)
     return network
@@ -239,10 +242,10 @@ def _unet_controlnet(family: str) -> Tensors:
     import comfy.ops
     import comfy.supported_models
 
-    unet = SD15 if family == "sd15" else TINY
-    config = {name: value for name, value in unet.items() if name not in ("out_channels", "transformer_depth_output")}
+    kind = comfy.supported_models.SDXL if family == "sdxl" else comfy.supported_models.SD15
+    unet = {name: value for name, value in UNETS[family].items() if name not in _OF_A_DECODER}
     network = comfy.cldm.cldm.ControlNet(
-        **config, **comfy.supported_models.SD15.unet_extra_config, hint_channels=3, dtype=torch.float16,
+        **unet, **kind.unet_extra_config, hint_channels=3, dtype=torch.float16,
         device=management.get_torch_device(), operations=comfy.ops.disable_weight_init,
     )  # fmt: skip
     randomise_controlnet(network, SEED)
