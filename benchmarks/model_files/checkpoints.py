@@ -44,7 +44,7 @@ TINY_DEEP = {
 }  # fmt: skip
 """The same with a second level and a middle, into which other authors' nodes reach."""
 
-UNETS = {"sd15": SD15, "sdxl": SDXL, "tiny": TINY, "tiny-deep": TINY_DEEP}
+UNETS: dict[str, dict[str, Any]] = {"sd15": SD15, "sdxl": SDXL, "tiny": TINY, "tiny-deep": TINY_DEEP}
 _OF_A_DECODER = "out_channels", "transformer_depth_output"
 """What a UNet's config says of the half that a ControlNet has not."""
 

@@ -20,14 +20,18 @@ _SIGMAS = "sigmas"
 _Function = Callable[..., Any]
 _T = torch.Tensor
 
-_ASKING: frozenset[_Function] = frozenset(
-    (_T.cpu, _T.item, _T.tolist, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__format__)
+_Steps = tuple[tuple[_Function, Sequence[Any]], ...]
+
+_COPYING: frozenset[_Function] = frozenset((_T.cpu, _T.to))
+_ASKING: frozenset[_Function] = _COPYING.union(
+    (_T.item, _T.tolist, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__format__)
 )
 """What makes the host wait."""
 _ON_THE_WAY: frozenset[_Function] = frozenset(
     (_T.detach, _T.__getitem__, _T.max, _T.min, _T.lt, _T.le, _T.gt, _T.ge, _T.eq, _T.ne)
 )
 """What is computed before that, exactly alike on any device."""
+_KNOWN = _ASKING | _ON_THE_WAY
 
 
 class AskedOnce(torch.Tensor):
@@ -40,7 +44,7 @@ class AskedOnce(torch.Tensor):
 
     _tensor: torch.Tensor
     _numbers: _Numbers
-    _steps: tuple[tuple[_Function, Sequence[Any]], ...] | None
+    _steps: _Steps | None
     """What makes its numbers of those that are asked for; None: it was written to, maybe."""
 
     @classmethod
@@ -49,7 +53,7 @@ class AskedOnce(torch.Tensor):
         return cls._made(tensor, _Numbers(tensor), ())
 
     @classmethod
-    def _made(cls, tensor: torch.Tensor, numbers: _Numbers, steps: tuple[tuple[_Function, Sequence[Any]], ...]) -> Any:
+    def _made(cls, tensor: torch.Tensor, numbers: _Numbers, steps: _Steps) -> AskedOnce:
         made = tensor.as_subclass(cls)
         made._tensor, made._numbers, made._steps = tensor, numbers, steps
         return made
@@ -59,12 +63,14 @@ class AskedOnce(torch.Tensor):
         cls, function: _Function, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See torch's protocol for subclasses."""
-        first, *others = args or (None,)
-        if isinstance(first, cls) and first._steps is not None and not kwargs and _are_known(function, others):
-            if function in _ON_THE_WAY:
-                found = function(first._tensor, *others)
-                return cls._made(found, first._numbers, (*first._steps, (function, others)))
-            return first._asked(function, others)
+        if not kwargs and function in _KNOWN and isinstance(first := args[0], cls) and first._steps is not None:
+            others = args[1:]
+            if function in _ASKING:
+                if function is not _T.to or _is_cpu(*others):
+                    return first._asked(function, others)
+            elif not others or (len(others) == 1 and isinstance(others[0], (int, float))):
+                steps = (*first._steps, (function, others))
+                return cls._made(function(first._tensor, *others), first._numbers, steps)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*map(_as_it_was, args), **{name: _as_it_was(each) for name, each in (kwargs or {}).items()})
 
@@ -74,13 +80,11 @@ class AskedOnce(torch.Tensor):
         found = self._numbers.found
         for step, further in self._steps or ():
             found = step(found, *further)
-        return found.clone() if function in (_T.cpu, _T.to) else function(found, *others)
+        return found.clone() if function in _COPYING else function(found, *others)
 
 
-def _are_known(function: _Function, others: Sequence[Any]) -> bool:
-    if function is _T.to:
-        return len(others) == 1 and isinstance(others[0], str | torch.device) and torch.device(others[0]).type == "cpu"
-    return function in _ASKING or (function in _ON_THE_WAY and all(isinstance(each, int | float) for each in others))
+def _is_cpu(place: Any, *others: Any) -> bool:
+    return not others and isinstance(place, str | torch.device) and torch.device(place).type == "cpu"
 
 
 def _as_it_was(given: Any) -> Any:
