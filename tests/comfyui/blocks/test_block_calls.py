@@ -710,20 +710,17 @@ def test_an_override_may_call_the_model_itself(provider: EngineProvider) -> None
         assert module.status.block_calls >= STEPS - 2 and all(torch.equal(inner[0][0], each[0]) for each in inner)
 
 
-def test_attention_that_rounds_is_computed_by_comfyui_itself(
-    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_that_rounds_is_computed_by_comfyui_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where ComfyUI was started with SageAttention or comfy-kitchen's, which are none of these on a CPU."""
-    known = set(provider.store.digests())
     monkeypatch.setattr(computed_outside, "_EXACT", frozenset())
-    for family in ("qwen", "pixart"):
-        model = tiny.transformer(family)
-        fast, module = accelerated(provider, model)
-        found, wanted = tiny.sample(fast, family, steps=STEPS), tiny.sample(model, family, steps=STEPS)
-        assert distance(found, wanted) < 1e-5 and module.status.block_calls >= STEPS - 2
-    made = (provider.store.lookup(digest) for digest in set(provider.store.digests()) - known)
-    names = [entry.manifest.label for entry in made if entry is not None]
-    assert any("PixArt" in name and "attention outside" in name for name in names)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        for family in ("qwen", "pixart"):
+            model = tiny.transformer(family)
+            fast, module = accelerated(provider, model)
+            found, wanted = tiny.sample(fast, family, steps=STEPS), tiny.sample(model, family, steps=STEPS)
+            assert distance(found, wanted) < 1e-5 and module.status.block_calls >= STEPS - 2
+        names = [entry.manifest.label for entry in provider.store.list()]
+        assert any("PixArt" in name and "attention outside" in name for name in names)
 
 
 def test_a_hooked_layer_sends_its_block_alone_to_the_model(provider: EngineProvider) -> None:

@@ -144,18 +144,18 @@ def test_a_block_that_another_extension_changed_runs_as_it_is(provider: EnginePr
 
 @pytest.mark.parametrize("name", ["sd3", "sd35"])
 def test_attention_that_rounds_is_computed_by_comfyui_itself(
-    name: str, provider: EngineProvider, load: Load, monkeypatch: pytest.MonkeyPatch
+    name: str, load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with --use-sage-attention; SD3.5's blocks hand no options on to it."""
-    known = set(provider.store.digests())
     monkeypatch.setattr(computed_outside, "_EXACT", frozenset())
     model, control = tiny_controlnets.model(name), load(name)
-    fast, module = accelerated(provider, control)
-    found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
-    assert distance(found, wanted) < 1e-5
-    assert share_of(module) == (2, 2), module.status.to_json()
-    made = [entry for entry in provider.store.list() if entry.digest not in known]
-    assert made and all("attention outside" in entry.manifest.label for entry in made)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
+        fast, module = accelerated(provider, control)
+        found, wanted = sampled(model, applied(fast, name), name), sampled(model, applied(control, name), name)
+        assert distance(found, wanted) < 1e-5
+        assert share_of(module) == (2, 2), module.status.to_json()
+        made = provider.store.list()
+        assert made and all("attention outside" in entry.manifest.label for entry in made)
 
 
 def test_attention_that_another_extension_replaced_sends_its_blocks_to_the_controlnet(
