@@ -184,7 +184,8 @@ PATCHES = {
         Patch("regional-sampler", "RegionalSampler (Impact)", _IMPACT, Node(
             "RegionalSampler", _REGIONAL), stands_for=KSAMPLER),
         Patch("advanced-controlnet", "Apply Advanced ControlNet", "ComfyUI-Advanced-ControlNet", Node(
-            "ACN_AdvancedControlNetApply_v2", _CONTROLLED), stands_for=APPLY_CONTROLNET),
+            "ACN_AdvancedControlNetApply_v2", {**_CONTROLLED, "mask_optional": Node("SolidMask", {"value": 0.5})}),
+            stands_for=APPLY_CONTROLNET),
         Patch("bleh-hypertile", "HyperTile", _BLEH, Node("BlehHyperTile")),
         Patch("pag-advanced", "Perturbed-Attention Guidance", _GUIDANCE, Node("PerturbedAttention")),
         Patch("lazycache", "LazyCache", "", Node("LazyCache")),

@@ -10,7 +10,7 @@ from comfy.controlnet import ControlNet, ControlNetSD35
 from ...core.errors import SlipstreamError, UnsupportedModel
 from ...runtime.module import AcceleratedModule
 from .models.controlnet import ComfyControlNet
-from .run.controlnet_calls import AcceleratedControlNet, ControlNetAcceleration, accelerated_class
+from .run.controlnet_calls import ControlNetAcceleration, accelerated_class, is_accelerated, is_advanced
 from .run.run_start import RunRecorder
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def accelerate_controlnet(control: Any, module: AcceleratedModule, after_run: Ru
     copy.previous_controlnet = control.previous_controlnet
     copy.acceleration = ControlNetAcceleration(module, after_run)
     try:
-        if kind not in _CLASSES and not issubclass(kind, AcceleratedControlNet):
+        if kind not in _CLASSES and not is_accelerated(kind) and not is_advanced(kind):
             raise UnsupportedModel(f"ControlNets of this kind ({kind.__name__}) have no engines yet; it runs as ever")
         ComfyControlNet.of(control.control_model)
     except SlipstreamError as error:

@@ -15,8 +15,8 @@ import torch
 from .canary import Canary, EngineCanary
 from .cuda_graphs import CudaGraphs, Graphing
 
-_NETWORKS_KEPT = 2
-"""That nobody calls at the moment."""
+_NETWORKS_KEPT = 5
+"""That nobody calls at the moment: a model and several ControlNets take part in one picture."""
 
 
 @dataclass

@@ -34,7 +34,7 @@ from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
 from ....runtime.loaded.device_memory import give_back_unused
-from ....runtime.module import AcceleratedModule, ByBlocks, Waiting
+from ....runtime.module import AcceleratedModule, ByBlocks, Run, Waiting
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
@@ -261,6 +261,11 @@ class BlockCalls:
     @share.setter
     def share(self, share: BlockShare) -> None:
         self._shares.last = share
+
+    def settle_graphs(self, runs: Iterable[Run]) -> None:
+        """The runs of the network are over: where other engines than those of blocks answered, graphs go."""
+        if not {None, self.id}.issuperset(answer.engine for run in runs for answer in run.answers):
+            self.drop_graphs()
 
     def drop_graphs(self) -> None:
         """Give their memory back."""

@@ -68,7 +68,23 @@ class ControlNetAcceleration:
     def __deepcopy__(self, memo: object) -> ControlNetAcceleration:
         return self
 
-    def calls_of(self, control: AcceleratedControlNet) -> ControlCalls:
+    def follow_to(self, copy: Any) -> None:
+        """Accelerate what another pack makes of an accelerated ControlNet, or copies from one."""
+        kind: Any = type(copy)
+        if is_advanced(kind):
+            copy.acceleration, copy.__class__ = self, accelerated_class(kind)
+
+    @contextmanager
+    def leading(self, control: Any) -> Iterator[None]:
+        """Meanwhile the calls of the run that is under way are in the place of the network."""
+        network = control.control_model
+        control.control_model = self.calls_of(control)
+        try:
+            yield
+        finally:
+            control.control_model = network
+
+    def calls_of(self, control: Any) -> ControlCalls:
         """Of the run that is under way, which begins with the first of them."""
         network = control.control_model
         if network not in self._calls:
@@ -81,7 +97,24 @@ class ControlNetAcceleration:
         """Those that are under way and may use engines."""
         return [calls.run for calls in self._calls.values() if calls.run is not None]
 
-    def leave(self, control: AcceleratedControlNet) -> None:
+    def leave_after_run(self, control: Any, model: Any) -> None:
+        """Have `control` leave when the run ends.
+
+        After an error or a cancel ComfyUI does not clean ControlNets up, but models it does.
+        """
+        patcher = getattr(model, "current_patcher", None)
+        if patcher is None:
+            return
+        key = f"{ACCELERATE} {id(control)}"
+
+        def leave(patcher: Any) -> None:
+            patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+            self.leave(control)
+
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, leave)
+
+    def leave(self, control: Any) -> None:
         """`control` is called no more in this run."""
         network = control.control_model
         users = self._users.get(network, set())
@@ -92,9 +125,23 @@ class ControlNetAcceleration:
                 self._calls.pop(network).close()
 
 
-class AcceleratedControlNet(ControlNet):
+class _AsItsKind(type):
+    """Classes that are equal to those that they stand for: Advanced-ControlNet converts what is exactly a ControlNet of
+    ComfyUI's, and of all else it silently leaves out masks, weights and keyframes."""
+
+    accelerates: type
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is cls.accelerates
+
+    def __hash__(cls) -> int:
+        return hash(cls.accelerates)
+
+
+class AcceleratedControlNet(ControlNet, metaclass=_AsItsKind):
     """A ControlNet as its user sees it; made by changing the class of one, see `accelerated_class`."""
 
+    accelerates = ControlNet
     acceleration: ControlNetAcceleration
     control_model: Any
     timestep_range: Any
@@ -106,18 +153,22 @@ class AcceleratedControlNet(ControlNet):
         made.acceleration = self.acceleration
         return made
 
+    def copy_to(self, c: Any) -> None:
+        super().copy_to(c)
+        self.acceleration.follow_to(c)
+
     def get_control(self, *args: Any, **kwargs: Any) -> Any:
         if self._decided is False:
             before = self.previous_controlnet
             return None if before is None else before.get_control(*args, **kwargs)
-        network, window = self.control_model, self.timestep_range
-        self.control_model = self.calls()
+        window = self.timestep_range
         if self._decided:
             self.timestep_range = None
         try:
-            return super().get_control(*args, **kwargs)
+            with self.acceleration.leading(self):
+                return super().get_control(*args, **kwargs)
         finally:
-            self.control_model, self.timestep_range = network, window
+            self.timestep_range = window
 
     def control_merge(self, control: Any, control_prev: Any, output_dtype: Any) -> Any:
         is_as_it_is = self.strength == 1.0 and self.strength_type is StrengthType.CONSTANT
@@ -151,30 +202,61 @@ class AcceleratedControlNet(ControlNet):
 
     def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().pre_run(model, *args, **kwargs)
-        patcher = getattr(model, "current_patcher", None)
-        if patcher is None:
-            return
-        # After an error or a cancel ComfyUI does not clean ControlNets up, but models it does.
-        key = f"{ACCELERATE} {id(self)}"
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, key, functools.partial(self._after_run, key))
+        self.acceleration.leave_after_run(self, model)
 
     def cleanup(self) -> None:
         self.acceleration.leave(self)
         super().cleanup()
 
-    def _after_run(self, key: str, patcher: Any) -> None:
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, key)
+
+class AcceleratedAdvanced(metaclass=_AsItsKind):
+    """What makes one of Advanced-ControlNet's ControlNets an accelerated one.
+
+    The pack puts methods of its own on each object, which call these.
+    """
+
+    accelerates = object
+    acceleration: ControlNetAcceleration
+
+    def copy_to(self, c: Any) -> None:
+        super().copy_to(c)  # type: ignore[misc]
+        self.acceleration.follow_to(c)
+
+    def get_control_advanced(self, *args: Any, **kwargs: Any) -> Any:
+        with self.acceleration.leading(self):
+            return super().get_control_advanced(*args, **kwargs)  # type: ignore[misc]
+
+    def pre_run_advanced(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().pre_run_advanced(model, *args, **kwargs)  # type: ignore[misc]
+        self.acceleration.leave_after_run(self, model)
+
+    def cleanup_advanced(self) -> None:
         self.acceleration.leave(self)
+        super().cleanup_advanced()  # type: ignore[misc]
+
+
+_ADVANCED = "ControlNetAdvanced", "ControlNetSD35Advanced"
+"""Classes of Advanced-ControlNet that ComfyUI's are converted to."""
+
+
+def is_advanced(kind: type) -> bool:
+    """Whether it is a class of Advanced-ControlNet's whose network is called as ComfyUI calls it."""
+    return kind.__name__ in _ADVANCED and issubclass(kind, ControlNet) and hasattr(kind, "get_control_advanced")
+
+
+def is_accelerated(kind: type) -> bool:
+    """Whether it is one of `accelerated_class`."""
+    return issubclass(kind, (AcceleratedControlNet, AcceleratedAdvanced))
 
 
 @functools.cache
-def accelerated_class(kind: type[ControlNet]) -> type[AcceleratedControlNet]:
-    """What a ControlNet of ComfyUI's class `kind` is made to be, which has methods of its own."""
-    if issubclass(kind, AcceleratedControlNet):
+def accelerated_class(kind: Any) -> type[Any]:
+    """What a ControlNet of class `kind` is made to be, which has methods of its own."""
+    if is_accelerated(kind):
         return kind
-    bases = (AcceleratedControlNet,) if kind is ControlNet else (AcceleratedControlNet, kind)
-    return type(f"Accelerated{kind.__name__}", bases, {})
+    ours: type = AcceleratedAdvanced if is_advanced(kind) else AcceleratedControlNet
+    bases = (ours,) if kind is ControlNet else (ours, kind)
+    return _AsItsKind(f"Accelerated{kind.__name__}", bases, {"accelerates": kind})
 
 
 class ControlCalls:
@@ -184,9 +266,7 @@ class ControlCalls:
         dtype: the network's own, by which ComfyUI casts what it hands over.
     """
 
-    def __init__(
-        self, control: AcceleratedControlNet, module: AcceleratedModule, after_run: RunRecorder | None
-    ) -> None:
+    def __init__(self, control: Any, module: AcceleratedModule, after_run: RunRecorder | None) -> None:
         self._network = control.control_model
         self.dtype: torch.dtype = self._network.dtype
         self._module = module
@@ -332,7 +412,9 @@ class ControlCalls:
             del self._given[id(hint)]
 
     def close(self) -> None:
-        """Give the engines back."""
+        """Give the engines back, and graphs over blocks where the whole network's engine has taken their place."""
+        if self._blocks is not None and self.run is not None:
+            self._blocks.settle_graphs([self.run])
         self._embedded = []
         self._ending.close()
 

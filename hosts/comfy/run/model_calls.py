@@ -223,10 +223,8 @@ class ModelCalls:
     def end(self) -> None:
         """The run is over; nothing refers to itself any more, so that its model can go without garbage collection."""
         self.options = {}
-        if self._blocks is not None and not {None, self._blocks.id}.issuperset(
-            answer.engine for run in self.runs for answer in run.answers
-        ):
-            self._blocks.drop_graphs()
+        if self._blocks is not None:
+            self._blocks.settle_graphs(self.runs)
 
     def _plain(self, plain: Plain, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
         if self.engines_only:

@@ -23,14 +23,17 @@ from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
 from slipstream.hosts.comfy.blocks.channels_last import in_channels_last, transformed
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.capture.library import CaptureError
+from slipstream.runtime.loaded import network_graphs
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
+from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.host_graphs import HostGraphs, HostNetworks, host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.blocks.test_block_calls import BY_BLOCKS, PATCHES, accelerated, patched, share_of
 from slipstream.tests.comfyui.models.test_controlnet import union
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny
+from slipstream.tests.comfyui.support.quick import quick_provider
 from slipstream.tests.tensors import distance
 
 STEPS = 9
@@ -120,6 +123,60 @@ def test_model_and_controlnet_are_a_graph_each_and_hints_and_residuals_their_inp
     assert all(distance(sampled(fast, of_ours, seed), wanted[seed - 3]) < 1e-5 for seed in (3, 4))
     assert distance(*wanted) > 1e-4
     assert graphs.captures == 2 and graphs.replays >= 2 * (2 * STEPS - BEFORE), of_control.status.to_json()
+
+
+def _with_hints(patcher: Any, *networks: Any) -> torch.Tensor:
+    """A picture with a chain of ControlNets."""
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+
+    def chain() -> Any:
+        before: Any = None
+        for network in networks:
+            before = network.copy().set_cond_hint(hint, 0.6).set_previous_controlnet(before)
+        return before
+
+    prompts = [tiny.conditioning(seed=seed, control=chain()) for seed in (1, 2)]
+    return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
+
+
+def test_a_model_and_two_controlnets_keep_their_graphs(
+    provider: EngineProvider, graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[HostGraphs] = []
+
+    def own(*_: Any, are_many: bool = False) -> HostGraphs:
+        made.extend([] if are_many else [HostGraphs()])
+        return HostGraphs() if are_many else made[-1]
+
+    monkeypatch.setattr(network_graphs, "CudaGraphs", own)
+    model, controls = tiny.model(), [tiny.controlnet(seed=seed) for seed in (1, 2)]
+    fast, _ = accelerated(provider, model)
+    ours = [accelerate_controlnet(control, AcceleratedModule(provider, BY_BLOCKS)) for control in controls]
+    wanted = _with_hints(model, *controls)
+    assert distance(_with_hints(fast, *ours), wanted) < 1e-5 < 1e-3 < distance(_with_hints(model, controls[0]), wanted)
+    assert [each.captures for each in made] == [1, 1, 1]
+    for _ in range(2):
+        before = sum(each.replays for each in made)
+        assert distance(_with_hints(fast, *ours), wanted) < 1e-5
+        assert [each.captures for each in made] == [1, 1, 1]
+        assert sum(each.replays for each in made) == before + 2 * 3 * STEPS  # each prompt has a chain of its own
+
+
+def test_a_controlnets_graphs_go_once_its_whole_engine_serves(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, provider: EngineProvider, graphs: HostGraphs
+) -> None:
+    control = tiny.controlnet()
+    ours = accelerate_controlnet(control, module := AcceleratedModule(provider, BY_BLOCKS))
+    model = tiny.model()
+    _with_hints(model, ours)
+    kept = provider.pool.networks._kept
+    assert [each.network() for each in kept.values()] == [control.control_model] and graphs.captures == 1
+    with quick_provider(EngineStore(tmp_path)) as whole:
+        monkeypatch.setattr(provider, "backends", whole.backends)
+        monkeypatch.setattr(Settings, "runs_by_blocks", lambda *_: True)  # as on a GPU
+        then = accelerate_controlnet(control, AcceleratedModule(provider, Settings(policy=BuildPolicy.FIRST_USE)))
+        _with_hints(model, then)
+    assert then.acceleration.module.status.engine_calls and not kept, module.status.to_json()
 
 
 @torch.inference_mode()

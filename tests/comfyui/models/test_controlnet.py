@@ -345,3 +345,74 @@ def test_residuals_keep_their_places() -> None:
     assert residuals_of(None, x) == {} and control_of({"x": x}) == (None, {"x": x})
     assert isinstance(residuals_of({"strange": [one]}, x), str)
     assert isinstance(residuals_of({"output": [torch.zeros(3, 8, 8, 8)]}, x), str)
+
+
+class ControlNetAdvanced(comfy.controlnet.ControlNet):
+    """As Advanced-ControlNet has them: each has methods of its own, which call others of its class."""
+
+    share = 1.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        of_comfyui: Any = super()
+
+        def get_control(*given: Any) -> Any:
+            found = self.get_control_advanced(*given)
+            return {kind: [self.share * each for each in found[kind]] for kind in found}
+
+        def pre_run(*given: Any) -> None:
+            of_comfyui.pre_run(*given)
+            self.pre_run_advanced(*given)
+
+        def cleanup() -> None:
+            of_comfyui.cleanup()
+            self.cleanup_advanced()
+
+        self.get_control, self.pre_run, self.cleanup = get_control, pre_run, cleanup
+
+    def get_control_advanced(self, *given: Any) -> Any:
+        return comfy.controlnet.ControlNet.get_control(self, *given)
+
+    def pre_run_advanced(self, *given: Any) -> None:
+        self.cleanup_advanced()
+
+    def cleanup_advanced(self) -> None:
+        """Has nothing to give back."""
+
+    def copy(self) -> Control:
+        made = ControlNetAdvanced(self.control_model, load_device=self.load_device)
+        made.control_model_wrapped, made.share = self.control_model_wrapped, self.share
+        self.copy_to(made)
+        return made
+
+
+def advanced(control: Control, share: float) -> Control:
+    """As Apply Advanced ControlNet does it."""
+    made = control.copy()
+    if type(made) == comfy.controlnet.ControlNet:  # noqa: E721 (that is how the pack asks)
+        made = ControlNetAdvanced(control.control_model, load_device=control.load_device)
+        control.copy_to(made)
+        made.control_model_wrapped = control.control_model_wrapped.clone()
+    made.share = share
+    return made.set_cond_hint(hint(), 0.8, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("is_loaded_by_the_pack", [False, True])
+def test_what_another_pack_makes_of_an_accelerated_controlnet_is_one_and_keeps_what_it_does(
+    is_loaded_by_the_pack: bool, provider: EngineProvider
+) -> None:
+    model, network = tiny.model(), tiny.controlnet()
+    loaded = advanced(network, 1.0).copy() if is_loaded_by_the_pack else network
+    fast = accelerate_controlnet(loaded, module := AcceleratedModule(provider, FIRST_USE))
+
+    def sampled(control: Control, share: float) -> torch.Tensor:
+        return tiny.sample(model, **prompts(advanced(control, share).copy()))
+
+    wanted = [sampled(network, share) for share in (1.0, 0.3)]
+    assert distance(*wanted) > 1e-3
+    for share, picture in zip((1.0, 0.3), wanted, strict=True):
+        before = module.status.engine_calls
+        assert distance(sampled(fast, share), picture) < TOLERANCE
+        assert module.status.engine_calls > before, module.status.to_json()
+    assert not fast.acceleration.runs
+    assert accelerated_controlnet_module(advanced(fast, 1.0)) is module

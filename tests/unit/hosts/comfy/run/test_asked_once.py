@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "to the CPU as a device": lambda sigmas: sigmas[1].to(torch.device("cpu")).item(),
     "a float": lambda sigmas: float(sigmas[-1]),
     "a word": lambda sigmas: f"{sigmas[0]:.3f}",
+    "the SUPIR patch": lambda sigmas: sigmas[0].item() if sigmas.dim() > 0 and len(sigmas) == sigmas.shape[0] else 0,
     "branches": lambda sigmas: 5 if sigmas[0] > 3 else 6,
 }
 
@@ -32,13 +34,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     times: list[None] = []
 
     class Numbers(asked_once._Numbers):
-        @property
+        @functools.cached_property
         def found(self) -> torch.Tensor:
-            if self._found is None:
-                times.append(None)
+            times.append(None)
             return super().found
 
     monkeypatch.setattr(asked_once, "_Numbers", Numbers)
+    monkeypatch.setattr(asked_once, "is_waited_for", lambda device: True)
     with torch.inference_mode():  # as ComfyUI has it: no tensor knows whether it was written to
         yield times
 
@@ -97,6 +99,37 @@ def test_what_is_written_to_a_part_of_it_is_seen_there(asked: list[None]) -> Non
     assert part.item() == 7 and standing.tolist() == [3, 7] and compared.tolist() == [True, False]
 
 
+def test_what_was_made_of_it_stays_what_it_is_when_it_is_written_to(asked: list[None]) -> None:
+    standing = AskedOnce.of(torch.tensor([3.0, 4.0]))
+    compared, most, seen = standing[0] > 2, standing.max(), standing.view(-1)
+    standing.mul_(0)
+    assert bool(compared) and most.item() == 4
+    seen.add_(5)
+    assert standing.tolist() == [5, 5]
+
+
+def test_functions_take_it_as_they_take_a_tensor(asked: list[None]) -> None:
+    class Pair(NamedTuple):
+        one: torch.Tensor
+        other: torch.Tensor
+
+    plain = torch.tensor([3.0, 4.0])
+    for call in (
+        lambda sigmas: sigmas.max(0).values,
+        lambda sigmas: sigmas.max(0, keepdim=True)[0],
+        lambda sigmas: sigmas.to(),
+        lambda sigmas: sigmas.to(torch.float64),
+        lambda sigmas: sigmas.to("cpu", torch.float64),
+        lambda sigmas: torch.cat(Pair(sigmas, sigmas)),
+        lambda sigmas: torch.eq(plain, sigmas[0]),
+        lambda sigmas: sigmas[torch.tensor([1])],
+        lambda sigmas: sigmas[None, :1],
+        lambda sigmas: torch.maximum(sigmas, sigmas),
+    ):
+        found, wanted = call(AskedOnce.of(plain)), call(plain)
+        assert torch.equal(found, wanted) and found.dtype == wanted.dtype
+
+
 def test_nothing_is_known_while_a_graph_is_captured(asked: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
     """There the question fails on a GPU, and so the capture does: a number would be true for one step alone."""
     plain = torch.tensor([3.0])
@@ -115,6 +148,11 @@ def test_they_stand_in_the_options_for_one_call(asked: list[None]) -> None:
         assert type(options["sigmas"]) is AskedOnce
         raise KeyError
     assert options == {"sigmas": plain} and options["sigmas"] is plain
+    with sigmas_asked_once(options):
+        kept = options["sigmas"]
+        assert kept.item() == 3
+    plain.fill_(4)
+    assert kept.item() == 4
     other = torch.tensor([5.0])
     with sigmas_asked_once(options):
         options["sigmas"] = other
