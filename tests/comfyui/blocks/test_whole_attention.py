@@ -128,7 +128,8 @@ def test_functions_in_each_block_ask_for_the_sigma_and_the_host_waits_once_a_cal
 
     assert_same(provider, patch)
     assert len(made) == 2 * STEPS
-    assert all(each.times == 1 for each in made)  # where it was written to, its own numbers are asked for from there on
+    # In the first picture engines are compared; behind a write the tensor itself is asked.
+    assert all(each.times == 1 for each in made[STEPS:])
 
 
 class _Asked(asked_once._Numbers):
