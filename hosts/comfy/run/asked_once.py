@@ -32,7 +32,7 @@ _ON_THE_WAY: frozenset[_Function] = frozenset(
 _WITHOUT_NUMBER: frozenset[_Function] = frozenset((_T.detach, _T.max, _T.min))
 _OF_ITS_FORM: frozenset[_Function] = frozenset(
     getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad")
-) | {_T.dim, _T.size, _T.numel, _T.__len__, _T.is_floating_point, _T.type, _T.element_size, _T.stride}
+) | {_T.dim, _T.size, _T.numel, _T.__len__, _T.is_floating_point, _T.element_size, _T.stride}
 """What nothing can be written by."""
 
 
