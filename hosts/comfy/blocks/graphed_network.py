@@ -249,14 +249,14 @@ class GraphedNetwork:
         except Exception as error:  # whatever the host's code raises: the blocks' engines go on without a graph
             if watch.ran_out(error):
                 if not self._path:
-                    log.warning("Slipstream: memory does not suffice for the model's call as one CUDA graph")
+                    log.warning("Slipstream: memory does not suffice for a call by blocks as one CUDA graph")
                 whole.put_off()
                 graphs.drop()
             else:
                 if self._path:
                     log.info("Slipstream: calls of a block are not replayed as a CUDA graph: %s", error)
                 else:
-                    log.info("Slipstream: the model's call is not replayed as one CUDA graph: %s", error)
+                    log.info("Slipstream: a call by blocks is not replayed as one CUDA graph: %s", error)
                 self._refuse(whole, graphs, kind)
             return None
         finally:
@@ -325,7 +325,7 @@ class GraphedNetwork:
                 )  # fmt: skip
             else:
                 log.warning(
-                    "Slipstream: the model's call as one CUDA graph differs from its blocks by %s (allowed: %s) and is "
+                    "Slipstream: a call by blocks as one CUDA graph differs from the blocks by %s (allowed: %s) and is "
                     "not used",
                     apart, allowed,
                 )  # fmt: skip
