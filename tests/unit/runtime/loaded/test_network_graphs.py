@@ -100,15 +100,15 @@ def test_in_the_midst_of_a_call_others_are_used_and_none_dropped() -> None:
 
 
 def test_few_are_kept_and_none_of_networks_that_are_gone() -> None:
-    networks, kept = NetworkGraphs(), [torch.nn.Identity() for _ in range(4)]
+    networks, kept = NetworkGraphs(), [torch.nn.Identity() for _ in range(7)]
     for network in kept:
         with networks.running(network):
             used(networks, network)
-    assert networks.device_bytes(CUDA) == 204
+    assert networks.device_bytes(CUDA) == 5 * 102
     del network, kept[-1]
     with networks.running(kept[0]):
         pass
-    assert networks.device_bytes(CUDA) == 102
+    assert networks.device_bytes(CUDA) == 4 * 102
 
 
 def test_an_engine_that_ended_a_process_in_a_capture_is_in_no_other_until_somebody_wants_it(tmp_path: Path) -> None:
