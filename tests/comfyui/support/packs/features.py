@@ -13,6 +13,9 @@ import torch
 
 from slipstream.benchmarks.in_server.probe.stand_ins import EvaClip, FaceAnalysis, lend_faces, random_pulid
 from slipstream.benchmarks.patching import patches
+from slipstream.hosts.comfy.accelerate import accelerated_module
+from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.runtime.module import AcceleratedModule
 from slipstream.tests.comfyui.support.models import tiny
 from slipstream.tests.comfyui.support.models.architectures import TINY_SD15, TINY_SDXL
 
@@ -340,11 +343,19 @@ def _nag() -> Iterable[Feature]:
 NAG_PROMPTS = {"positive": 1, "negative": 2, "nag_negative": 3}
 
 
+def _controlnet_for(patcher: Patcher) -> Any:
+    """One that is accelerated where the model is."""
+    control, module = tiny.controlnet(), accelerated_module(patcher)
+    if module is None:
+        return control
+    return accelerate_controlnet(control, AcceleratedModule(module.provider, module.settings))
+
+
 @_of("ComfyUI-Advanced-ControlNet")
 def _advanced_controlnet() -> Iterable[Feature]:
     def sample(family: str = "sd15", **given: Any) -> Callable[[Patcher], torch.Tensor]:
         def run(patcher: Patcher) -> torch.Tensor:
-            inputs = _made({"control_net": lambda: tiny.controlnet(), "image": lambda: _image(64), **given})
+            inputs = _made({"control_net": lambda: _controlnet_for(patcher), "image": lambda: _image(64), **given})
             positive, negative = call_all(
                 "ACN_AdvancedControlNetApply_v2", positive=tiny.conditioning(seed=1),
                 negative=tiny.conditioning(seed=2), **inputs,

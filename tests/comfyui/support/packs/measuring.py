@@ -205,8 +205,8 @@ def _share_of_calls() -> Iterator[BlockShare]:
     """What becomes of all calls of blocks meanwhile."""
     sum_of, call = BlockShare(), BlockCalls.__call__
 
-    def counted(calls: BlockCalls, *args: Any) -> Any:
-        result = call(calls, *args)
+    def counted(calls: BlockCalls, *args: Any, **kwargs: Any) -> Any:
+        result = call(calls, *args, **kwargs)
         sum_of.engine += calls.share.engine
         sum_of.waiting += calls.share.waiting
         sum_of.eager += calls.share.eager
