@@ -51,7 +51,7 @@ from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, dequantised_bytes, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
-from .graphed_network import Called, GraphedNetwork
+from .graphed_network import Called, GraphedNetwork, called_as_a_group
 from .led_network import LedBlock, LedNetwork, keep, led_network, weights_of
 from .trials import Trial, compared, read
 
@@ -645,9 +645,8 @@ class BlockCalls:
             return None
         if group not in self._graphed_groups:
             self._keep_graphs()
-            self._graphed_groups[group] = GraphedNetwork(
-                self._network, self._led, self._device, self._module, self._settings, self._lying, None, group.path
-            )
+            common = self._network, self._led, self._device, self._module, self._settings, self._lying
+            self._graphed_groups[group] = GraphedNetwork(*common, called_as_a_group, group.path)
         return self._graphed_groups[group]
 
     @property

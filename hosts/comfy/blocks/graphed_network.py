@@ -133,7 +133,7 @@ class GraphedNetwork:
         path: of the group; empty for the network.
         weights: gives those weights of the network that lie on its device, where it computes in a dtype, by name, for
             as long as it gives the same ones.
-        called: gives what a network makes of a call's tensors; None for a group, which has one way to be called.
+        called: gives what the network, or the group, makes of a call's tensors.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class GraphedNetwork:
         module: AcceleratedModule,
         settings: Settings,
         weights: Callable[[torch.dtype], Mapping[str, torch.Tensor]],
-        called: Called | None,
+        called: Called,
         path: str = "",
     ) -> None:
         self._network, self._led, self._device, self._path = network, led, device, path
-        self._called = called or _called_as_a_group
+        self._called = called
         self._wholes: dict[Hashable, WholeCall] = led.wholes
         self._pool, self._engines = module.provider.pool, module.provider.blocks
         self._effort, self._weights, self._places = settings.effort, weights, places_of(device)
@@ -404,7 +404,8 @@ class GraphedNetwork:
         return self._path, CallShape.of(call), rounding_switches(), forms
 
 
-def _called_as_a_group(group: torch.nn.Module, call: Tensors) -> Tensors:
+def called_as_a_group(group: torch.nn.Module, call: Tensors) -> Tensors:
+    """What a layer around blocks gives where nobody patches it."""
     found = group(**call, transformer_options={})
     return {"out": found.contiguous()}  # as the group gives it to whatever follows
 

@@ -20,16 +20,15 @@ _SIGMAS = "sigmas"
 
 _Function = Callable[..., Any]
 _T = torch.Tensor
+_Steps = tuple[tuple[_Function, Sequence[Any]], ...]
 
 _ASKING: frozenset[_Function] = frozenset(
     (_T.cpu, _T.item, _T.tolist, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__format__)
 )
 """What makes the host wait; and `to`, where it leads to the CPU."""
-_ON_THE_WAY: frozenset[_Function] = frozenset(
-    (_T.__getitem__, _T.lt, _T.le, _T.gt, _T.ge, _T.eq, _T.ne, _T.detach, _T.max, _T.min)
-)
-"""What is computed before that, exactly alike on any device, with one number or none."""
+_WITH_A_NUMBER: frozenset[_Function] = frozenset((_T.__getitem__, _T.lt, _T.le, _T.gt, _T.ge, _T.eq, _T.ne))
 _WITHOUT_NUMBER: frozenset[_Function] = frozenset((_T.detach, _T.max, _T.min))
+"""What is computed on the way there, exactly alike on any device, with one number besides and with none."""
 _OF_ITS_FORM: frozenset[_Function] = frozenset(
     getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad")
 ) | {_T.dim, _T.size, _T.numel, _T.__len__, _T.is_floating_point, _T.element_size, _T.stride}
@@ -46,7 +45,7 @@ class AskedOnce(torch.Tensor):
 
     _tensor: torch.Tensor
     _numbers: _Numbers
-    _steps: tuple[tuple[_Function, Sequence[Any]], ...]
+    _steps: _Steps
     """What makes its numbers of those that are asked for."""
 
     @classmethod
@@ -55,9 +54,7 @@ class AskedOnce(torch.Tensor):
         return cls._made(tensor, _Numbers(tensor), ())
 
     @classmethod
-    def _made(
-        cls, tensor: torch.Tensor, numbers: _Numbers, steps: tuple[tuple[_Function, Sequence[Any]], ...]
-    ) -> AskedOnce:
+    def _made(cls, tensor: torch.Tensor, numbers: _Numbers, steps: _Steps) -> AskedOnce:
         made = tensor.as_subclass(cls)
         made._tensor, made._numbers, made._steps = tensor, numbers, steps
         return made
@@ -74,7 +71,7 @@ class AskedOnce(torch.Tensor):
             if first._numbers.are_known:
                 if function in _ASKING or (function is _T.to and _are_the_cpu(others)):
                     return first._asked(function, others)
-                if function in _ON_THE_WAY and _is_simple(function, others):
+                if _is_on_the_way(function, others):
                     steps = (*first._steps, (function, others))
                     return cls._made(function(first._tensor, *others), first._numbers, steps)
         with torch._C.DisableTorchFunctionSubclass():
@@ -93,10 +90,10 @@ class AskedOnce(torch.Tensor):
         return found.clone() if function in (_T.cpu, _T.to) else function(found, *others)
 
 
-def _is_simple(function: _Function, others: Sequence[Any]) -> bool:
-    if function in _WITHOUT_NUMBER:
-        return not others
-    return len(others) == 1 and isinstance(others[0], (int, float))
+def _is_on_the_way(function: _Function, others: Sequence[Any]) -> bool:
+    if function in _WITH_A_NUMBER:
+        return len(others) == 1 and isinstance(others[0], (int, float))
+    return function in _WITHOUT_NUMBER and not others
 
 
 def _are_the_cpu(places: Sequence[Any]) -> bool:

@@ -138,10 +138,9 @@ class _AsItsKind(type):
         return hash(cls.accelerates)
 
 
-class AcceleratedControlNet(ControlNet, metaclass=_AsItsKind):
+class AcceleratedControlNet(ControlNet):
     """A ControlNet as its user sees it; made by changing the class of one, see `accelerated_class`."""
 
-    accelerates = ControlNet
     acceleration: ControlNetAcceleration
     control_model: Any
     timestep_range: Any
@@ -209,13 +208,12 @@ class AcceleratedControlNet(ControlNet, metaclass=_AsItsKind):
         super().cleanup()
 
 
-class AcceleratedAdvanced(metaclass=_AsItsKind):
+class AcceleratedAdvanced:
     """What makes one of Advanced-ControlNet's ControlNets an accelerated one.
 
     The pack puts methods of its own on each object, which call these.
     """
 
-    accelerates = object
     acceleration: ControlNetAcceleration
 
     def copy_to(self, c: Any) -> None:

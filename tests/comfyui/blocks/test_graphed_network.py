@@ -110,24 +110,20 @@ def test_model_and_controlnet_are_a_graph_each_and_hints_and_residuals_their_inp
 ) -> None:
     model, control = tiny.model(), tiny.controlnet()
     fast, _ = accelerated(provider, model)
-
-    def sampled(patcher: Any, network: Any, seed: int) -> torch.Tensor:
-        hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
-        prompts = [tiny.conditioning(seed=each, control=network.copy().set_cond_hint(hint, 1.0)) for each in (1, 2)]
-        for prompt in prompts:
-            prompt[0][1]["control_apply_to_uncond"] = False
-        return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
-
     of_ours = accelerate_controlnet(control, of_control := AcceleratedModule(provider, BY_BLOCKS))
-    wanted = [sampled(model, control, seed) for seed in (3, 4)]
-    assert all(distance(sampled(fast, of_ours, seed), wanted[seed - 3]) < 1e-5 for seed in (3, 4))
+    wanted = [_with_hints(model, control, seed=seed) for seed in (3, 4)]
+    assert all(distance(_with_hints(fast, of_ours, seed=seed), wanted[seed - 3]) < 1e-5 for seed in (3, 4))
     assert distance(*wanted) > 1e-4
     assert graphs.captures == 2 and graphs.replays >= 2 * (2 * STEPS - BEFORE), of_control.status.to_json()
 
 
-def _with_hints(patcher: Any, *networks: Any) -> torch.Tensor:
-    """A picture with a chain of ControlNets."""
-    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+def _with_hints(patcher: Any, *networks: Any, seed: int = 3) -> torch.Tensor:
+    """A picture with a chain of ControlNets.
+
+    Args:
+        seed: of the hint.
+    """
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
 
     def chain() -> Any:
         before: Any = None
@@ -135,7 +131,7 @@ def _with_hints(patcher: Any, *networks: Any) -> torch.Tensor:
             before = network.copy().set_cond_hint(hint, 0.6).set_previous_controlnet(before)
         return before
 
-    prompts = [tiny.conditioning(seed=seed, control=chain()) for seed in (1, 2)]
+    prompts = [tiny.conditioning(seed=each, control=chain(), control_apply_to_uncond=False) for each in (1, 2)]
     return tiny.sample(patcher, steps=STEPS, positive=prompts[0], negative=prompts[1])
 
 
