@@ -152,6 +152,8 @@ class StepTimes:
         self._retires, self._compares = retires, compares
         self._samples: OrderedDict[TimedStep, deque[float]] = OrderedDict()
         self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
+        self._unjudged: set[Hashable] = set()
+        """The work of steps that were read since engines were judged."""
         self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
         self._suspects: set[TimedStep] = set()
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
@@ -183,16 +185,16 @@ class StepTimes:
         """
         try:
             with self._lock:
-                works = self._read()
+                self._read()
+                works, self._unjudged = self._unjudged, set()
                 for step in [each for each in self._samples if each.engines and each.work in works]:
                     self._judge(step)
         except Exception:  # whatever a driver or a file system raises: no picture may end for a figure
             log.debug("Slipstream: times of steps were lost", exc_info=True)
             self._unread.clear()
 
-    def _read(self) -> set[Hashable]:
-        """The work of steps whose times can be read now."""
-        works: set[Hashable] = set()
+    def _read(self) -> None:
+        """Those steps whose times can be read now."""
         while self._unread:
             clock, step, begin, end = self._unread[0]
             took = clock.milliseconds(begin, end)
@@ -201,8 +203,7 @@ class StepTimes:
             self._unread.popleft()
             self._samples_of(step).append(took)
             self.saved_ms += self._gain(step, took)
-            works.add(step.work)
-        return works
+            self._unjudged.add(step.work)
 
     def _gain(self, step: TimedStep, took: float) -> float:
         """By how many ms a step was shorter than the model's own."""
@@ -234,6 +235,15 @@ class StepTimes:
                 return False
             turns.tries, turns.last = turns.tries + 1, turns.runs
             return True
+
+    def seems_slower(self, step: TimedStep) -> bool:
+        """Whether a run that does this work, in which engines and the model were compared, should go on comparing them:
+        by what is known by now the engines take longer, and they may be retired. From a thread that computes.
+        """
+        with self._lock:
+            self._read()
+            ours, plain = (self._samples.get(each, ()) for each in (step, TimedStep(step.work)))
+            return self._compares and self._retires and seems_slower(ours, plain)
 
     def stop_comparing(self) -> None:
         """Compute no more steps without engines in this process: there is no room for them."""

@@ -469,6 +469,41 @@ def test_a_slow_engine_is_retired_until_somebody_asks_for_it(
     assert module.status.engine_calls > calls and "30 → 10 ms a step" in state_of(module).text
 
 
+def test_while_the_engine_seems_slower_it_takes_turns_with_the_model(
+    provider: EngineProvider, clock: Stopwatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So the second picture of a usual length tells."""
+    clock.engine_ms = 31.5
+    plain = tiny.sample(tiny.model(), steps=20)
+    model, module = fast_model(provider)
+    for _ in range(2):
+        assert "so it is not used" not in caplog.text
+        assert distance(tiny.sample(model, steps=20), plain) < TOLERANCE
+        assert clock.by_model() == [3, 4, 7, 8, 11, 12, 15, 16]
+    assert caplog.text.count("so it is not used") == 1
+    assert torch.equal(tiny.sample(model, steps=20), plain) and clock.by_model() == [*range(20)]
+
+
+def test_an_engine_that_seems_slower_no_more_computes_the_rest(provider: EngineProvider, clock: Stopwatch) -> None:
+    clock.engine_ms = 50.0
+    model, module = fast_model(provider)
+
+    def recovers(step: int, *_: Any) -> None:
+        if step == 8:
+            clock.engine_ms = 10.0
+
+    tiny.sample(model, steps=20, callback=recovers)
+    assert clock.by_model() == [3, 4, 7, 8, 11, 12], "of its steps between them two took 50 ms and two 10"
+    tiny.sample(model, steps=20)
+    assert clock.by_model() == [] and "30 → 10 ms a step" in describe(module)
+
+
+def test_where_the_host_retires_no_engine_none_takes_turns(store: EngineStore, clock: Stopwatch) -> None:
+    clock.engine_ms = 50.0
+    tiny.sample(fast_model(provider_of(store, clock, retires=False))[0], steps=20)
+    assert clock.by_model() == [3, 4]
+
+
 def picture(model_files: Any, seed: int) -> tuple[Graph, Node]:
     """Loader → Accelerate Model → KSampler → SaveLatent, with Engine Info; the graph and the node."""
     graph = Graph()
