@@ -119,7 +119,7 @@ _Unread = tuple[Clock, TimedStep, Any, Any]
 
 
 class StepTimes:
-    """What this process has measured. Safe to use from any thread, `settle` apart.
+    """What this process has measured. Safe to use from any thread, `settle` and `seems_slower` apart.
 
     Args:
         versions: of the host, by its name.
@@ -152,8 +152,8 @@ class StepTimes:
         self._retires, self._compares = retires, compares
         self._samples: OrderedDict[TimedStep, deque[float]] = OrderedDict()
         self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
-        self._unjudged: set[Hashable] = set()
-        """The work of steps that were read since engines were judged."""
+        self._unjudged: deque[tuple[TimedStep, float]] = deque(maxlen=_UNREAD_KEPT)
+        """Steps that were read since engines were judged, with the ms that they took."""
         self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
         self._suspects: set[TimedStep] = set()
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
@@ -186,7 +186,10 @@ class StepTimes:
         try:
             with self._lock:
                 self._read()
-                works, self._unjudged = self._unjudged, set()
+                read = [*self._unjudged]
+                self._unjudged.clear()
+                works = {step.work for step, _ in read}
+                self.saved_ms += sum(self._gain(step, took) for step, took in read)
                 for step in [each for each in self._samples if each.engines and each.work in works]:
                     self._judge(step)
         except Exception:  # whatever a driver or a file system raises: no picture may end for a figure
@@ -202,8 +205,7 @@ class StepTimes:
                 break
             self._unread.popleft()
             self._samples_of(step).append(took)
-            self.saved_ms += self._gain(step, took)
-            self._unjudged.add(step.work)
+            self._unjudged.append((step, took))
 
     def _gain(self, step: TimedStep, took: float) -> float:
         """By how many ms a step was shorter than the model's own."""
@@ -238,7 +240,9 @@ class StepTimes:
 
     def seems_slower(self, step: TimedStep) -> bool:
         """Whether a run that does this work, in which engines and the model were compared, should go on comparing them:
-        by what is known by now the engines take longer, and they may be retired. From a thread that computes.
+        by what is known by now the engines take longer, and they may be retired.
+
+        Asked in the midst of what is timed: no file is read. Only from a thread that computes, as `settle`.
         """
         with self._lock:
             self._read()

@@ -1,5 +1,5 @@
 """Times the steps of a sampling run; now and then two of them are computed by the user's model, to compare. Where it
-seems to be the faster one they take turns, two steps each, so that one picture or two tell.
+seems to be the faster one they take turns, so that two or three pictures tell.
 
 Around all else in a step: what other nodes, step skipping and whole steps do there is part of its time. A step that
 calls no model, as those that are skipped, is none.
@@ -83,8 +83,8 @@ class TimedSteps:
         self._begun = 0
         self._left = 0
         """Steps that the user's model is still to compute, that which is under way included."""
-        self._last_left: int | None = None
-        """The number of the latest step that it was to compute; None where there was none yet."""
+        self._last_left = self._turns = 0
+        """The number of the latest step that it was to compute, and how often its turn came in this run."""
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         def compute() -> torch.Tensor:
@@ -104,7 +104,7 @@ class TimedSteps:
             if self._left and done is not None:
                 self._left -= 1
             elif is_warm and done is not None and self._is_due(done) and has_memory(guider, x):
-                self._left = _COMPARED
+                self._left, self._turns = _COMPARED, self._turns + 1
         except Exception:  # whatever a driver or other nodes' code raises: no picture may end for a figure
             log.debug("Slipstream: steps are not timed", exc_info=True)
             self._left = self._steps = 0
@@ -117,8 +117,8 @@ class TimedSteps:
         number = self._begun - 1
         if not done.engines or self._steps < _LEAST_STEPS or not _FIRST_STEP <= number < self._steps - _COMPARED:
             return False
-        if self._last_left is not None:
-            return number - self._last_left > _COMPARED and self._times.seems_slower(done)
+        if self._turns:  # now two, now three steps lie between: what returns each so many steps falls on both sides
+            return number - self._last_left > _COMPARED + self._turns % 2 and self._times.seems_slower(done)
         if done in self._asked:
             return False
         self._asked.add(done)
@@ -137,7 +137,7 @@ class TimedSteps:
         # Out here the error is gone, and with it the frames that kept tensors alive.
         log.info("Slipstream: too little memory to time steps of the model for comparison; engines stay in use")
         self._times.stop_comparing()
-        self._left = self._steps = 0
+        self._left = 0
         give_back_unused(device)
         return compute()
 

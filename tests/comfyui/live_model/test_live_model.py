@@ -680,7 +680,7 @@ def test_asking_again_costs_little() -> None:
     for _ in range(20):
         asking.append(_thread_seconds(live.why_changed))
         walking.append(_thread_seconds(lambda: list(unet.modules())))
-    assert min(asking) < 6 * min(walking)  # twice as long, on any core
+    assert min(asking) < 6 * min(walking)  # two to three times as long, on any core
 
 
 def _thread_seconds(work: Callable[[], Any]) -> float:

@@ -388,13 +388,13 @@ def test_which_of_several_controlnets_are_in_a_step_is_not_known(provider: Engin
 def test_a_controlnets_own_engine_is_timed_by_its_calls(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_name = controlnet_calls._by_name
+    by_name = controlnet_calls.residuals_by_name
 
     def slow(control: Any) -> Any:
         clock.now += 5.0
         return by_name(control)
 
-    monkeypatch.setattr(controlnet_calls, "_by_name", slow)
+    monkeypatch.setattr(controlnet_calls, "residuals_by_name", slow)
     fast = Fast(provider, levers=Levers(parallel="off"))
     tiny.sample(fast.model, steps=12, **prompts(applied(fast.control)))
     assert "ms a call" not in describe(fast.control_module), "too few"
@@ -479,7 +479,7 @@ def test_while_the_engine_seems_slower_it_takes_turns_with_the_model(
     for _ in range(2):
         assert "so it is not used" not in caplog.text
         assert distance(tiny.sample(model, steps=20), plain) < TOLERANCE
-        assert clock.by_model() == [3, 4, 7, 8, 11, 12, 15, 16]
+        assert clock.by_model() == [3, 4, 8, 9, 12, 13, 17, 18]
     assert caplog.text.count("so it is not used") == 1
     assert torch.equal(tiny.sample(model, steps=20), plain) and clock.by_model() == [*range(20)]
 
@@ -489,13 +489,48 @@ def test_an_engine_that_seems_slower_no_more_computes_the_rest(provider: EngineP
     model, module = fast_model(provider)
 
     def recovers(step: int, *_: Any) -> None:
-        if step == 8:
+        if step == 9:
             clock.engine_ms = 10.0
 
     tiny.sample(model, steps=20, callback=recovers)
-    assert clock.by_model() == [3, 4, 7, 8, 11, 12], "of its steps between them two took 50 ms and two 10"
+    assert clock.by_model() == [3, 4, 8, 9, 12, 13], "of its steps between them three took 50 ms and three 10"
     tiny.sample(model, steps=20)
     assert clock.by_model() == [] and "30 → 10 ms a step" in describe(module)
+
+
+@pytest.mark.parametrize(("period", "offset"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 1), (4, 2), (4, 3), (5, 2)])
+def test_what_takes_time_each_so_many_steps_retires_no_engine(
+    provider: EngineProvider, clock: Stopwatch, period: int, offset: int
+) -> None:
+    """As a preview of each fourth step, which would fall on the engine's alone were turns of equal length."""
+    model, module = fast_model(provider)
+
+    def preview(step: int, *_: Any) -> None:
+        clock.now += 60.0 * (step % period == offset)
+
+    for _ in range(4):
+        tiny.sample(model, steps=20, callback=preview)
+    clock.by_model()
+    tiny.sample(model, steps=7)
+    assert clock.by_model() == [] and state_of(module).kind == "ready"
+
+
+def test_while_they_take_turns_no_file_is_read(
+    provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would count as a part of the engine's step."""
+    lookup = EngineStore.lookup
+
+    def slow(store: EngineStore, *args: Any) -> Any:
+        clock.now += 25.0
+        return lookup(store, *args)
+
+    monkeypatch.setattr(EngineStore, "lookup", slow)
+    model, module = fast_model(provider)
+    for _ in range(3):
+        tiny.sample(model, steps=20)
+        assert clock.by_model() == [3, 4]
+    assert "30 → 10 ms a step" in describe(module)
 
 
 def test_where_the_host_retires_no_engine_none_takes_turns(store: EngineStore, clock: Stopwatch) -> None:

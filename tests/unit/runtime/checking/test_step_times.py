@@ -187,6 +187,24 @@ def test_several_engines_of_a_step_share_its_figures(provider: EngineProvider, t
         assert "so it is not used" in ask(provider, FakeSource(), call=CallShape.of(make_inputs(size))).reason
 
 
+def test_what_was_read_in_the_midst_of_a_run_is_judged_at_its_end(
+    provider: EngineProvider, times: StepTimes, clock: FakeClock, engine: EngineId
+) -> None:
+    step = TimedStep(WORK, (engine,))
+    assert not times.seems_slower(step), "nothing is known"
+    for each, ms, count in ((PLAIN, 30.0, 3), (step, 50.0, 5)):
+        for _ in range(count):
+            times.add(clock, each, 0.0, ms)
+    assert times.seems_slower(step) and speed(provider) is None
+    times.settle()
+    found = speed(provider)
+    assert found is not None and (found.engine_ms, found.eager_ms) == (50.0, 30.0)
+    times.settle()
+    assert times.saved_ms == 0.0, "nothing was known of the model while it ran"
+    measure(times, step, 20.0)
+    assert times.saved_ms == 10.0
+
+
 def test_events_that_the_device_has_not_reached_are_read_later(
     provider: EngineProvider, times: StepTimes, engine: EngineId, clock: FakeClock, source: FakeSource
 ) -> None:
