@@ -51,7 +51,7 @@ from .block_patches import patches_in, why_patched
 from .block_weights import are_staged, dequantised_bytes, stored_weights
 from .computed_outside import Outside, StandIns, exact_attention, outside_of
 from .graphed_blocks import GraphedBlocks
-from .graphed_network import Called, GraphedNetwork, called_as_a_group
+from .graphed_network import Called, GraphedNetwork, called_as_a_group, each_once
 from .led_network import LedBlock, LedNetwork, keep, led_network, weights_of
 from .trials import Trial, compared, read
 
@@ -332,7 +332,7 @@ class BlockCalls:
             return self(compute, True, shape)
         self._keep_graphs()
         self._check_weights()
-        was_held = self._is_held
+        was_held, call = self._is_held, each_once(call)
         found = graphed(call, lambda: self(compute, True, shape, by_parts=False))
         if not was_held:
             self._check_weights()  # of what it began with

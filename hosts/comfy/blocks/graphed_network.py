@@ -231,7 +231,7 @@ class GraphedNetwork:
         is_compared = whole.compared < COMPARED
         try:
             outside = _handed_out(whole, outsides, None if is_compared else attend)
-            result = self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside)
+            result = by_each_name(self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside))
             if is_new and not leaves_memory(self._device):
                 raise torch.OutOfMemoryError("the graph leaves too little memory for sampling")
             whole.replays += 1
@@ -396,12 +396,29 @@ class GraphedNetwork:
         blocks = (block for block in self._led.blocks if block.path.startswith(start))
         calls = {block.path: functools.partial(lead, block) for block in blocks}
         with copied.holding(weights), copied.leading(calls):
-            return self._called(copied.network.get_submodule(self._path), call)
+            return each_once(self._called(copied.network.get_submodule(self._path), by_each_name(call)))
 
     def _kind_of(self, call: Tensors, outsides: Mapping[str, Outside]) -> Hashable:
         """Equal for calls that are the same work, in the same state of torch's switches."""
         forms = tuple([(path, *outside.form.items()) for path, outside in outsides.items()])
         return self._path, CallShape.of(call), rounding_switches(), forms
+
+
+def each_once(tensors: Tensors) -> Tensors:
+    """Tensors, of which those that are the same memory are one, by all their names with spaces between.
+
+    The same residual of a ControlNet goes to many blocks of a model: a graph has one buffer for it.
+    """
+    names: dict[Hashable, list[str]] = {}
+    for name, tensor in tensors.items():
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        names.setdefault(place, []).append(name)
+    return {" ".join(each): tensors[each[0]] for each in names.values()}
+
+
+def by_each_name(tensors: Tensors) -> Tensors:
+    """The inverse of `each_once`."""
+    return {name: tensor for names, tensor in tensors.items() for name in names.split()}
 
 
 def called_as_a_group(group: torch.nn.Module, call: Tensors) -> Tensors:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,20 @@ def _call(network: Any, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     rest = {name: tensor for name, tensor in inputs.items() if name not in (HINT, TYPE)}
     control = network(hint=inputs[HINT], control_type=_Types(inputs.get(TYPE)), **rest)
     return (*control["output"], *control["middle"])
+
+
+def residuals_by_name(control: Mapping[str, Sequence[torch.Tensor]]) -> Tensors:
+    """What a network gives, by kinds and places."""
+    return {f"{kind}_{place}": tensor for kind in control for place, tensor in enumerate(control[kind])}
+
+
+def residuals_by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
+    """The inverse of that, and of the names of `ComfyControlNet.outputs`, in whatever order."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, place = name.partition("_")
+        found.setdefault(kind, {})[int(place)] = tensor
+    return {kind: [placed[place] for place in sorted(placed)] for kind, placed in found.items()}
 
 
 class ControlNetGraph(torch.nn.Module):
@@ -201,7 +215,10 @@ class ComfyControlNet(NetworkArchitecture):
         return network
 
     def called(self, network: torch.nn.Module, inputs: Tensors) -> Tensors:
-        """What a network of this architecture makes of an engine's inputs, by the names of `outputs`."""
+        """What a network of this architecture makes of a call's tensors: of an engine's inputs, by the names of
+        `outputs`; where it has engines of blocks alone of all that ComfyUI gives it, see `residuals_by_name`."""
+        if self.kind.has_blocks_alone:
+            return residuals_by_name(network(**inputs))
         before = _put_stand_ins(network)
         try:
             return dict(zip(self.outputs, _call(network, inputs), strict=True))

@@ -27,7 +27,7 @@ from ....runtime.settings.model_settings import are_blocks_welcome
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
 from ..blocks.block_calls import BlockCalls, block_calls_of
-from ..models.controlnet import ComfyControlNetSource
+from ..models.controlnet import ComfyControlNetSource, residuals_by_kind, residuals_by_name
 from .model_calls import NotServed
 from .run_start import RunRecorder, begin_run, recorded
 from .wrapper_keys import ACCELERATE
@@ -321,7 +321,7 @@ class ControlCalls:
             return given
 
         def eager() -> Tensors:
-            return _by_name(plain())
+            return residuals_by_name(plain())
 
         if isinstance(self._begun, str):
             if self._module.status.count_eager(self._begun):
@@ -340,18 +340,20 @@ class ControlCalls:
         if self._is_hint_wanted_only:
             if reason := run.why_not_whole or veto:
                 raise NotServed(reason)
-            return _by_kind({})
+            return {}
 
         def by_blocks() -> Tensors:
             if self._blocks is None or is_on_purpose():
                 return eager()
-            shape = CallShape.of(inputs)
-            if veto is None and run.why_not_whole is None:
-                return self._blocks.whole(eager, inputs, source.architecture.called, {}, shape)
+            shape, call = CallShape.of(inputs), inputs
+            if run.why_not_whole is not None:
+                call = _all_given(x=x, hint=hint, timesteps=timesteps, context=context, y=y, **extra)
+            if call and veto is None:
+                return self._blocks.whole(eager, call, source.architecture.called, {}, shape)
             return self._blocks(eager, veto is None, shape)
 
         with on_purpose() if self._is_to_be_compared(run) else nullcontext():
-            return _by_kind(run(inputs, by_blocks, veto, eager))
+            return residuals_by_kind(run(inputs, by_blocks, veto, eager))
 
     def _is_to_be_compared(self, run: Run) -> bool:
         """Whether the network itself computes this call, so that engines of blocks serve only where they are faster."""
@@ -417,18 +419,14 @@ class ControlCalls:
         self._ending.close()
 
 
+def _all_given(**given: Any) -> Tensors:
+    """What a network is given, but for what it is given none of; nothing where that is not all plain tensors."""
+    tensors = {name: value for name, value in given.items() if value is not None}
+    are_tensors = all(isinstance(value, torch.Tensor) for value in tensors.values())
+    return tensors if are_tensors and why_not_these_tensors(tensors.values()) is None else {}
+
+
 def _why_not_this_call(inputs: Tensors, extra: dict[str, Any]) -> str | None:
     if strange := [name for name, value in extra.items() if name != "control_type" and value is not None]:
         return f"the ControlNet is given {strange[0]!r}, which engines do not take"
     return why_not_these_tensors(inputs.values())
-
-
-def _by_name(control: dict[str, list[torch.Tensor]]) -> Tensors:
-    return {f"{kind}_{place}": tensor for kind in control for place, tensor in enumerate(control[kind])}
-
-
-def _by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        found.setdefault(name.partition("_")[0], []).append(tensor)
-    return found

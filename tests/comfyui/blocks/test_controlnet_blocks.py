@@ -29,6 +29,7 @@ from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BLOCKS_VARIABLE, BackendChoice, BuildPolicy, Settings
+from slipstream.tests.comfyui.blocks.host_graphs import host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny, tiny_controlnets
@@ -86,6 +87,47 @@ def test_a_picture_is_the_plain_one_and_engines_of_blocks_made_it(
     assert share_of(module) == (blocks, blocks), module.status.to_json()
     assert all(reason.startswith(BLOCKS_ALONE) for reason in module.status.to_json()["reasons"])
     assert not [layer for layer in control.control_model.modules() if "forward" in vars(layer)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_whole_call_is_one_graph_and_the_models_another(name: str, provider: EngineProvider, load: Load) -> None:
+    """But for a Union, which makes a tensor of its types in each call."""
+    model, control = tiny_controlnets.model(name), load(name)
+    steps, are_graphs = 9, not KINDS[name].types
+    wanted = [sampled(model, applied(control, name, seed=seed), name, steps=steps) for seed in (3, 4)]
+    assert distance(*wanted) > 1e-4
+    with host_graphs(provider) as graphs:
+        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
+        fast_model, (fast, module) = accelerate_model(model, of_model), accelerated(provider, control)
+        for seed in (3, 4):
+            before = graphs.replays
+            found = sampled(fast_model, applied(fast, name, seed=seed), name, steps=steps)
+            assert distance(found, wanted[seed - 3]) < 1e-5
+        assert graphs.captures == 1 + are_graphs and graphs.replays - before == steps * (1 + are_graphs)
+        assert module.status.block_calls >= 2 * steps - 2, module.status.to_json()
+
+
+def test_a_residual_that_several_blocks_take_is_one_in_a_graph(provider: EngineProvider, load: Load) -> None:
+    """Of three blocks' residuals ComfyUI makes lists of 19 and 38, and scales each once."""
+    name = "flux instantx"
+    model, control = tiny_controlnets.model(name), load(name)
+    named: list[str] = []
+    with host_graphs(provider) as graphs, pytest.MonkeyPatch.context() as patch:
+        run = graphs.run
+
+        def noted(compute: Any, generation: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            found = run(compute, generation, tensors, *args, **kwargs)
+            named.extend(names for names in (*tensors, *found) if "put_" in names)
+            return found
+
+        patch.setattr(graphs, "run", noted)
+        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
+        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
+        found = sampled(fast_model, applied(fast, name, 0.6), name, steps=9)
+        assert distance(found, sampled(model, applied(control, name, 0.6), name, steps=9)) < 1e-5
+    given = {names for names in named if names.startswith("control_")}
+    for residuals in given, {*named} - given:
+        assert len(residuals) == 3 and sum(len(names.split()) for names in residuals) == 19 + 38, residuals
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -243,7 +285,7 @@ def test_blocks_that_are_slower_are_not_used_any_more(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of the network takes 5 ms, and 20 more by engines; a step of the model's takes 10 by engines, else 40."""
-    clock, once, by_name, by_model = FakeClock(), BlockCalls.once, controlnet_calls._by_name, ModelCalls._plain
+    clock, once, by_name, by_model = FakeClock(), BlockCalls.once, controlnet_calls.residuals_by_name, ModelCalls._plain
 
     def slow_engines(calls: Any, *args: Any) -> Any:
         found = once(calls, *args)
@@ -259,7 +301,7 @@ def test_blocks_that_are_slower_are_not_used_any_more(
         return by_model(calls, *args)
 
     monkeypatch.setattr(BlockCalls, "once", slow_engines)
-    monkeypatch.setattr(controlnet_calls, "_by_name", network)
+    monkeypatch.setattr(controlnet_calls, "residuals_by_name", network)
     monkeypatch.setattr(ModelCalls, "_plain", plain)
     name = "sd3"
     model, control = tiny_controlnets.model(name), load(name)
@@ -282,7 +324,7 @@ def test_blocks_that_are_slower_are_not_used_any_more(
 def test_blocks_that_were_there_from_the_start_are_compared_without_an_accelerated_model(
     tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, once, by_name = FakeClock(), BlockCalls.once, controlnet_calls._by_name
+    clock, once, by_name = FakeClock(), BlockCalls.once, controlnet_calls.residuals_by_name
 
     def slow_engines(calls: Any, *args: Any) -> Any:
         found = once(calls, *args)
@@ -294,7 +336,7 @@ def test_blocks_that_were_there_from_the_start_are_compared_without_an_accelerat
         return by_name(control)
 
     monkeypatch.setattr(BlockCalls, "once", slow_engines)
-    monkeypatch.setattr(controlnet_calls, "_by_name", network)
+    monkeypatch.setattr(controlnet_calls, "residuals_by_name", network)
     name = "sd3"
     model, control = tiny_controlnets.model(name), load(name)
     with quick_block_provider(EngineStore(tmp_path / "store")) as provider:

@@ -168,10 +168,12 @@ def model(name: str) -> Any:
     return tiny.transformer(KINDS[name].family, **changes)
 
 
-def applied(control: Any, name: str, strength: float = 1.0, window: tuple[float, float] = (0.0, 1.0)) -> Any:
-    """As Apply ControlNet (Advanced) has it: a copy with its hint."""
+def applied(
+    control: Any, name: str, strength: float = 1.0, window: tuple[float, float] = (0.0, 1.0), seed: int = 3
+) -> Any:
+    """As Apply ControlNet (Advanced) has it: a copy with its hint, which `seed` tells."""
     kind = KINDS[name]
-    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
     vae = _vae(tiny.TRANSFORMERS[kind.family].video) if kind.takes_latents else None
     return control.copy().set_cond_hint(picture, strength, window, vae)
 
