@@ -34,6 +34,7 @@ def residuals_of(control: Mapping[str, Any] | None, x: torch.Tensor) -> Tensors 
         x: the call's latents [N, ...]; residuals of one sample are meant for all, and all are wanted in its dtype.
     """
     found: Tensors = {}
+    made: dict[int, torch.Tensor] = {}  # ComfyUI's lists hold the same residual for several blocks
     for kind, entries in (control or {}).items():
         if kind not in _KINDS or not isinstance(entries, (list, tuple)):
             return f"the ControlNet gives {kind!r}, which engines do not take"
@@ -42,8 +43,9 @@ def residuals_of(control: Mapping[str, Any] | None, x: torch.Tensor) -> Tensors 
                 continue
             if not torch.is_tensor(tensor) or tensor.shape[0] not in (1, x.shape[0]):
                 return "the ControlNet gives residuals of another form than this model's batch"
-            whole = tensor.expand(x.shape[0], *tensor.shape[1:])
-            found[f"control_{kind}_{place}_of_{len(entries)}"] = whole.to(x.dtype)
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor.expand(x.shape[0], *tensor.shape[1:]).to(x.dtype)
+            found[f"control_{kind}_{place}_of_{len(entries)}"] = made[id(tensor)]
     return found
 
 

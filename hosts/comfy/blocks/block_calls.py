@@ -35,6 +35,7 @@ from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
 from ....runtime.loaded.device_memory import give_back_unused
 from ....runtime.module import AcceleratedModule, ByBlocks, Run, Waiting
+from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import BuildPolicy, Settings
 from ...live_model.held_weights import Hold
 from ...live_model.layer_walk import layers_of
@@ -210,8 +211,8 @@ class BlockCalls:
         self._graphed: GraphedNetwork | None = None
         self._graphed_blocks: GraphedBlocks | None = None
         self._graphed_groups: dict[LedBlock, GraphedNetwork] = {}
-        self._without_graph: set[LedBlock] = set()
-        """Groups of whose blocks not all were on engines in their last call."""
+        self._without_graph: set[LedBlock | CallShape] = set()
+        """Groups, and forms of the network's calls, of whose last call no graph could repeat all."""
         self._is_steady = False
         """Whether all calls such as the last one are the same work, whatever other nodes do in them."""
         self._is_by_parts = False
@@ -321,6 +322,7 @@ class BlockCalls:
         Args:
             compute: leaves what it is given as it is.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
+                Those that are the same memory are one in a graph.
             called: gives what a copy of the network makes of them.
             options: `transformer_options`.
             shape: as above.
@@ -340,9 +342,13 @@ class BlockCalls:
             result, whole = found
             self.share = BlockShare(whole.blocks)
             return result
-        result = self(compute, True, shape, by_parts=False)
+        form = CallShape.of(call)
+        result = self(compute, True, shape, form in self._without_graph or not graphed.may_have_graph(call))
         if self.share.is_by_engines_alone:
+            self._without_graph.discard(form)
             graphed.note(call, self._served, self.share.engine)
+        elif not self.share.waiting:
+            self._without_graph.add(form)
         return result
 
     def _keep_graphs(self) -> None:

@@ -1,7 +1,7 @@
 """Calls of single blocks as one CUDA graph each, where the network's own call is none. Reduces launch overhead.
 
-Where another node computes in the midst of a network, its code may not be captured, and the host launches a block's
-kernels one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on, those
+Where others compute in the midst of a network, their code may not be captured, and the host launches a block's kernels
+one by one. Kernels of an engine alone may be: each block's are recorded once, and replayed from then on, those
 before what is called out of it and those behind as a graph each. What the first two replays give is compared with what
 the engine gives, before any picture is made of them.
 """

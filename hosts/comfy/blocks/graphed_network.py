@@ -231,12 +231,11 @@ class GraphedNetwork:
         is_compared = whole.compared < COMPARED
         try:
             outside = _handed_out(whole, outsides, None if is_compared else attend)
-            result = by_each_name(self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside))
+            found = self._replayed(whole, graphs, generation, call, kind, weights, outsides, outside)
             if is_new and not leaves_memory(self._device):
                 raise torch.OutOfMemoryError("the graph leaves too little memory for sampling")
             whole.replays += 1
-            if is_compared:
-                result = self._compared(whole, graphs, kind, result, by_blocks)
+            result = self._compared(whole, graphs, kind, found, by_blocks) if is_compared else by_each_name(found)
             return None if is_compared and outsides else (result, whole)  # which no stand-in may have to do with
         except waiting_hooks().interruptions:
             raise
@@ -308,7 +307,7 @@ class GraphedNetwork:
         disturb()
         wanted = by_blocks()
         limit = ROUNDING[whole.offers[0].precision]
-        error = relative_error(result, wanted)
+        error = relative_error(result, each_once(wanted))
         if error <= limit:
             whole.compared += 1
             if whole.compared == COMPARED and not self._path:

@@ -346,7 +346,7 @@ class ControlCalls:
             if self._blocks is None or is_on_purpose():
                 return eager()
             shape, call = CallShape.of(inputs), inputs
-            if run.why_not_whole is not None:
+            if source.architecture.kind.has_blocks_alone:
                 call = _all_given(x=x, hint=hint, timesteps=timesteps, context=context, y=y, **extra)
             if call and veto is None:
                 return self._blocks.whole(eager, call, source.architecture.called, {}, shape)
@@ -420,8 +420,10 @@ class ControlCalls:
 
 
 def _all_given(**given: Any) -> Tensors:
-    """What a network is given, but for what it is given none of; nothing where that is not all plain tensors."""
-    tensors = {name: value for name, value in given.items() if value is not None}
+    """What a network is given, but for what it is given none of, as a Union without a type; nothing where that is not
+    all tensors that engines take."""
+    is_none = {name: value is None or (isinstance(value, list) and not value) for name, value in given.items()}
+    tensors = {name: value for name, value in given.items() if not is_none[name]}
     are_tensors = all(isinstance(value, torch.Tensor) for value in tensors.values())
     return tensors if are_tensors and why_not_these_tensors(tensors.values()) is None else {}
 

@@ -29,7 +29,7 @@ from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BLOCKS_VARIABLE, BackendChoice, BuildPolicy, Settings
-from slipstream.tests.comfyui.blocks.host_graphs import host_graphs
+from slipstream.tests.comfyui.blocks.host_graphs import HostGraphs, host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny, tiny_controlnets
@@ -128,6 +128,64 @@ def test_a_residual_that_several_blocks_take_is_one_in_a_graph(provider: EngineP
     given = {names for names in named if names.startswith("control_")}
     for residuals in given, {*named} - given:
         assert len(residuals) == 3 and sum(len(names.split()) for names in residuals) == 19 + 38, residuals
+
+
+def test_a_union_behind_a_node_that_sets_no_type_has_a_graph(provider: EngineProvider, load: Load) -> None:
+    """As Set Union ControlNet Type has it, set to auto."""
+    name = "flux union"
+    model, control = tiny_controlnets.model(name), load(name)
+    control.set_extra_arg("control_type", [])
+    fast, module = accelerated(provider, control)
+    with host_graphs(provider) as graphs:
+        found, wanted = (sampled(model, applied(each, name), name, steps=9) for each in (fast, control))
+    assert distance(found, wanted) < 1e-5 and graphs.captures == 1, module.status.to_json()
+
+
+def test_a_chain_of_which_one_ends_early_is_replayed(provider: EngineProvider, load: Load) -> None:
+    """Sums of two are no residuals that blocks share; those of the one that is left are."""
+    name = "flux xlabs"
+    model, control = tiny_controlnets.model(name), load(name)
+
+    def chained(network: Control) -> Control:
+        first, second = applied(network, name, 0.6, (0.0, 0.5)), applied(network, name, 0.8, seed=4)
+        return second.set_previous_controlnet(first)
+
+    with host_graphs(provider) as graphs:
+        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
+        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
+        for steps in (20, 20):
+            before, captures = graphs.replays, graphs.captures
+            found = sampled(fast_model, chained(fast), name, steps=steps)
+            assert distance(found, sampled(model, chained(control), name, steps=steps)) < 1e-5
+    assert graphs.captures == captures == 3, "one of the ControlNet's, and the model's with a sum and without"
+    assert graphs.replays - before == 20 + 20 + 10
+
+
+def without_its_comparison(graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs.factor = 1.5
+
+
+def with_attention_that_rounds(graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(computed_outside, "_EXACT", frozenset())
+
+
+@pytest.mark.parametrize("case", [without_its_comparison, with_attention_that_rounds])
+def test_where_the_whole_call_has_no_graph_its_blocks_have(
+    case: Callable[..., None], load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "sd3"
+    model, control = tiny_controlnets.model(name), load(name)
+    with quick_block_provider(EngineStore(tmp_path / "store")) as provider, host_graphs(provider) as graphs:
+        case(graphs, monkeypatch)
+        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
+        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
+        for made in (fast_model, fast):
+            before = graphs.parts.replays
+            given = (made, None) if made is fast_model else (model, applied(fast, name))
+            plain = (model, None) if made is fast_model else (model, applied(control, name))
+            found, wanted = (sampled(*each, name, steps=14) for each in (given, plain))
+            assert distance(found, wanted) < 1e-5
+            assert graphs.parts.replays >= before + 10
 
 
 @pytest.mark.parametrize("name", KINDS)
