@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
@@ -152,8 +152,8 @@ class StepTimes:
         self._retires, self._compares = retires, compares
         self._samples: OrderedDict[TimedStep, deque[float]] = OrderedDict()
         self._unread: deque[_Unread] = deque(maxlen=_UNREAD_KEPT)
-        self._unjudged: deque[tuple[TimedStep, float]] = deque(maxlen=_UNREAD_KEPT)
-        """Steps that were read since engines were judged, with the ms that they took."""
+        self._unjudged: defaultdict[TimedStep, list[float]] = defaultdict(list)
+        """The ms of steps that were read since engines were judged."""
         self._turns: OrderedDict[Hashable, _Turns] = OrderedDict()
         self._suspects: set[TimedStep] = set()
         self._earlier: OrderedDict[Hashable, list[float]] = OrderedDict()
@@ -186,10 +186,9 @@ class StepTimes:
         try:
             with self._lock:
                 self._read()
-                read = [*self._unjudged]
-                self._unjudged.clear()
-                works = {step.work for step, _ in read}
-                self.saved_ms += sum(self._gain(step, took) for step, took in read)
+                read, self._unjudged = self._unjudged, defaultdict(list)
+                self.saved_ms += sum(self._gain(step, took) for step, took in read.items())
+                works = {step.work for step in read}
                 for step in [each for each in self._samples if each.engines and each.work in works]:
                     self._judge(step)
         except Exception:  # whatever a driver or a file system raises: no picture may end for a figure
@@ -205,13 +204,13 @@ class StepTimes:
                 break
             self._unread.popleft()
             self._samples_of(step).append(took)
-            self._unjudged.append((step, took))
+            self._unjudged[step].append(took)
 
-    def _gain(self, step: TimedStep, took: float) -> float:
-        """By how many ms a step was shorter than the model's own."""
+    def _gain(self, step: TimedStep, took: Sequence[float]) -> float:
+        """By how many ms steps of one kind were shorter than the model's own, all together."""
         entries = self._entries_of(step)
         speed = self.speed_of(entries[0]) if entries else None
-        return 0.0 if speed is None else speed.eager_ms - took
+        return 0.0 if speed is None else sum(speed.eager_ms - each for each in took)
 
     def _samples_of(self, step: TimedStep) -> deque[float]:
         found = self._samples.setdefault(step, deque(maxlen=_SAMPLES_KEPT))
@@ -239,10 +238,10 @@ class StepTimes:
             return True
 
     def seems_slower(self, step: TimedStep) -> bool:
-        """Whether a run that does this work, in which engines and the model were compared, should go on comparing them:
-        by what is known by now the engines take longer, and they may be retired.
+        """Whether a run in which engines and the model were compared should go on comparing them: by the times known so
+        far the engines take longer, and they may be retired.
 
-        Asked in the midst of what is timed: no file is read. Only from a thread that computes, as `settle`.
+        It is called while steps are timed, so it reads no file. Only from a thread that computes, as `settle`.
         """
         with self._lock:
             self._read()

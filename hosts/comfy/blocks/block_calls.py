@@ -212,7 +212,7 @@ class BlockCalls:
         self._graphed_blocks: GraphedBlocks | None = None
         self._graphed_groups: dict[LedBlock, GraphedNetwork] = {}
         self._without_graph: set[LedBlock | CallShape] = set()
-        """Groups, and forms of the network's calls, of whose last call no graph could repeat all."""
+        """Groups, and shapes of the network's calls, whose last call no graph could have repeated."""
         self._is_steady = False
         """Whether all calls such as the last one are the same work, whatever other nodes do in them."""
         self._is_by_parts = False
@@ -322,7 +322,7 @@ class BlockCalls:
         Args:
             compute: leaves what it is given as it is.
             call: all tensors that the network is given, by name. Nothing but these and `options` has to do with it.
-                Those that are the same memory are one in a graph.
+                A tensor that has several names is one buffer of a graph.
             called: gives what a copy of the network makes of them.
             options: `transformer_options`.
             shape: as above.

@@ -183,7 +183,7 @@ class GraphedNetwork:
         """What the network gives, by its graph; None where it has none, nor gets one now.
 
         Args:
-            call: the tensors that it is given, by name, residuals of ControlNets among them. Nothing else but
+            call: the tensors that it is given, as `each_once` names them, residuals among them. Nothing else but
                 `outsides` may have to do with its result.
             by_blocks: computes the same call without a graph, with stand-ins for what is called out.
             outsides: what others compute in its blocks, by the blocks' paths.
@@ -404,24 +404,23 @@ class GraphedNetwork:
 
 
 def each_once(tensors: Tensors) -> Tensors:
-    """Tensors, of which those that are the same memory are one, by all their names with spaces between.
+    """Return each tensor once, under all names that it has, joined by spaces.
 
-    The same residual of a ControlNet goes to many blocks of a model: a graph has one buffer for it.
+    Many blocks of a model take the same residual of a ControlNet: a graph has one buffer for it.
     """
-    names: dict[Hashable, list[str]] = {}
+    names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        names.setdefault(place, []).append(name)
+        names.setdefault(id(tensor), []).append(name)
     return {" ".join(each): tensors[each[0]] for each in names.values()}
 
 
 def by_each_name(tensors: Tensors) -> Tensors:
-    """The inverse of `each_once`."""
+    """Return each tensor under each of its names: the inverse of `each_once`."""
     return {name: tensor for names, tensor in tensors.items() for name in names.split()}
 
 
 def called_as_a_group(group: torch.nn.Module, call: Tensors) -> Tensors:
-    """What a layer around blocks gives where nobody patches it."""
+    """Return what a layer around blocks gives where no other extension patches it."""
     found = group(**call, transformer_options={})
     return {"out": found.contiguous()}  # as the group gives it to whatever follows
 

@@ -84,12 +84,13 @@ def _call(network: Any, inputs: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def residuals_by_name(control: Mapping[str, Sequence[torch.Tensor]]) -> Tensors:
-    """What a network gives, by kinds and places."""
+    """Return a network's residuals by kind and place: `input_0` is the first one for a model's input blocks."""
     return {f"{kind}_{place}": tensor for kind in control for place, tensor in enumerate(control[kind])}
 
 
 def residuals_by_kind(tensors: Tensors) -> dict[str, list[torch.Tensor]]:
-    """The inverse of that, and of the names of `ComfyControlNet.outputs`, in whatever order."""
+    """Return residuals as ComfyUI's networks give them, in the order of their numbers: the inverse of
+    `residuals_by_name`, and of the names of `ComfyControlNet.outputs`."""
     found: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, place = name.partition("_")
@@ -215,8 +216,12 @@ class ComfyControlNet(NetworkArchitecture):
         return network
 
     def called(self, network: torch.nn.Module, inputs: Tensors) -> Tensors:
-        """What a network of this architecture makes of a call's tensors: of an engine's inputs, by the names of
-        `outputs`; where it has engines of blocks alone of all that ComfyUI gives it, see `residuals_by_name`."""
+        """Return a network's residuals for a call's tensors.
+
+        Args:
+            inputs: an engine's, and the residuals are named by `outputs`. Where the class has engines of blocks alone,
+                all tensors that ComfyUI passes, and they are named as `residuals_by_name` does.
+        """
         if self.kind.has_blocks_alone:
             return residuals_by_name(network(**inputs))
         before = _put_stand_ins(network)

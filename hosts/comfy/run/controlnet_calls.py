@@ -420,10 +420,13 @@ class ControlCalls:
 
 
 def _all_given(**given: Any) -> Tensors:
-    """What a network is given, but for what it is given none of, as a Union without a type; nothing where that is not
-    all tensors that engines take."""
-    is_none = {name: value is None or (isinstance(value, list) and not value) for name, value in given.items()}
-    tensors = {name: value for name, value in given.items() if not is_none[name]}
+    """The arguments of a network's call without those that are None or an empty list, as a Union's types may be;
+    nothing where the others are not all tensors that engines take."""
+    tensors = {
+        name: value
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, list) and not value)
+    }
     are_tensors = all(isinstance(value, torch.Tensor) for value in tensors.values())
     return tensors if are_tensors and why_not_these_tensors(tensors.values()) is None else {}
 

@@ -1,5 +1,5 @@
 """Times the steps of a sampling run; now and then two of them are computed by the user's model, to compare. Where it
-seems to be the faster one they take turns, so that two or three pictures tell.
+seems to be the faster one they take turns, so that two or three pictures are enough to tell.
 
 Around all else in a step: what other nodes, step skipping and whole steps do there is part of its time. A step that
 calls no model, as those that are skipped, is none.
@@ -117,7 +117,7 @@ class TimedSteps:
         number = self._begun - 1
         if not done.engines or self._steps < _LEAST_STEPS or not _FIRST_STEP <= number < self._steps - _COMPARED:
             return False
-        if self._turns:  # now two, now three steps lie between: what returns each so many steps falls on both sides
+        if self._turns:  # by unequal gaps, work of every so many steps falls on both sides
             return number - self._last_left > _COMPARED + self._turns % 2 and self._times.seems_slower(done)
         if done in self._asked:
             return False

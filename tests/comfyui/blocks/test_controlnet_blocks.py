@@ -15,7 +15,6 @@ import torch
 
 from slipstream.core.spec import Optimize, Quantised, Role
 from slipstream.engine_cache import EngineStore
-from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.blocks import computed_outside
 from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
@@ -31,6 +30,7 @@ from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BLOCKS_VARIABLE, BackendChoice, BuildPolicy, Settings
 from slipstream.tests.comfyui.blocks.host_graphs import HostGraphs, host_graphs
 from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.blocks.test_block_calls import accelerated as accelerated_model
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.models import tiny, tiny_controlnets
 from slipstream.tests.comfyui.support.models.tiny_controlnets import KINDS, applied, prompts
@@ -97,8 +97,7 @@ def test_its_whole_call_is_one_graph_and_the_models_another(name: str, provider:
     wanted = [sampled(model, applied(control, name, seed=seed), name, steps=steps) for seed in (3, 4)]
     assert distance(*wanted) > 1e-4
     with host_graphs(provider) as graphs:
-        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
-        fast_model, (fast, module) = accelerate_model(model, of_model), accelerated(provider, control)
+        (fast_model, _), (fast, module) = accelerated_model(provider, model), accelerated(provider, control)
         for seed in (3, 4):
             before = graphs.replays
             found = sampled(fast_model, applied(fast, name, seed=seed), name, steps=steps)
@@ -121,8 +120,7 @@ def test_a_residual_that_several_blocks_take_is_one_in_a_graph(provider: EngineP
             return found
 
         patch.setattr(graphs, "run", noted)
-        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
-        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
+        (fast_model, _), (fast, _) = accelerated_model(provider, model), accelerated(provider, control)
         found = sampled(fast_model, applied(fast, name, 0.6), name, steps=9)
         assert distance(found, sampled(model, applied(control, name, 0.6), name, steps=9)) < 1e-5
     given = {names for names in named if names.startswith("control_")}
@@ -151,12 +149,11 @@ def test_a_chain_of_which_one_ends_early_is_replayed(provider: EngineProvider, l
         return second.set_previous_controlnet(first)
 
     with host_graphs(provider) as graphs:
-        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
-        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
-        for steps in (20, 20):
+        (fast_model, _), (fast, _) = accelerated_model(provider, model), accelerated(provider, control)
+        wanted = sampled(model, chained(control), name, steps=20)
+        for _ in range(2):
             before, captures = graphs.replays, graphs.captures
-            found = sampled(fast_model, chained(fast), name, steps=steps)
-            assert distance(found, sampled(model, chained(control), name, steps=steps)) < 1e-5
+            assert distance(sampled(fast_model, chained(fast), name, steps=20), wanted) < 1e-5
     assert graphs.captures == captures == 3, "one of the ControlNet's, and the model's with a sum and without"
     assert graphs.replays - before == 20 + 20 + 10
 
@@ -177,14 +174,12 @@ def test_where_the_whole_call_has_no_graph_its_blocks_have(
     model, control = tiny_controlnets.model(name), load(name)
     with quick_block_provider(EngineStore(tmp_path / "store")) as provider, host_graphs(provider) as graphs:
         case(graphs, monkeypatch)
-        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
-        fast_model, (fast, _) = accelerate_model(model, of_model), accelerated(provider, control)
-        for made in (fast_model, fast):
+        (fast_model, _), (fast, _) = accelerated_model(provider, model), accelerated(provider, control)
+        of_model = (fast_model, None), (model, None)
+        of_control = (model, applied(fast, name)), (model, applied(control, name))
+        for ours, plain in (of_model, of_control):
             before = graphs.parts.replays
-            given = (made, None) if made is fast_model else (model, applied(fast, name))
-            plain = (model, None) if made is fast_model else (model, applied(control, name))
-            found, wanted = (sampled(*each, name, steps=14) for each in (given, plain))
-            assert distance(found, wanted) < 1e-5
+            assert distance(sampled(*ours, name, steps=14), sampled(*plain, name, steps=14)) < 1e-5
             assert graphs.parts.replays >= before + 10
 
 
@@ -218,8 +213,7 @@ def test_model_and_controlnet_share_engines(tmp_path: Path, load: Load) -> None:
     name = "flux xlabs"
     model, control = tiny_controlnets.model(name), load(name)
     with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
-        of_model = AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS))
-        fast_model = accelerate_model(model, of_model)
+        fast_model, of_model = accelerated_model(provider, model)
         sampled(fast_model, None, name)
         known = set(provider.store.digests())
         fast, of_control = accelerated(provider, control)
@@ -365,7 +359,7 @@ def test_blocks_that_are_slower_are_not_used_any_more(
     model, control = tiny_controlnets.model(name), load(name)
     with quick_block_provider(EngineStore(tmp_path / "store")) as provider:
         provider.step_times = StepTimes(provider.store, clock_of=lambda device: clock)
-        fast_model = accelerate_model(model, AcceleratedModule(provider, replace(FIRST_USE, optimize=Optimize.BLOCKS)))
+        fast_model, _ = accelerated_model(provider, model)
         waiting, _ = accelerated(provider, control, replace(FIRST_USE, policy=BuildPolicy.MANUAL))
         sampled(model, applied(waiting, name), name, steps=9)
         fast, module = accelerated(provider, control)

@@ -472,10 +472,10 @@ def test_a_slow_engine_is_retired_until_somebody_asks_for_it(
 def test_while_the_engine_seems_slower_it_takes_turns_with_the_model(
     provider: EngineProvider, clock: Stopwatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So the second picture of a usual length tells."""
+    """So two pictures of a usual length are enough."""
     clock.engine_ms = 31.5
     plain = tiny.sample(tiny.model(), steps=20)
-    model, module = fast_model(provider)
+    model, _ = fast_model(provider)
     for _ in range(2):
         assert "so it is not used" not in caplog.text
         assert distance(tiny.sample(model, steps=20), plain) < TOLERANCE
