@@ -15,8 +15,11 @@ from .tables import escaped
 
 _COLUMNS = (
     "patch", "pack", "changes the picture by", "plain s", "Slipstream s", "faster by", "kept",
-    "calls of blocks on engines", "error",
+    "of the gain", "calls of blocks on engines", "error",
 )  # fmt: skip
+
+_LEAST_GAIN = 1.02
+"""How many times as fast Slipstream has to be without a patch for there to be a gain that a part can be told of."""
 
 _Place = tuple[str, str, str, str]
 """GPU, ComfyUI, case and variant: what has a table of its own."""
@@ -82,7 +85,8 @@ class _Pair:
         return [
             known.title if known else patch or "none", "" if not patch else (known and known.pack) or "ComfyUI",
             "" if effect is None else f"{100 * effect:.2g} %", f"{plain:.2f}", f"{ours:.2f}", f"{speed:.2f}×",
-            f"{100 * speed / alone:.0f} %", _share(self._ours), f"{self._ours.largest('error'):.1e}",
+            f"{100 * speed / alone:.0f} %", _of_the_gain(speed, alone), _share(self._ours),
+            f"{self._ours.largest('error'):.1e}",
         ]  # fmt: skip
 
 
@@ -96,6 +100,11 @@ def _seconds(turns: Turns) -> float:
     return turns.median("sampler_s") or 0.0
 
 
+def _of_the_gain(speed: float, alone: float) -> str:
+    """How much of what Slipstream gains without a patch it gains with one; empty where it gains next to nothing."""
+    return f"{round(100 * (speed - 1) / (alone - 1))} %" if alone > _LEAST_GAIN else ""
+
+
 def _share(turns: Turns) -> str:
     blocks, on_engines = (sum(row[name] or 0 for row in turns.rows) for name in ("blocks", "blocks_on_engines"))
     return f"{100 * on_engines / blocks:.0f} %" if blocks else "none is called through Slipstream"
@@ -106,9 +115,14 @@ _HEAD = """## With other nodes' patches
 What [engines of blocks](engines.md#engines-of-blocks) keep of their speed where another node patches the model.
 Accelerate Model stands before that node; all else is as above, and the VAE is ComfyUI's own. Plain and Slipstream take
 turns in one server, first without a patch, then with each. Seconds are the sampler's, the median of the timed
-pictures; "faster by" is plain's over Slipstream's, and "kept" is that ratio with the patch over that ratio without
-one, both of the same run. "changes the picture by" is how far plain's picture with the patch is from plain's without
-it, 0 % where the node finds nothing to do in this model; "error" how far Slipstream's is from plain's with the same
-patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as they are, with whatever
-the node changed in them.
+pictures; "faster by" is plain's over Slipstream's. "kept" is that ratio with the patch over that ratio without one,
+both of the same run (the line "none" is the last run's). "of the gain" compares only what is above 1 in these two
+ratios: 100 % where Slipstream gains as much as without the patch, 0 % where it is as fast as plain, less where it is
+slower; empty where it gains 2 % or less without a patch. Both are told, since "kept" is how the speed changes, but
+where Slipstream gains little without a node (Wan 1.4 times, AnimateDiff 1.35, PuLID 1.3) it stays high even for a node
+that leaves nothing: there the gain has to be read. "changes the picture by" is how far plain's picture with the patch
+is from plain's without it, 0 % where the node finds nothing to do in this model; "error" how far Slipstream's is from
+plain's with the same patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as
+they are, with whatever the node changed in them. Each line is of the last run of its patch on that GPU. Lines of older
+commits tell about these, not about today's code; the commits stand below each table.
 """

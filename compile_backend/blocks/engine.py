@@ -31,17 +31,21 @@ class BlockEngine:
         self._run = run
         self._lock = threading.RLock()
         self._is_called = False
-        self._accepted: dict[Inputs, bool] = {}
+        self._accepted: dict[tuple[Inputs, bool], bool] = {}
         self.weights = signature.weights
 
-    def accepts(self, inputs: Inputs) -> bool:
-        """Whether inputs of these shapes and dtypes may be given to it."""
-        known = self._accepted.get(inputs)
+    def accepts(self, inputs: Inputs, ones_too: bool = False) -> bool:
+        """Whether inputs of these shapes and dtypes may be given to it.
+
+        Args:
+            ones_too: see `Sizes.accept`; whether the block takes such inputs alike, the caller has to compare.
+        """
+        known = self._accepted.get((inputs, ones_too))
         if known is None:
             shapes = [shape for shape, _ in inputs]
             known = tuple(dtype for _, dtype in inputs) == self._signature.dtypes
-            known = known and self._signature.sizes.accept(shapes) and self._has_short_indices(shapes)
-            self._accepted[inputs] = known
+            known = known and self._signature.sizes.accept(shapes, ones_too) and self._has_short_indices(shapes)
+            self._accepted[inputs, ones_too] = known
         return known
 
     def takes_others_for_equal(self, inputs: Inputs) -> bool:

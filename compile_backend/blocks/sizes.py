@@ -36,9 +36,14 @@ class Sizes:
     ranges: Mapping[str, tuple[int, int]]
     elements: tuple[Polynomial, ...] = ()
 
-    def accept(self, shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether inputs of these shapes may be given to the program."""
-        return self._symbols(shapes) is not None
+    def accept(self, shapes: Sequence[Sequence[int]], ones_too: bool = False) -> bool:
+        """Whether inputs of these shapes may be given to the program.
+
+        Args:
+            ones_too: an axis that it leaves open from two on may be one, too. What it gives then is what the traced
+                code would give if it took such an axis for any other, and not for one that is repeated.
+        """
+        return self._symbols(shapes, ones_too) is not None
 
     def takes_others_for_equal(self, shapes: Sequence[Sequence[int]]) -> bool:
         """Whether axes of one symbol have different sizes in these shapes, of as many axes."""
@@ -51,10 +56,10 @@ class Sizes:
 
     def most_elements(self, shapes: Sequence[Sequence[int]]) -> float:
         """Of any tensor that the program computes from inputs of these shapes, which it accepts; 0 for one size."""
-        known = self._symbols(shapes) or {}
+        known = self._symbols(shapes, ones_too=True) or {}
         return max((_value(polynomial, known) for polynomial in self.elements), default=0)
 
-    def _symbols(self, shapes: Sequence[Sequence[int]]) -> Mapping[str, int] | None:
+    def _symbols(self, shapes: Sequence[Sequence[int]], ones_too: bool) -> Mapping[str, int] | None:
         """What each symbol stands for in inputs of these shapes; None where they are not accepted."""
         known: dict[str, int] = {}
         pairs = [*zip(self.shapes, shapes, strict=True)] if len(shapes) == len(self.shapes) else []
@@ -64,7 +69,7 @@ class Sizes:
         # Those of one symbol say what it stands for; sums are held against that afterwards.
         axes.sort(key=lambda pair: 0 if isinstance(pair[0], int) else len(pair[0]))
         are_right = all(_fits(wanted, found, known) for wanted, found in axes) and all(
-            symbol in known and smallest <= known[symbol] <= largest
+            symbol in known and (smallest - (ones_too and smallest == 2)) <= known[symbol] <= largest
             for symbol, (smallest, largest) in self.ranges.items()
         )
         return known if are_right else None

@@ -75,6 +75,7 @@ class BlockOffer:
         is_trusted: whether it gave what the block itself gave, in this process.
         is_final: whether there will be none in this process; if not, a later run may ask again.
         digest: of the engine; empty where there is none.
+        is_lent: whether the engine is for more than one of what there is one of here, such as pictures of a batch.
         build: that it waits for, or waited for.
         told: what the host tells functions that its engine calls; noted when the engine is compared.
     """
@@ -88,8 +89,13 @@ class BlockOffer:
     is_trusted: bool = False
     is_final: bool = True
     digest: str = ""
+    is_lent: bool = False
     build: AwaitedBuild = field(default_factory=AwaitedBuild)
     told: Any = None
+
+    def serve(self, digest: str, engine: BlockEngine, is_lent: bool = False) -> None:
+        """Use an engine."""
+        self.digest, self.engine, self.is_lent, self.is_coming, self.reason = digest, engine, is_lent, False, ""
 
     def refuse(self, reason: str, is_final: bool = True) -> None:
         """Use no engine, in this process or until a later run asks again."""
@@ -98,12 +104,17 @@ class BlockOffer:
 
 @dataclass
 class _Wish:
-    """What an offer waits for."""
+    """What an offer waits for.
+
+    Attributes:
+        lent: plans of engines for other calls that would do, asked before its own; for it alone none is built.
+    """
 
     offer: BlockOffer
     plans: list[BlockPlan]
     policy: BuildPolicy
     by_hand: bool
+    lent: Sequence[BlockPlan] = ()
 
 
 @dataclass
@@ -152,6 +163,10 @@ class BlockEngines:
         """Until all is built, since some of them did."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
+        self._open: dict[str, dict[str, BlockPlan]] = {}
+        """Those engines that were asked for and leave a size open: their plans by digest, by the kind of block."""
+        self._unfit: set[tuple[str, Inputs]] = set()
+        """Engines that were lent to calls which they do not fit."""
         self._lock = threading.Lock()
 
     def why_unavailable(self, device: torch.device) -> str | None:
@@ -202,7 +217,10 @@ class BlockEngines:
             ]
             if by_hand:
                 self._forgive(plans)
-            self._bring(_Wish(offer, plans, policy, by_hand))
+            known = self._open.setdefault(offer.architecture.fingerprint.architecture, {})
+            lent = [plan for plan in known.values() if plan.takes_ones_of(plans[0])]
+            known.update({plan.key.digest: plan for plan in plans if not plan.spec.is_static})
+            self._bring(_Wish(offer, plans, policy, by_hand, lent))
         except Exception as error:  # whatever it is: the block runs as it is
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
             offer.refuse(str(error) or type(error).__name__)
@@ -215,6 +233,8 @@ class BlockEngines:
 
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
+        if self._is_lent(wish):
+            return None
         reason, is_final, are_others_equal = "", True, False
         lacking: list[BlockPlan] = []
         may_build = self.supply.may_build(wish.policy)
@@ -230,9 +250,7 @@ class BlockEngines:
                 if isinstance(engine, str):  # one for this size alone might be no better
                     return wish.offer.refuse(engine, is_final=False)
                 if engine.accepts(wish.offer.inputs):
-                    offer = wish.offer
-                    offer.digest, offer.engine, offer.is_coming, offer.reason = digest, engine, False, ""
-                    return
+                    return wish.offer.serve(digest, engine)
                 are_others_equal = engine.takes_others_for_equal(wish.offer.inputs)
                 continue
             if (why_not := self._why_not_asked_for(plan, may_build)) is not None:
@@ -246,6 +264,22 @@ class BlockEngines:
         if lacking:
             self.note_wanted(lacking)
         wish.offer.refuse(reason or "no engine takes calls of this shape", is_final)
+
+    def _is_lent(self, wish: _Wish) -> bool:
+        """Whether an engine for more than one of what there is one of here computes the calls, or is waited for."""
+        for plan in wish.lent:
+            digest = plan.key.digest
+            if (digest, wish.offer.inputs) in self._unfit:
+                continue
+            if (entry := self.store.trusted(digest)) is not None:
+                engine = self._loaded(plan, entry)
+                if not isinstance(engine, str) and engine.accepts(wish.offer.inputs, ones_too=True):
+                    wish.offer.serve(digest, engine, is_lent=True)
+                    return True
+            elif (ticket := self.queue.find(digest)) is not None and ticket.state not in ENDED:
+                self._wait_for(ticket, wish)
+                return True
+        return False
 
     def _is_wanted(self, plan: BlockPlan) -> bool:
         """Not if it is of `spare` without need, which is asked last, since finding that out takes time."""
@@ -316,6 +350,8 @@ class BlockEngines:
             if isinstance(ticket.error, (BuildOutOfMemory, BuildDied)):  # the system may have ended it for its memory
                 self._one_at_a_time = True
             ran_out, digest = isinstance(ticket.error, BuildOutOfMemory), ticket.plan.key.digest
+            if ticket.state is not TicketState.CANCELLED and digest in {plan.key.digest for plan in wish.lent}:
+                return self._bring(replace(wish, lent=()))
             if ran_out and self._retried.setdefault(digest, ticket) is ticket:
                 self.queue.forget(ticket.plan)
                 return self._bring(wish)
@@ -358,6 +394,7 @@ class BlockEngines:
     def forget(self, digest: str) -> None:
         """An engine is to be tried again, was deleted, or another one took its place: the next run looks for it."""
         self._refused.pop(digest, None)
+        self._unfit = {(other, inputs) for other, inputs in self._unfit if other != digest}
         for place in [place for place in self._engines if place[0] == digest]:
             self._engines.pop(place, None)
 
@@ -366,7 +403,12 @@ class BlockEngines:
         return self.canary.watching(offer.digest, USE, False)
 
     def refuse(self, offer: BlockOffer, reason: str) -> None:
-        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`."""
+        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`; of one that
+        is lent, none of these sizes."""
+        if offer.is_lent:
+            log.debug("Slipstream: an engine of blocks is not used for one of what it is for several of: %s", reason)
+            self._unfit.add((offer.digest, offer.inputs))
+            return offer.refuse(reason, is_final=False)
         log.warning("Slipstream: an engine of blocks is not used: %s", reason)
         self._refuse(offer.digest, reason)
         if offer.engine is not None:

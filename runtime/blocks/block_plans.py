@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,8 +24,23 @@ class BlockPlan(Plan):
         of_such: it is for sizes of which the same are equal as in the example.
     """
 
+    architecture: BlockArchitecture
     backend: BlockBackend
     of_such: bool = False
+
+    def takes_ones_of(self, other: BlockPlan) -> bool:
+        """Whether its engine differs from what another plan asks for in nothing but axes that are one in the other's
+        example and open, from two on, here."""
+        shapes, axes = other.architecture.example, self.spec.profile.inputs
+        if other.device != self.device or replace(other.spec, profile=self.spec.profile) != self.spec:
+            return False
+        if any(len(axes.get(name, ())) != len(shape) for name, shape in shapes.items()):
+            return False
+        more = {
+            name: tuple(axis.min if size == 1 else size for size, axis in zip(shape, axes[name], strict=True))
+            for name, shape in shapes.items()
+        }
+        return more != dict(shapes) and self.spec.profile.accepts(more)
 
     def __str__(self) -> str:
         size = " for one size" if self.spec.is_static else " for some sizes" if self.of_such else ""

@@ -805,7 +805,7 @@ class BlockCalls:
             if engine is not None and count >= _SIZES and engine.accepts(inputs):
                 model = next(offer for offer in known if offer.engine is engine)
                 architecture = self._architecture(block, form, tensors)
-                found = replace(model, architecture=architecture, inputs=inputs)
+                found = replace(model, architecture=architecture, inputs=inputs, is_lent=False)
                 block.keep((form, inputs, self._device, self._settings.effort), found)
                 return found
         return None

@@ -6,6 +6,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -87,12 +88,46 @@ def test_other_sizes_prompts_and_batches_need_no_other_build(provider: EnginePro
         {"size": 96},
         {"positive": tiny.conditioning(tokens=154), "negative": tiny.conditioning(seed=2, tokens=154)},
         {"batch": 3},
+        {"cfg": 1.0},
     ]
     for case in cases:
         before = module.status.block_calls
         assert distance(tiny.sample(fast, steps=STEPS, **case), tiny.sample(model, steps=STEPS, **case)) < 1e-5
         assert module.status.block_calls > before, case
     assert set(provider.store.digests()) == set(known)
+
+
+def labels(provider: EngineProvider) -> Counter[str]:
+    """Of all engines in the store."""
+    return Counter(entry.manifest.label for entry in provider.store.list())
+
+
+def test_an_engine_that_is_wrong_for_a_batch_of_one_serves_others_alone(
+    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the block's code took a batch of one for one that is repeated."""
+    load_block = provider.blocks.backend.load_block
+
+    def loaded(*args: Any) -> Any:
+        engine = load_block(*args)
+        if not isinstance(engine._signature.sizes.shapes[0][0], int):
+            run = engine._run
+            engine._run = lambda given: [result * (2 if len(given[0]) == 1 else 1) for result in run(given)]
+        return engine
+
+    monkeypatch.setattr(provider.blocks.backend, "load_block", loaded)
+    model = tiny.model()
+    fast, module = accelerated(provider, model)
+    tiny.sample(fast, steps=2)
+    known, wanted = labels(provider), tiny.sample(model, steps=STEPS, cfg=1.0)
+    for _ in range(4):  # the first finds it wrong, those behind it have others built, and compared
+        before = module.status.block_calls
+        assert distance(tiny.sample(fast, steps=STEPS, cfg=1.0), wanted) < 1e-5
+    assert module.status.block_calls > before
+    assert not (known + known) - labels(provider)
+    before = module.status.block_calls
+    assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
+    assert module.status.block_calls > before
 
 
 def patched(patcher: Any, how: str) -> Any:

@@ -50,6 +50,7 @@ def test_two_packages_serve_a_transformer_at_all_sizes_and_lengths(provider: Eng
         {},
         {"size": 2 * tiny.size_of("flux")},
         {"positive": tiny.conditioning("flux", tokens=19), "negative": tiny.conditioning("flux", 2, tokens=19)},
+        {"cfg": 1.0},  # a batch of one, of an engine that takes two for the least
     )
     for more in others:
         before = module.status.block_calls

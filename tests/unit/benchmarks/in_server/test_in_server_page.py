@@ -92,8 +92,8 @@ def test_what_patches_leave_of_the_speed_has_a_table_of_its_own() -> None:
     died = patched("slipstream+blocks", "pag", 4.0, failed="no | room", died=True)
     text = patches_page.section([*ROWS, *BASE, *pair, lone, died])
     (base,), (seg,) = lines_of(text, "none"), lines_of(text, "Smoothed Energy Guidance")
-    assert base[1:] == ["", "", "3.00", "1.00", "3.00×", "100 %", "100 %", "1.0e-02"]
-    assert seg[1:] == ["sd-perturbed-attention", "25 %", "4.00", "2.00", "2.00×", "67 %", "75 %", "2.0e-02"]
+    assert base[1:] == ["", "", "3.00", "1.00", "3.00×", "100 %", "100 %", "100 %", "1.0e-02"]
+    assert seg[1:] == ["sd-perturbed-attention", "25 %", "4.00", "2.00", "2.00×", "67 %", "50 %", "75 %", "2.0e-02"]
     assert not lines_of(text, "PerturbedAttentionGuidance") and "with pag: no \\| room" in text
     assert section([*ROWS, *BASE, *pair, lone, died]) == section(ROWS) and not section(BASE)
     assert not patches_page.section(ROWS)
@@ -109,7 +109,24 @@ def test_a_patch_is_compared_with_the_base_of_its_own_run() -> None:
     first = [patched("plain", "easycache", 3.0), patched("slipstream+blocks", "easycache", 1.0)]
     text = patches_page.section([*BASE, *first, *later])
     assert [lines_of(text, title)[0][6] for title in ("none", "EasyCache", "FreeU_V2")] == ["100 %", "100 %", "50 %"]
-    assert lines_of(text, "FreeU_V2")[0][7] == "none is called through Slipstream"
+    assert lines_of(text, "FreeU_V2")[0][8] == "none is called through Slipstream"
+
+
+@pytest.mark.parametrize(
+    ("alone", "with_it", "cells"),
+    [
+        (1.5, 2.0, ["75 %", "50 %"]),
+        (2.0, 3.0, ["67 %", "0 %"]),
+        (2.0, 6.0, ["33 %", "-100 %"]),
+        (2.9, 3.0, ["97 %", "0 %"]),
+        (2.95, 3.0, ["98 %", ""]),
+    ],
+)
+def test_how_much_of_the_gain_a_patch_leaves(alone: float, with_it: float, cells: list[str]) -> None:
+    """Plain takes 3 s in each; where little is gained without a patch, much is kept even where nothing is gained."""
+    rows = [patched("plain", patch, 3.0) for patch in ("", "easycache")]
+    rows += [patched("slipstream+blocks", "", alone), patched("slipstream+blocks", "easycache", with_it)]
+    assert lines_of(patches_page.section(rows), "EasyCache")[0][6:8] == cells
 
 
 def test_the_page_begins_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,16 @@ def test_shapes(shapes: list[tuple[int, ...]], is_accepted: bool) -> None:
     assert Sizes.from_json(json.loads(json.dumps(SIZES.to_json()))).accept(shapes) is is_accepted
 
 
+def test_one_of_what_is_open_from_two_on() -> None:
+    one = [(1, 10, 64), (1, 7, 64), (1, 17, 8)]
+    assert SIZES.accept(one, ones_too=True) and not SIZES.accept([(0, 10, 64), (0, 7, 64), (1, 17, 8)], ones_too=True)
+    assert not SIZES.accept([(1, 10, 64), (2, 7, 64), (1, 17, 8)], ones_too=True)
+    assert not SIZES.accept([(9, 10, 64), (9, 7, 64), (1, 17, 8)], ones_too=True)
+    grown = Sizes((({"b": 1}, {"s": 1}),), {"b": (2, 8), "s": (3, 9)}, ({"b s": 4.0},))
+    assert not grown.accept([(1, 1)], ones_too=True)  # no size that the program was found to take for two or more
+    assert grown.accept([(1, 5)], ones_too=True) and grown.most_elements([(1, 5)]) == 20
+
+
 def test_sizes_that_are_taken_for_equal() -> None:
     assert SIZES.takes_others_for_equal([(2, 10, 64), (3, 7, 64), (1, 17, 8)])
     assert not SIZES.takes_others_for_equal([(2, 10, 64), (2, 7, 64), (1, 16, 8)])

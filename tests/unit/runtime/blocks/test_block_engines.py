@@ -57,7 +57,7 @@ class FakeBlockBackend(BlockBackend):
 
 
 class FakeEngine:
-    def accepts(self, inputs: Any) -> bool:
+    def accepts(self, inputs: Any, ones_too: bool = False) -> bool:
         return True
 
     def takes_others_for_equal(self, inputs: Any) -> bool:
@@ -434,7 +434,7 @@ class ChoosyEngine(FakeEngine):
     number = 0
     are_others_equal = False
 
-    def accepts(self, inputs: Any) -> bool:
+    def accepts(self, inputs: Any, ones_too: bool = False) -> bool:
         return self.number > 0
 
     def takes_others_for_equal(self, inputs: Any) -> bool:
@@ -474,6 +474,73 @@ def test_what_cannot_be_had_for_all_sizes_is_had_for_one(engines: BlockEngines, 
     builder.error = UnsupportedModel("its sizes do not let themselves be left open")
     assert found(engines, WideBlock()).engine is None
     assert [str(plan).partition(" for ")[2] for plan in builder.built] == ["", "one size"]
+
+
+@dataclass(frozen=True)
+class SingleBlock(FakeBlock):
+    """`WideBlock` called with one of what that has two of."""
+
+    open_axes: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"x": (1,)})
+
+
+def test_an_engine_for_several_is_lent_to_calls_of_one(engines: BlockEngines, builder: Builder) -> None:
+    several, one = found(engines, WideBlock()), found(engines, SingleBlock())
+    assert one.engine is several.engine is not None and one.is_lent and not several.is_lent
+    assert len(builder.built) == 1
+    assert not found(engines, SingleBlock(digest="b" * 64)).is_lent and len(builder.built) == 2  # another kind
+
+
+def test_calls_of_one_wait_for_an_engine_for_several_that_is_being_built(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    builder.gate.clear()
+    offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
+    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    assert offers[0].build.ticket is offers[1].build.ticket
+    builder.gate.set()
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    assert offers[1].is_lent and offers[1].engine is offers[0].engine and len(builder.built) == 1
+
+
+def test_an_engine_that_does_not_fit_calls_of_one_serves_those_of_several(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    several, one = found(engines, WideBlock()), found(engines, SingleBlock())
+    engines.refuse(one, "it differs")
+    assert one.engine is None and not one.is_final and not engines.is_refused(several)
+    own = found(engines, SingleBlock())
+    assert own.engine is not None and not own.is_lent and own.digest != several.digest and len(builder.built) == 2
+    assert found(engines, WideBlock()).digest == several.digest
+    engines.forget(several.digest)  # as who presses Try again wants
+    assert found(engines, SingleBlock()).is_lent
+
+
+def test_calls_of_one_have_an_engine_of_their_own_where_that_for_several_cannot_be_built(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    def build(plan: Plan, *rest: Any) -> Entry:
+        if plan.spec.profile.opt["x"][0] > 1:
+            wait_until(builder.gate.is_set)
+            raise UnsupportedModel("it cannot be traced")
+        return builder(plan, *rest)
+
+    engines.queue._build = build
+    builder.gate.clear()
+    offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
+    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    assert offers[0].build.ticket is offers[1].build.ticket
+    builder.gate.set()
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    assert offers[0].engine is None and offers[1].engine is not None and not offers[1].is_lent
+
+
+def test_who_cancels_the_build_for_several_gets_none_for_one(engines: BlockEngines, builder: Builder) -> None:
+    builder.gate.clear()
+    offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
+    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    offers[0].build.ticket.cancel("it was cancelled")
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    assert [offer.engine for offer in offers] == [None, None] and len(builder.built) == 1
 
 
 def test_builds_that_run_out_of_memory_side_by_side_are_made_one_by_one(
