@@ -37,7 +37,7 @@ def headline_table(cases: Iterable[CaseTurns]) -> str:
 
     What does not count as a speed is left out: see `rows.counts_as_headline`.
     """
-    lines = [_headline_line(case) for case in cases]
+    lines = [line for case in cases if any((line := _headline_line(case))[1:])]
     return table(_HEADLINE, lines, left=1) if lines else ""
 
 

@@ -244,7 +244,6 @@ class BlockCalls:
         self._tried: Counter[int] = Counter()
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
-        self._said: set[str] = set()
         self._fruitless: dict[Hashable, list[str]] = {}
         """By the shape of calls that were fruitless, see `BlockShare`: the reason of each."""
         self._shares = threading.local()
@@ -443,11 +442,13 @@ class BlockCalls:
             self._status.on_change()
 
     def _say_reasons(self) -> None:
-        """Log each reason for which a block computes itself, once a run: one of those that differ in numbers alone."""
-        for reason in sorted(self.share.eager.keys() - self._said):
-            if (alike := _NUMBER.sub("", reason)) not in self._said:
+        """Log each reason for which a block computes itself, once a model: one of those that differ in numbers alone."""
+        if self._led is None:
+            return
+        for reason in sorted(self.share.eager.keys() - self._led.said):
+            if (alike := _NUMBER.sub("", reason)) not in self._led.said:
                 log.info("Slipstream: blocks run as they are where %s", reason)
-            self._said |= {reason, alike}
+            self._led.said |= {reason, alike}
 
     def _why_not(self) -> str | None:
         if torch.compiler.is_compiling():

@@ -107,6 +107,7 @@ class LedNetwork:
         reads: all names that the network's code knows.
         wholes: what is known of the network's calls, for `GraphedNetwork`.
         parts: what is known of its blocks' calls, for `GraphedBlocks`.
+        said: the reasons for which blocks compute themselves that were logged.
     """
 
     def __init__(self, network: torch.nn.Module, owner: Owner) -> None:
@@ -119,6 +120,7 @@ class LedNetwork:
         self.inside: dict[Any, Mapping[LedBlock, Mapping[str, Any]]] = {}
         self.wholes: dict[Any, Any] = {}
         self.parts: dict[Any, Any] = {}
+        self.said: set[str] = set()
 
     @functools.cached_property
     def copied(self) -> NetworkCopy:
