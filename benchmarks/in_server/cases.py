@@ -17,6 +17,10 @@ from ..model_files.families import (
 )
 from ..subjects.references import References
 
+SHORT_RUNS, COMPARING = range(4, 8), 5
+"""Steps of runs that are too short for Slipstream to time model and engine in one of them, and pictures after which it
+has compared them."""
+
 MEETINGS = 8
 """How often texts of each length are encoded at first: meanwhile engines are compared with the model, and timed beside
 it."""
@@ -60,8 +64,10 @@ class PictureCase:
 
     @property
     def first_pictures(self) -> int:
-        """How many pictures there are at least before the one that is compared, by when no length is new."""
-        return len(self.tokens) * (MEETINGS if self.is_encode_only else 1)
+        """How many pictures there are at least before the one that is compared, by when no length is new and no step is
+        computed on purpose."""
+        comparing = COMPARING if self.steps in SHORT_RUNS else 0
+        return max(comparing, len(self.tokens) * (MEETINGS if self.is_encode_only else 1))
 
     @property
     def files(self) -> tuple[ModelFile, ...]:

@@ -403,8 +403,8 @@ class BlockEngines:
         return self.canary.watching(offer.digest, USE, False)
 
     def refuse(self, offer: BlockOffer, reason: str) -> None:
-        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`; of one that
-        is lent, none of these sizes."""
+        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`; where it
+        is lent, no such call."""
         if offer.is_lent:
             log.debug("Slipstream: an engine of blocks is not used for one of what it is for several of: %s", reason)
             self._unfit.add((offer.digest, offer.inputs))

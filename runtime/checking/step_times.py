@@ -219,8 +219,8 @@ class StepTimes:
 
     # Comparing
 
-    def is_due(self, step: TimedStep) -> bool:
-        """Whether a run that does this work by engines should do some of it without, to compare.
+    def is_due(self, step: TimedStep, runs_apart: int = 1) -> bool:
+        """Whether a run that does this work by engines should do some of it without, to compare: one of `runs_apart`.
 
         Ask once a run. It is at most in three runs, until enough is known, in one of 200 from then on, and where
         engines may be retired in up to twelve while they seem slower, which may be noise.
@@ -232,6 +232,8 @@ class StepTimes:
             ours, plain = (self._samples.get(each, ()) for each in (step, TimedStep(step.work)))
             is_unknown = len(plain) < _LEAST_EAGER and turns.tries < _TRIES
             is_open = self._retires and turns.tries < _MOST_TRIES and seems_slower(ours, plain)
+            if turns.tries and turns.runs - turns.last < runs_apart:
+                return False
             if not self._compares or not (is_unknown or is_open or turns.runs - turns.last >= _RUNS_BETWEEN):
                 return False
             turns.tries, turns.last = turns.tries + 1, turns.runs

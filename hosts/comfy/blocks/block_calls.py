@@ -442,7 +442,7 @@ class BlockCalls:
             self._status.on_change()
 
     def _say_reasons(self) -> None:
-        """Log each reason for which a block computes itself, once a model: one of those that differ in numbers alone."""
+        """Log each reason for which a block computes itself once a model: of those that differ in numbers alone, one."""
         if self._led is None:
             return
         for reason in sorted(self.share.eager.keys() - self._led.said):

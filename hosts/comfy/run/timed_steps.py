@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 
 
 _LEAST_STEPS, _FIRST_STEP, _COMPARED = 8, 3, 2
-"""Of a run in which steps are computed on purpose; the first of them; how many, and at least how many lie between."""
+"""Of a run in which steps of engines are timed, too; the first that is computed on purpose there; how many are, and how
+many lie between, at least."""
+_RUNS_APART = 2
+"""Shorter runs, in which such steps are the last two but one: engines are timed in those between."""
 _ROOM = 1.5
 """Times the memory that ComfyUI expects a call to take: with less it makes smaller batches."""
 _ALL_STEPS = 0.0, 1.0
@@ -103,7 +106,7 @@ class TimedSteps:
             is_warm = self._timer.begin(done)
             if self._left and done is not None:
                 self._left -= 1
-            elif is_warm and done is not None and self._is_due(done) and has_memory(guider, x):
+            elif done is not None and self._is_due(done, is_warm) and has_memory(guider, x):
                 self._left, self._turns = _COMPARED, self._turns + 1
         except Exception:  # whatever a driver or other nodes' code raises: no picture may end for a figure
             log.debug("Slipstream: steps are not timed", exc_info=True)
@@ -112,10 +115,14 @@ class TimedSteps:
             self._last_left = self._begun - 1
         return self._left > 0
 
-    def _is_due(self, done: TimedStep) -> bool:
+    def _is_due(self, done: TimedStep, is_warm: bool) -> bool:
         """Whether two steps from here on are to be computed on purpose, the second of which is timed."""
-        number = self._begun - 1
-        if not done.engines or self._steps < _LEAST_STEPS or not _FIRST_STEP <= number < self._steps - _COMPARED:
+        number, last = self._begun - 1, self._steps - _COMPARED - 1
+        if not done.engines or done.work is None:
+            return False
+        if self._steps < _LEAST_STEPS:
+            return 0 < number == last and self._times.is_due(done, _RUNS_APART)
+        if not is_warm or not _FIRST_STEP <= number <= last:
             return False
         if self._turns:  # by unequal gaps, work of every so many steps falls on both sides
             return number - self._last_left > _COMPARED + self._turns % 2 and self._times.seems_slower(done)

@@ -193,18 +193,48 @@ def test_a_few_steps_are_computed_by_the_model_and_the_picture_stays(
     assert clock.by_model() == [], "enough is known"
 
 
-@pytest.mark.parametrize("steps", [1, 4, 7])
-def test_short_runs_are_left_alone(provider: EngineProvider, clock: Stopwatch, steps: int) -> None:
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_shortest_runs_are_left_alone(provider: EngineProvider, clock: Stopwatch, steps: int) -> None:
     model, _ = fast_model(provider)
     for _ in range(4):
         tiny.sample(model, steps=steps)
     assert clock.by_model() == []
 
 
-def test_the_shortest_run_in_which_steps_are_compared(provider: EngineProvider, clock: Stopwatch) -> None:
+def test_the_shortest_run_in_which_the_engines_steps_are_timed_too(provider: EngineProvider, clock: Stopwatch) -> None:
     model, _ = fast_model(provider)
     tiny.sample(model, steps=8)
     assert clock.by_model() == [3, 4]
+
+
+@pytest.mark.parametrize("steps", [4, 5, 7])
+def test_of_short_runs_every_other_one_is_compared(provider: EngineProvider, clock: Stopwatch, steps: int) -> None:
+    wanted = tiny.sample(tiny.model(), steps=steps)
+    model, module = fast_model(provider)
+    for number in range(6):
+        clock.by_model()
+        assert distance(tiny.sample(model, steps=steps), wanted) < TOLERANCE
+        assert clock.by_model() == ([] if number % 2 else [steps - 3, steps - 2])
+    for _ in range(4):
+        tiny.sample(model, steps=steps)
+        assert clock.by_model() == [], "enough is known"
+    assert "30 → 10 ms a step (3.0x)" in describe(module)
+
+
+def test_an_engine_that_is_slower_in_short_runs_is_retired(
+    provider: EngineProvider, clock: Stopwatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.engine_ms = 50.0
+    model, _ = fast_model(provider)
+    pictures = 0
+    while "so it is not used" not in caplog.text:
+        tiny.sample(model, steps=4)
+        pictures += 1
+        assert pictures < 40
+    clock.by_model()
+    tiny.sample(model, steps=4)
+    assert clock.by_model() == [0, 1, 2, 3]
+    assert pictures == 20
 
 
 def test_each_sampler_is_compared(provider: EngineProvider, clock: Stopwatch) -> None:
@@ -306,7 +336,7 @@ def test_a_cancel_in_a_compared_step_is_a_cancel(
     provider: EngineProvider, clock: Stopwatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, module = fast_model(provider)
-    wanted = tiny.sample(model, steps=7)
+    wanted = tiny.sample(model, steps=3)
 
     def cancelled(*_: Any) -> Any:
         raise comfy.model_management.InterruptProcessingException()
@@ -315,7 +345,7 @@ def test_a_cancel_in_a_compared_step_is_a_cancel(
         cancelling.setattr(ModelCalls, "_plain", cancelled)
         with pytest.raises(comfy.model_management.InterruptProcessingException):
             tiny.sample(model, steps=12)
-    assert not is_on_purpose() and torch.equal(tiny.sample(model, steps=7), wanted)
+    assert not is_on_purpose() and torch.equal(tiny.sample(model, steps=3), wanted)
 
 
 def test_what_breaks_in_timing_breaks_no_picture(

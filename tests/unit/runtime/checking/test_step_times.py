@@ -652,13 +652,17 @@ def test_without_a_stopwatch_nothing_is_measured(
 # --------------------------------------------------------------------------------------------------- compared
 
 
-def turns(times: StepTimes, step: TimedStep, runs: int) -> list[int]:
+def turns(times: StepTimes, step: TimedStep, runs: int, runs_apart: int = 1) -> list[int]:
     """The runs, counted from 1, in which steps are computed by the model on purpose."""
-    return [number for number in range(1, runs + 1) if times.is_due(step)]
+    return [number for number in range(1, runs + 1) if times.is_due(step, runs_apart)]
 
 
 def test_where_nothing_is_known_three_runs_are_used(times: StepTimes, engine: EngineId) -> None:
     assert turns(times, TimedStep(WORK, (engine,)), 500) == [1, 2, 3, 203, 403]
+
+
+def test_runs_that_are_too_short_for_both_leave_others_between_them(times: StepTimes, engine: EngineId) -> None:
+    assert turns(times, TimedStep(WORK, (engine,)), 300, runs_apart=2) == [1, 3, 5, 205]
 
 
 def test_what_was_known_before_the_engine_came_is_compared_later(times: StepTimes, engine: EngineId) -> None:
