@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class BlockArchitecture(Architecture, Protocol):
         example: shapes of the form's tensors in the call that is traced, by their names.
         open_axes: those axes of each tensor whose size the program leaves open.
         stored: those weights that the program casts itself, by their names.
+        larger: the same kind and form, called with more than one of what there is one of in the example, such as
+            pictures of a batch, as far as that may be; the likeliest first.
     """
 
     @property
@@ -49,6 +51,9 @@ class BlockArchitecture(Architecture, Protocol):
 
     @property
     def stored(self) -> Mapping[str, Stored]: ...
+
+    @property
+    def larger(self) -> Sequence[BlockArchitecture]: ...
 
 
 SCALE = "@scale"

@@ -69,7 +69,7 @@ class Sizes:
         # Those of one symbol say what it stands for; sums are held against that afterwards.
         axes.sort(key=lambda pair: 0 if isinstance(pair[0], int) else len(pair[0]))
         are_right = all(_fits(wanted, found, known) for wanted, found in axes) and all(
-            symbol in known and (smallest - (ones_too and smallest == 2)) <= known[symbol] <= largest
+            symbol in known and (1 if ones_too and smallest == 2 else smallest) <= known[symbol] <= largest
             for symbol, (smallest, largest) in self.ranges.items()
         )
         return known if are_right else None

@@ -33,7 +33,7 @@ from ..loaded.canary import LOAD, USE, Canary
 from ..planning.build_estimate import estimate
 from ..planning.plan import Plan
 from ..settings.model_settings import BuildPolicy
-from .block_plans import BlockPlan, block_plans
+from .block_plans import BlockPlan, block_plans, lent_plans
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
 
 _POLL_SECONDS = 0.1
+
+Ones = frozenset[tuple[int, int]]
 
 
 _BY_HAND = "its engine is not built yet, and builds are asked for by hand"
@@ -107,7 +109,7 @@ class _Wish:
     """What an offer waits for.
 
     Attributes:
-        lent: plans of engines for other calls that would do, asked before its own; for it alone none is built.
+        lent: plans of engines for larger calls that may do; none of them is built for this one.
     """
 
     offer: BlockOffer
@@ -163,10 +165,8 @@ class BlockEngines:
         """Until all is built, since some of them did."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
-        self._open: dict[str, dict[str, BlockPlan]] = {}
-        """Those engines that were asked for and leave a size open: their plans by digest, by the kind of block."""
-        self._unfit: set[tuple[str, Inputs]] = set()
-        """Engines that were lent to calls which they do not fit."""
+        self._unfit: set[tuple[str, Ones]] = set()
+        """Engines that were lent to calls which they do not fit, by what there is one of in these."""
         self._lock = threading.Lock()
 
     def why_unavailable(self, device: torch.device) -> str | None:
@@ -210,16 +210,13 @@ class BlockEngines:
         by_hand: bool,
     ) -> None:
         try:
-            plans = [
-                plan
-                for backend in (self.backend, self.spare)
-                for plan in block_plans(offer.architecture, dtypes, precision, device, optimize, backend)
-            ]
-            if by_hand:
+            common, backends = (offer.architecture, dtypes, precision, device, optimize), (self.backend, self.spare)
+            plans = [plan for backend in backends for plan in block_plans(*common, backend)]
+            lent: list[BlockPlan] = []
+            if by_hand:  # who builds for others leaves them an engine for each call
                 self._forgive(plans)
-            known = self._open.setdefault(offer.architecture.fingerprint.architecture, {})
-            lent = [plan for plan in known.values() if plan.takes_ones_of(plans[0])]
-            known.update({plan.key.digest: plan for plan in plans if not plan.spec.is_static})
+            elif not any(self.store.trusted(plan.key.digest) for plan in plans):
+                lent = [plan for backend in backends for plan in lent_plans(*common, backend)]
             self._bring(_Wish(offer, plans, policy, by_hand, lent))
         except Exception as error:  # whatever it is: the block runs as it is
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
@@ -269,7 +266,7 @@ class BlockEngines:
         """Whether an engine for more than one of what there is one of here computes the calls, or is waited for."""
         for plan in wish.lent:
             digest = plan.key.digest
-            if (digest, wish.offer.inputs) in self._unfit:
+            if (digest, ones_of(wish.offer.inputs)) in self._unfit:
                 continue
             if (entry := self.store.trusted(digest)) is not None:
                 engine = self._loaded(plan, entry)
@@ -394,7 +391,8 @@ class BlockEngines:
     def forget(self, digest: str) -> None:
         """An engine is to be tried again, was deleted, or another one took its place: the next run looks for it."""
         self._refused.pop(digest, None)
-        self._unfit = {(other, inputs) for other, inputs in self._unfit if other != digest}
+        with self._lock:
+            self._unfit = {(other, ones) for other, ones in self._unfit if other != digest}
         for place in [place for place in self._engines if place[0] == digest]:
             self._engines.pop(place, None)
 
@@ -403,11 +401,12 @@ class BlockEngines:
         return self.canary.watching(offer.digest, USE, False)
 
     def refuse(self, offer: BlockOffer, reason: str) -> None:
-        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`; where it
-        is lent, no such call."""
+        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`. If it
+        is lent, others do."""
         if offer.is_lent:
             log.debug("Slipstream: an engine of blocks is not used for one of what it is for several of: %s", reason)
-            self._unfit.add((offer.digest, offer.inputs))
+            with self._lock:
+                self._unfit.add((offer.digest, ones_of(offer.inputs)))
             return offer.refuse(reason, is_final=False)
         log.warning("Slipstream: an engine of blocks is not used: %s", reason)
         self._refuse(offer.digest, reason)
@@ -460,6 +459,12 @@ class BlockEngines:
         if self._one_at_a_time:
             return 1
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
+
+
+def ones_of(inputs: Inputs) -> Ones:
+    """Number and axis of each input's axes of one."""
+    shapes = (shape for shape, _ in inputs)
+    return frozenset((number, axis) for number, shape in enumerate(shapes) for axis, n in enumerate(shape) if n == 1)
 
 
 def builds_at_once(is_hurried: bool = True) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,23 +24,8 @@ class BlockPlan(Plan):
         of_such: it is for sizes of which the same are equal as in the example.
     """
 
-    architecture: BlockArchitecture
     backend: BlockBackend
     of_such: bool = False
-
-    def takes_ones_of(self, other: BlockPlan) -> bool:
-        """Whether its engine differs from what another plan asks for in nothing but axes that are one in the other's
-        example and open, from two on, here."""
-        shapes, axes = other.architecture.example, self.spec.profile.inputs
-        if other.device != self.device or replace(other.spec, profile=self.spec.profile) != self.spec:
-            return False
-        if any(len(axes.get(name, ())) != len(shape) for name, shape in shapes.items()):
-            return False
-        more = {
-            name: tuple(axis.min if size == 1 else size for size, axis in zip(shape, axes[name], strict=True))
-            for name, shape in shapes.items()
-        }
-        return more != dict(shapes) and self.spec.profile.accepts(more)
 
     def __str__(self) -> str:
         size = " for one size" if self.spec.is_static else " for some sizes" if self.of_such else ""
@@ -62,28 +47,47 @@ def block_plans(
         dtypes: of the example's tensors.
     """
     of_any, of_such = (_profile(architecture.example, architecture.open_axes, each) for each in (False, True))
-    profiles = [of_any, of_such, ShapeProfile.static(architecture.example)]
+    profiles = dict.fromkeys((of_any, of_such, ShapeProfile.static(architecture.example)))
+    common = dtypes, precision, device, optimize, backend
+    return [_plan(architecture, profile, *common, of_such=profile is of_such) for profile in profiles]
+
+
+def lent_plans(
+    architecture: BlockArchitecture,
+    dtypes: Sequence[torch.dtype],
+    precision: Precision,
+    device: torch.device,
+    optimize: Optimize,
+    backend: BlockBackend,
+) -> list[BlockPlan]:
+    """The engines for all sizes from two on that may compute calls with one of something, too, the likeliest first."""
+    common = dtypes, precision, device, optimize, backend
+    return [_plan(each, _profile(each.example, each.open_axes, False), *common) for each in architecture.larger]
+
+
+def _plan(
+    architecture: BlockArchitecture,
+    profile: ShapeProfile,
+    dtypes: Sequence[torch.dtype],
+    precision: Precision,
+    device: torch.device,
+    optimize: Optimize,
+    backend: BlockBackend,
+    of_such: bool = False,
+) -> BlockPlan:
     optimize = Optimize.BALANCED if optimize is Optimize.BLOCKS else optimize
-    specs = [
-        EngineSpec(
-            role=architecture.role,
-            fingerprint=architecture.fingerprint,
-            profile=profile,
-            dtypes={name: dtype_name(dtype) for name, dtype in zip(architecture.example, dtypes, strict=True)},
-            output_dtype=dtype_name(dtype_of(precision)),
-            precision=precision,
-            optimize=optimize,
-            backend=BackendConfig(backend.name, backend.options(device, precision, optimize)),
-        )
-        for profile in dict.fromkeys(profiles)
-    ]
-    environment = backend.environment(device)
-    return [
-        BlockPlan(
-            architecture, spec, key_of(spec, environment), backend, device, precision, of_such=spec.profile is of_such
-        )
-        for spec in specs
-    ]
+    spec = EngineSpec(
+        role=architecture.role,
+        fingerprint=architecture.fingerprint,
+        profile=profile,
+        dtypes={name: dtype_name(dtype) for name, dtype in zip(architecture.example, dtypes, strict=True)},
+        output_dtype=dtype_name(dtype_of(precision)),
+        precision=precision,
+        optimize=optimize,
+        backend=BackendConfig(backend.name, backend.options(device, precision, optimize)),
+    )
+    key = key_of(spec, backend.environment(device))
+    return BlockPlan(architecture, spec, key, backend, device, precision, of_such=of_such)
 
 
 def _profile(example: Mapping[str, Shape], open_axes: Mapping[str, tuple[int, ...]], of_such: bool) -> ShapeProfile:

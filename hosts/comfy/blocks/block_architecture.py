@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +63,9 @@ class Owner(Protocol):
     @property
     def fingerprint(self) -> ModelFingerprint: ...
 
+
+_MOST_ONES = 4
+"""Axes of one of which each choice is tried: fifteen."""
 
 ATTENTION_OUT = "attention_out"
 """Of a form: beside the block's own arguments, where its attention is called out of its package."""
@@ -202,7 +206,8 @@ class ComfyBlock:
     Args:
         owner: of a model that has such a block.
         path: of one of them in that model.
-        form, example, open_axes: see `BlockArchitecture`.
+        form, example: see `BlockArchitecture`.
+        axes: of each tensor those that have another size in other calls.
     """
 
     role: Role = Role.BLOCK
@@ -214,16 +219,42 @@ class ComfyBlock:
         path: str,
         form: Form,
         example: Mapping[str, Shape],
-        open_axes: Mapping[str, tuple[int, ...]],
+        axes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._owner = owner
         self._path = path
+        self._axes = dict(axes)
         self.form = form
         self.example = dict(example)
-        self.open_axes = dict(open_axes)
+        # An axis of one is none of those: most code takes it for one that is repeated.
+        self.open_axes = {
+            name: tuple(axis for axis in axes.get(name, ()) if axis < len(shape) and shape[axis] > 1)
+            for name, shape in example.items()
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ComfyBlock, (self._owner, self._path, self.form, self.example, self.open_axes)
+        return ComfyBlock, (self._owner, self._path, self.form, self.example, self._axes)
+
+    @property
+    def larger(self) -> Sequence[ComfyBlock]:
+        """See `BlockArchitecture`: with each choice of axes of one, since one may be one in all calls."""
+        ones = [
+            (name, axis)
+            for name, shape in self.example.items()
+            for axis in self._axes.get(name, ())
+            if axis < len(shape) and shape[axis] == 1
+        ]
+        counts = range(len(ones), 0, -1) if len(ones) <= _MOST_ONES else [len(ones)]
+        return [self._with_two_of(each) for count in counts for each in itertools.combinations(ones, count)]
+
+    def _with_two_of(self, ones: Sequence[tuple[str, int]]) -> ComfyBlock:
+        example = {
+            name: tuple(2 if (name, axis) in ones else size for axis, size in enumerate(shape))
+            for name, shape in self.example.items()
+        }
+        made = ComfyBlock(self._owner, self._path, self.form, example, self._axes)
+        made.__dict__["fingerprint"] = self.fingerprint  # which takes longer than all else
+        return made
 
     @functools.cached_property
     def stored(self) -> Mapping[str, Stored]:

@@ -28,7 +28,7 @@ from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision, Role
 from ....core.streams import is_capturing, wait_for
-from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
+from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer, ones_of
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
@@ -442,7 +442,7 @@ class BlockCalls:
             self._status.on_change()
 
     def _say_reasons(self) -> None:
-        """Log each reason for which a block computes itself once a model: of those that differ in numbers alone, one."""
+        """Log each reason for which a block computes itself, once a model: one where they differ in numbers alone."""
         if self._led is None:
             return
         for reason in sorted(self.share.eager.keys() - self._led.said):
@@ -789,24 +789,25 @@ class BlockCalls:
 
     def _architecture(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor]) -> ComfyBlock:
         example = {name: tuple(tensor.shape) for name, tensor in zip(tensor_names(form), tensors, strict=True)}
-        open_axes = {name: _open_axes(block, name, shape) for name, shape in example.items()}
-        return ComfyBlock(self._owner, block.path, form, example, open_axes)
+        axes = {name: block.kind.open_axes.get(name.partition(".")[0], ()) for name in example}
+        return ComfyBlock(self._owner, block.path, form, example, axes)
 
     def _by_other_sizes(
         self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any
     ) -> BlockOffer | None:
         """An engine that is known from calls of several other sizes, and takes this one; None where there is none."""
-        alike = form, self._device, self._settings.effort
+        alike, ones = (form, self._device, self._settings.effort), ones_of(inputs)
         known = [
             offer
             for (other, _, *rest), offer in block.offers.items()
             if (other, *rest) == alike and offer.is_trusted and not self._engines.is_refused(offer)
+            if not offer.is_lent or ones_of(offer.inputs) == ones
         ]
-        for engine, count in Counter(offer.engine for offer in known).items():
-            if engine is not None and count >= _SIZES and engine.accepts(inputs):
-                model = next(offer for offer in known if offer.engine is engine)
+        for (engine, is_lent), count in Counter((offer.engine, offer.is_lent) for offer in known).items():
+            if engine is not None and count >= _SIZES and engine.accepts(inputs, ones_too=is_lent):
+                model = next(offer for offer in known if (offer.engine, offer.is_lent) == (engine, is_lent))
                 architecture = self._architecture(block, form, tensors)
-                found = replace(model, architecture=architecture, inputs=inputs, is_lent=False)
+                found = replace(model, architecture=architecture, inputs=inputs)
                 block.keep((form, inputs, self._device, self._settings.effort), found)
                 return found
         return None
@@ -1052,12 +1053,6 @@ def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
 
 def _forms_of(outsides: Mapping[str, Outside]) -> dict[str, Any]:
     return {path: outside.form for path, outside in outsides.items()}
-
-
-def _open_axes(block: LedBlock, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of an argument's tensor; an axis of one is none: most code takes it for one that is repeated."""
-    axes = block.kind.open_axes.get(name.partition(".")[0], ())
-    return tuple(axis for axis in axes if axis < len(shape) and shape[axis] > 1)
 
 
 def _precision_of(tensors: Sequence[torch.Tensor]) -> Precision:

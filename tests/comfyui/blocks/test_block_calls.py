@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import types
 import weakref
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management
@@ -28,7 +30,7 @@ from slipstream.runtime.checking.step_times import StepTimes
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
-from slipstream.tests.comfyui.blocks.quick_blocks import quick_block_provider
+from slipstream.tests.comfyui.blocks.quick_blocks import QuickBlockBackend, quick_block_provider
 from slipstream.tests.comfyui.support import staging
 from slipstream.tests.comfyui.support.cases import with_slow
 from slipstream.tests.comfyui.support.models import tiny
@@ -97,16 +99,31 @@ def test_other_sizes_prompts_and_batches_need_no_other_build(provider: EnginePro
     assert set(provider.store.digests()) == set(known)
 
 
+def test_the_next_process_lends_engines_to_a_batch_of_one(provider: EngineProvider) -> None:
+    tiny.sample(accelerated(provider, tiny.model())[0], steps=2)
+    known = set(provider.store.digests())
+    later = EngineProvider(EngineStore(provider.store.root))
+    later.blocks.backend = provider.blocks.backend
+    module = AcceleratedModule(later, replace(BY_BLOCKS, policy=BuildPolicy.MANUAL))
+    model = tiny.model()
+    fast = accelerate_model(model, module)
+    deadline = time.monotonic() + 60
+    while not module.status.block_calls and time.monotonic() < deadline:
+        found = tiny.sample(fast, steps=STEPS, cfg=1.0)
+    assert distance(found, tiny.sample(model, steps=STEPS, cfg=1.0)) < 1e-5
+    assert module.status.block_calls and set(provider.store.digests()) == known and not later.missing()
+
+
 def labels(provider: EngineProvider) -> Counter[str]:
     """Of all engines in the store."""
     return Counter(entry.manifest.label for entry in provider.store.list())
 
 
 def test_an_engine_that_is_wrong_for_a_batch_of_one_serves_others_alone(
-    provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the block's code took a batch of one for one that is repeated."""
-    load_block = provider.blocks.backend.load_block
+    load_block = QuickBlockBackend.load_block
 
     def loaded(*args: Any) -> Any:
         engine = load_block(*args)
@@ -115,19 +132,20 @@ def test_an_engine_that_is_wrong_for_a_batch_of_one_serves_others_alone(
             engine._run = lambda given: [result * (2 if len(given[0]) == 1 else 1) for result in run(given)]
         return engine
 
-    monkeypatch.setattr(provider.blocks.backend, "load_block", loaded)
-    model = tiny.model()
-    fast, module = accelerated(provider, model)
-    tiny.sample(fast, steps=2)
-    known, wanted = labels(provider), tiny.sample(model, steps=STEPS, cfg=1.0)
-    for _ in range(4):  # the first finds it wrong, those behind it have others built, and compared
+    monkeypatch.setattr(QuickBlockBackend, "load_block", loaded)
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        model = tiny.model()
+        fast, module = accelerated(provider, model)
+        tiny.sample(fast, steps=2)
+        known, wanted = labels(provider), tiny.sample(model, steps=STEPS, cfg=1.0)
+        for _ in range(4):  # the first finds it wrong, those behind it have others built, and compared
+            before = module.status.block_calls
+            assert distance(tiny.sample(fast, steps=STEPS, cfg=1.0), wanted) < 1e-5
+        assert module.status.block_calls > before
+        assert not (known + known) - labels(provider)
         before = module.status.block_calls
-        assert distance(tiny.sample(fast, steps=STEPS, cfg=1.0), wanted) < 1e-5
-    assert module.status.block_calls > before
-    assert not (known + known) - labels(provider)
-    before = module.status.block_calls
-    assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
-    assert module.status.block_calls > before
+        assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5
+        assert module.status.block_calls > before
 
 
 def patched(patcher: Any, how: str) -> Any:

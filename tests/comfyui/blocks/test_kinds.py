@@ -11,7 +11,7 @@ from slipstream.compile_backend.blocks.call_form import taken_apart
 from slipstream.core.spec import Optimize, Precision
 from slipstream.hosts.comfy.blocks.block_architecture import ComfyBlock
 from slipstream.hosts.comfy.models.diffusion_model import ComfyDiffusionModel
-from slipstream.runtime.blocks.block_plans import block_plans
+from slipstream.runtime.blocks.block_plans import block_plans, lent_plans
 from slipstream.tests.comfyui.support.models import tiny
 
 CPU = torch.device("cpu")
@@ -19,18 +19,22 @@ BLOCK = "middle_block.1.transformer_blocks.0"
 
 
 def keys(
-    patcher: Any, path: str = BLOCK, tokens: int = 16, text: int = 77, batch: int = 2, changes: Any = None, **more: Any
+    patcher: Any,
+    path: str = BLOCK,
+    tokens: int = 16,
+    text: int = 77,
+    batch: int = 2,
+    plans: Any = block_plans,
+    **more: Any,
 ) -> list[str]:
-    """Digests of the engines that a block's call wants: those for all sizes, for such sizes, and for its own."""
+    """Digests of the engines that `plans` gives: those for all sizes, for such sizes, and for the call's own."""
     owner = ComfyDiffusionModel.of(patcher.model)
     width = owner.fresh.get_submodule(path).norm1.weight.shape[0]
     example = {"context": (batch, text, 32), "x": (batch, tokens, width)}
     form, _ = taken_apart({**dict.fromkeys(example, torch.empty(0)), **more})
-    block = ComfyBlock(owner, path, form, example, {name: (0, 1) if batch > 1 else (1,) for name in example})
+    block = ComfyBlock(owner, path, form, example, dict.fromkeys(example, (0, 1)))
     dtypes = (torch.float32, torch.float32)
-    return [
-        plan.key.digest for plan in block_plans(block, dtypes, Precision.FP32, CPU, Optimize.BLOCKS, BlockBackend())
-    ]
+    return [plan.key.digest for plan in plans(block, dtypes, Precision.FP32, CPU, Optimize.BLOCKS, BlockBackend())]
 
 
 def test_blocks_of_one_kind_share_an_engine() -> None:
@@ -46,6 +50,15 @@ def test_sizes_share_an_engine_and_have_one_each_beside() -> None:
     assert first[:2] == second[:2] and first[2] != second[2]
     third = keys(tiny.model(), tokens=77)
     assert first[0] == third[0] and first[1] != third[1], "there are as many tokens as the text has"
+
+
+def test_calls_of_one_may_be_lent_engines_of_their_kind_for_several() -> None:
+    model = tiny.model()
+    several, one, lent = keys(model), keys(model, batch=1), keys(model, batch=1, plans=lent_plans)
+    assert lent[0] == several[0] and len(set(lent)) == 3, "of both tensors, and of either"
+    assert not {*lent} & {*one} and keys(model, plans=lent_plans) == []
+    assert keys(model, batch=1, tokens=36, text=154, plans=lent_plans)[0] == several[0]
+    assert several[0] not in keys(model, batch=1, plans=lent_plans, another=1)
 
 
 def test_other_kinds_have_other_engines() -> None:

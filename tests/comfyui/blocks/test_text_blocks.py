@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import comfy.hooks
@@ -390,3 +391,23 @@ def test_layers_that_comfyui_injects_a_lora_into_run_as_they_are(provider: Engin
         assert share_of(module) == (5, 6), module.status.to_json()
         assert_same(encoded(fast, tokens()), plain)  # ComfyUI leaves the layer's own method on it
         assert share_of(module) == (6, 6), module.status.to_json()
+
+
+@pytest.mark.parametrize("kind", ["t5", "qwen"])
+def test_new_lengths_run_on_engines_after_a_weighted_text(kind: str, tmp_path: Path) -> None:
+    """Its weights are computed beside an empty text, a batch of two; engines for that are lent to other texts."""
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        clip = text_encoder(kind)
+        fast, module = accelerated(provider, clip)
+        for _ in range(COLD + 1):
+            encoded(fast, tokens(kind, 7, weight=1.4))
+        for words in (8, 12):
+            for _ in range(COLD + 1):
+                encoded(fast, tokens(kind, words, seed=words))
+        built = set(provider.store.digests())
+        for words in (19, 23, 31):
+            text = tokens(kind, words, seed=words)
+            assert_same(encoded(fast, text), encoded(clip, text))
+            on_engines, total = share_of(module)
+            assert on_engines == total
+        assert set(provider.store.digests()) == built

@@ -107,6 +107,16 @@ def test_what_is_enlarged_counts_as_enlarged() -> None:
     assert accepts(engine, (2, 8, 4096, 8190)) and not accepts(engine, (2, 8, 4096, 8192))
 
 
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_one_of_what_is_open_is_accepted_where_that_is_asked_for(order: tuple[bool, bool]) -> None:
+    engine = engine_of(Upsample(), ((2, 8, 12, 16),), IMAGES)
+    one = ((torch.Size((1, 8, 12, 16)), torch.float32),)
+    for ones_too in (*order, *order):
+        assert engine.accepts(one, ones_too) is ones_too
+    other = ((torch.Size((1, 8, 12, 16)), torch.float16),)
+    assert not engine.accepts(other, ones_too=True)
+
+
 def test_what_is_halved_counts_as_it_comes() -> None:
     engine = engine_of(Downsample(), ((2, 8, 12, 16),), IMAGES)
     assert accepts(engine, (2, 8, 8192, 16380)) and not accepts(engine, (2, 8, 8192, 16384))

@@ -45,6 +45,10 @@ class FakeBlock(FakeArchitecture):
     def example(self) -> dict[str, tuple[int, ...]]:
         return {"x": (1, self.size)}
 
+    @property
+    def larger(self) -> list[FakeBlock]:
+        return []
+
 
 class FakeBlockBackend(BlockBackend):
     """Loads nothing, and takes calls of all sizes."""
@@ -482,12 +486,55 @@ class SingleBlock(FakeBlock):
 
     open_axes: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"x": (1,)})
 
+    @property
+    def larger(self) -> list[FakeBlock]:
+        return [WideBlock(self.digest, size=self.size)]
+
 
 def test_an_engine_for_several_is_lent_to_calls_of_one(engines: BlockEngines, builder: Builder) -> None:
     several, one = found(engines, WideBlock()), found(engines, SingleBlock())
     assert one.engine is several.engine is not None and one.is_lent and not several.is_lent
     assert len(builder.built) == 1
     assert not found(engines, SingleBlock(digest="b" * 64)).is_lent and len(builder.built) == 2  # another kind
+
+
+def test_the_next_process_lends_what_is_in_the_store(
+    engines: BlockEngines, store: EngineStore, builder: Builder
+) -> None:
+    several = found(engines, WideBlock())
+    later = BlockEngines(store, Canary(store.marks), builder, WorkerPool(), FakeBlockBackend(), lambda: True)
+    one = found(later, SingleBlock(), BuildPolicy.MANUAL)
+    assert one.is_lent and one.digest == several.digest
+
+
+def test_an_engine_of_its_own_that_is_there_comes_before_one_that_is_lent(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    own = found(engines, SingleBlock())
+    builder.gate.clear()
+    several = asked(engines, WideBlock())
+    wait_until(lambda: several.build.ticket is not None)
+    assert found(engines, SingleBlock()).digest == own.digest
+    builder.gate.set()
+    wait_until(lambda: not several.is_coming)
+    assert found(engines, SingleBlock()).digest == own.digest != several.digest and not own.is_lent
+
+
+def test_who_builds_by_hand_builds_an_engine_for_each_call(engines: BlockEngines, builder: Builder) -> None:
+    found(engines, WideBlock())
+    offer = engines.offer(
+        SingleBlock(), (torch.float32,), Precision.FP32, CPU, Optimize.BALANCED, BuildPolicy.FIRST_USE, by_hand=True
+    )
+    wait_until(lambda: not offer.is_coming)
+    assert not offer.is_lent and len(builder.built) == 2
+
+
+def test_an_engine_that_does_not_take_calls_of_one_is_not_lent(
+    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeEngine, "accepts", lambda self, inputs, ones_too=False: not ones_too)
+    assert not found(engines, WideBlock()).is_lent and not found(engines, SingleBlock()).is_lent
+    assert len(builder.built) == 2
 
 
 def test_calls_of_one_wait_for_an_engine_for_several_that_is_being_built(
@@ -511,8 +558,10 @@ def test_an_engine_that_does_not_fit_calls_of_one_serves_those_of_several(
     own = found(engines, SingleBlock())
     assert own.engine is not None and not own.is_lent and own.digest != several.digest and len(builder.built) == 2
     assert found(engines, WideBlock()).digest == several.digest
+    wider = SingleBlock(size=16)
+    assert not found(engines, wider).is_lent, "nor does it fit other calls of one"
     engines.forget(several.digest)  # as who presses Try again wants
-    assert found(engines, SingleBlock()).is_lent
+    assert engines.store.delete(own.digest, force=True) and found(engines, SingleBlock(size=24)).is_lent
 
 
 def test_calls_of_one_have_an_engine_of_their_own_where_that_for_several_cannot_be_built(
