@@ -99,7 +99,7 @@ def key_of(spec: EngineSpec, environment: Environment) -> EngineKey:
     return known
 
 
-_KEPT = 32
+_KEPT = 128
 _recent: dict[str, EngineKey] = {}
 
 

@@ -17,7 +17,7 @@ from ..model_files.families import (
 )
 from ..subjects.references import References
 
-SHORT_RUNS, COMPARING = range(4, 8), 5
+SHORT_RUNS, COMPARING = range(4, 8), 6
 """Steps of runs that are too short for Slipstream to time model and engine in one of them, and pictures after which it
 has compared them."""
 

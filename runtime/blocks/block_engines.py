@@ -213,9 +213,9 @@ class BlockEngines:
             common, backends = (offer.architecture, dtypes, precision, device, optimize), (self.backend, self.spare)
             plans = [plan for backend in backends for plan in block_plans(*common, backend)]
             lent: list[BlockPlan] = []
-            if by_hand:  # who builds for others leaves them an engine for each call
+            if by_hand:  # who builds for other processes leaves them engines of their own
                 self._forgive(plans)
-            elif not any(self.store.trusted(plan.key.digest) for plan in plans):
+            elif not any(self.store.trusted(plan.key.digest) and self._is_wanted(plan) for plan in plans):
                 lent = [plan for backend in backends for plan in lent_plans(*common, backend)]
             self._bring(_Wish(offer, plans, policy, by_hand, lent))
         except Exception as error:  # whatever it is: the block runs as it is
@@ -264,19 +264,19 @@ class BlockEngines:
 
     def _is_lent(self, wish: _Wish) -> bool:
         """Whether an engine for more than one of what there is one of here computes the calls, or is waited for."""
-        for plan in wish.lent:
-            digest = plan.key.digest
-            if (digest, ones_of(wish.offer.inputs)) in self._unfit:
-                continue
-            if (entry := self.store.trusted(digest)) is not None:
+        inputs = wish.offer.inputs
+        left = [plan for plan in wish.lent if (plan.key.digest, ones_of(inputs)) not in self._unfit]
+        for plan in left:
+            if (entry := self.store.trusted(plan.key.digest)) is not None and self._is_wanted(plan):
                 engine = self._loaded(plan, entry)
-                if not isinstance(engine, str) and engine.accepts(wish.offer.inputs, ones_too=True):
-                    wish.offer.serve(digest, engine, is_lent=True)
+                if not isinstance(engine, str) and engine.accepts(inputs, ones_too=True):
+                    wish.offer.serve(plan.key.digest, engine, is_lent=True)
                     return True
-            elif (ticket := self.queue.find(digest)) is not None and ticket.state not in ENDED:
-                self._wait_for(ticket, wish)
-                return True
-        return False
+        tickets = (self.queue.find(plan.key.digest) for plan in left)
+        ticket = next((each for each in tickets if each is not None and each.state not in ENDED), None)
+        if ticket is not None:
+            self._wait_for(ticket, wish)
+        return ticket is not None
 
     def _is_wanted(self, plan: BlockPlan) -> bool:
         """Not if it is of `spare` without need, which is asked last, since finding that out takes time."""
@@ -416,7 +416,8 @@ class BlockEngines:
 
     def is_refused(self, offer: BlockOffer) -> bool:
         """Whether the engine of an offer was refused for other calls."""
-        return offer.engine in self._withdrawn
+        is_unfit = offer.is_lent and bool(self._unfit) and (offer.digest, ones_of(offer.inputs)) in self._unfit
+        return offer.engine in self._withdrawn or is_unfit
 
     @property
     def is_building(self) -> bool:

@@ -220,7 +220,8 @@ class StepTimes:
     # Comparing
 
     def is_due(self, step: TimedStep, runs_apart: int = 1) -> bool:
-        """Whether a run that does this work by engines should do some of it without, to compare: one of `runs_apart`.
+        """Whether a run that does this work by engines should do some of it without, to compare: one of `runs_apart`,
+        and then, as there is one sample in each, in more of them where some are lost.
 
         Ask once a run. It is at most in three runs, until enough is known, in one of 200 from then on, and where
         engines may be retired in up to twelve while they seem slower, which may be noise.
@@ -230,7 +231,7 @@ class StepTimes:
             _keep(self._turns, step.work)
             turns.runs += 1
             ours, plain = (self._samples.get(each, ()) for each in (step, TimedStep(step.work)))
-            is_unknown = len(plain) < _LEAST_EAGER and turns.tries < _TRIES
+            is_unknown = len(plain) < _LEAST_EAGER and turns.tries < (_TRIES if runs_apart == 1 else _MOST_TRIES)
             is_open = self._retires and turns.tries < _MOST_TRIES and seems_slower(ours, plain)
             if turns.tries and turns.runs - turns.last < runs_apart:
                 return False

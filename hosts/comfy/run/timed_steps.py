@@ -121,7 +121,8 @@ class TimedSteps:
         if not done.engines or done.work is None:
             return False
         if self._steps < _LEAST_STEPS:
-            return 0 < number == last and self._times.is_due(done, _RUNS_APART)
+            is_its_turn = 0 < number == last and not self._times.is_busy()
+            return is_its_turn and self._times.is_due(done, _RUNS_APART)
         if not is_warm or not _FIRST_STEP <= number <= last:
             return False
         if self._turns:  # by unequal gaps, work of every so many steps falls on both sides

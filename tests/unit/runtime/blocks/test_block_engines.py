@@ -529,6 +529,16 @@ def test_who_builds_by_hand_builds_an_engine_for_each_call(engines: BlockEngines
     assert not offer.is_lent and len(builder.built) == 2
 
 
+def test_a_spare_engine_is_lent_only_where_it_is_needed(
+    with_spare: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several = found(with_spare, WideBlock())
+    assert several.engine is not None and found(with_spare, SingleBlock()).digest == several.digest
+    monkeypatch.setattr(with_spare.backend, "why_cannot_build", lambda device: None)
+    own = found(with_spare, SingleBlock())
+    assert not own.is_lent and own.digest != several.digest and len(builder.built) == 2
+
+
 def test_an_engine_that_does_not_take_calls_of_one_is_not_lent(
     engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -552,9 +562,10 @@ def test_calls_of_one_wait_for_an_engine_for_several_that_is_being_built(
 def test_an_engine_that_does_not_fit_calls_of_one_serves_those_of_several(
     engines: BlockEngines, builder: Builder
 ) -> None:
-    several, one = found(engines, WideBlock()), found(engines, SingleBlock())
+    several, one, other = (found(engines, each) for each in (WideBlock(), SingleBlock(), SingleBlock(size=16)))
+    assert other.is_lent and not engines.is_refused(other)
     engines.refuse(one, "it differs")
-    assert one.engine is None and not one.is_final and not engines.is_refused(several)
+    assert one.engine is None and not one.is_final and not engines.is_refused(several) and engines.is_refused(other)
     own = found(engines, SingleBlock())
     assert own.engine is not None and not own.is_lent and own.digest != several.digest and len(builder.built) == 2
     assert found(engines, WideBlock()).digest == several.digest
