@@ -16,7 +16,16 @@ Run = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Inputs = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shape and dtype of each input."""
 
+Ones = frozenset[tuple[int, int]]
+"""Axes of size one: the number of the input, and the axis."""
+
 _INDEX_LIMIT = 1 << 31
+
+
+def ones_of(inputs: Inputs) -> Ones:
+    """Return which axes of the inputs have size one."""
+    shapes = (shape for shape, _ in inputs)
+    return frozenset((number, axis) for number, shape in enumerate(shapes) for axis, n in enumerate(shape) if n == 1)
 
 
 class BlockEngine:

@@ -40,8 +40,8 @@ class Sizes:
         """Whether inputs of these shapes may be given to the program.
 
         Args:
-            ones_too: an axis that it leaves open from two on may be one, too. What it gives then is what the traced
-                code would give if it took such an axis for any other, and not for one that is repeated.
+            ones_too: an axis that is open from two on may have size one, too. The program does not broadcast it then,
+                which the traced code might.
         """
         return self._symbols(shapes, ones_too) is not None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from ...compile_backend.blocks.backend import BlockBackend
-from ...compile_backend.blocks.engine import BlockEngine, Inputs
+from ...compile_backend.blocks.engine import BlockEngine, Inputs, Ones, ones_of
 from ...compile_backend.blocks.program import BlockArchitecture
 from ...compile_backend.blocks.triton_backend import TritonBlockBackend
 from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, SlipstreamError, StoreError
@@ -47,8 +48,6 @@ _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
 
 _POLL_SECONDS = 0.1
-
-Ones = frozenset[tuple[int, int]]
 
 
 _BY_HAND = "its engine is not built yet, and builds are asked for by hand"
@@ -210,13 +209,16 @@ class BlockEngines:
         by_hand: bool,
     ) -> None:
         try:
-            common, backends = (offer.architecture, dtypes, precision, device, optimize), (self.backend, self.spare)
-            plans = [plan for backend in backends for plan in block_plans(*common, backend)]
+            by_backend = [
+                block_plans(offer.architecture, dtypes, precision, device, optimize, backend)
+                for backend in (self.backend, self.spare)
+            ]
+            plans = [*itertools.chain(*by_backend)]
             lent: list[BlockPlan] = []
             if by_hand:  # who builds for other processes leaves them engines of their own
                 self._forgive(plans)
             elif not any(self.store.trusted(plan.key.digest) and self._is_wanted(plan) for plan in plans):
-                lent = [plan for backend in backends for plan in lent_plans(*common, backend)]
+                lent = [plan for of_any, *_ in by_backend for plan in lent_plans(of_any)]
             self._bring(_Wish(offer, plans, policy, by_hand, lent))
         except Exception as error:  # whatever it is: the block runs as it is
             log.debug("Slipstream: a block runs without an engine", exc_info=True)
@@ -230,7 +232,7 @@ class BlockEngines:
 
     def _bring(self, wish: _Wish) -> None:
         """Load an engine for an offer, or have one pulled or built; that for all sizes before that for one."""
-        if self._is_lent(wish):
+        if self._borrow(wish):
             return None
         reason, is_final, are_others_equal = "", True, False
         lacking: list[BlockPlan] = []
@@ -262,8 +264,8 @@ class BlockEngines:
             self.note_wanted(lacking)
         wish.offer.refuse(reason or "no engine takes calls of this shape", is_final)
 
-    def _is_lent(self, wish: _Wish) -> bool:
-        """Whether an engine for more than one of what there is one of here computes the calls, or is waited for."""
+    def _borrow(self, wish: _Wish) -> bool:
+        """Have an engine for larger calls serve these, or wait for its build. Whether there is one."""
         inputs = wish.offer.inputs
         left = [plan for plan in wish.lent if (plan.key.digest, ones_of(inputs)) not in self._unfit]
         for plan in left:
@@ -401,8 +403,10 @@ class BlockEngines:
         return self.canary.watching(offer.digest, USE, False)
 
     def refuse(self, offer: BlockOffer, reason: str) -> None:
-        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`. If it
-        is lent, others do."""
+        """An engine was found wrong, or failed: no call goes to it until somebody wants it tried, see `forget`.
+
+        One that is lent goes on serving the calls that it was built for.
+        """
         if offer.is_lent:
             log.debug("Slipstream: an engine of blocks is not used for one of what it is for several of: %s", reason)
             with self._lock:
@@ -460,12 +464,6 @@ class BlockEngines:
         if self._one_at_a_time:
             return 1
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
-
-
-def ones_of(inputs: Inputs) -> Ones:
-    """Number and axis of each input's axes of one."""
-    shapes = (shape for shape, _ in inputs)
-    return frozenset((number, axis) for number, shape in enumerate(shapes) for axis, n in enumerate(shape) if n == 1)
 
 
 def builds_at_once(is_hurried: bool = True) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,7 @@ class BlockPlan(Plan):
         of_such: it is for sizes of which the same are equal as in the example.
     """
 
+    architecture: BlockArchitecture
     backend: BlockBackend
     of_such: bool = False
 
@@ -47,47 +48,39 @@ def block_plans(
         dtypes: of the example's tensors.
     """
     of_any, of_such = (_profile(architecture.example, architecture.open_axes, each) for each in (False, True))
-    profiles = dict.fromkeys((of_any, of_such, ShapeProfile.static(architecture.example)))
-    common = dtypes, precision, device, optimize, backend
-    return [_plan(architecture, profile, *common, of_such=profile is of_such) for profile in profiles]
-
-
-def lent_plans(
-    architecture: BlockArchitecture,
-    dtypes: Sequence[torch.dtype],
-    precision: Precision,
-    device: torch.device,
-    optimize: Optimize,
-    backend: BlockBackend,
-) -> list[BlockPlan]:
-    """The engines for all sizes from two on that may compute calls with one of something, too, the likeliest first."""
-    common = dtypes, precision, device, optimize, backend
-    return [_plan(each, _profile(each.example, each.open_axes, False), *common) for each in architecture.larger]
-
-
-def _plan(
-    architecture: BlockArchitecture,
-    profile: ShapeProfile,
-    dtypes: Sequence[torch.dtype],
-    precision: Precision,
-    device: torch.device,
-    optimize: Optimize,
-    backend: BlockBackend,
-    of_such: bool = False,
-) -> BlockPlan:
+    profiles = [of_any, of_such, ShapeProfile.static(architecture.example)]
     optimize = Optimize.BALANCED if optimize is Optimize.BLOCKS else optimize
-    spec = EngineSpec(
-        role=architecture.role,
-        fingerprint=architecture.fingerprint,
-        profile=profile,
-        dtypes={name: dtype_name(dtype) for name, dtype in zip(architecture.example, dtypes, strict=True)},
-        output_dtype=dtype_name(dtype_of(precision)),
-        precision=precision,
-        optimize=optimize,
-        backend=BackendConfig(backend.name, backend.options(device, precision, optimize)),
-    )
-    key = key_of(spec, backend.environment(device))
-    return BlockPlan(architecture, spec, key, backend, device, precision, of_such=of_such)
+    specs = [
+        EngineSpec(
+            role=architecture.role,
+            fingerprint=architecture.fingerprint,
+            profile=profile,
+            dtypes={name: dtype_name(dtype) for name, dtype in zip(architecture.example, dtypes, strict=True)},
+            output_dtype=dtype_name(dtype_of(precision)),
+            precision=precision,
+            optimize=optimize,
+            backend=BackendConfig(backend.name, backend.options(device, precision, optimize)),
+        )
+        for profile in dict.fromkeys(profiles)
+    ]
+    environment = backend.environment(device)
+    return [
+        BlockPlan(
+            architecture, spec, key_of(spec, environment), backend, device, precision, of_such=spec.profile is of_such
+        )
+        for spec in specs
+    ]
+
+
+def lent_plans(plan: BlockPlan) -> list[BlockPlan]:
+    """The engines for all sizes from two on that may serve a plan's calls, in which there is one of something, too; the
+    likeliest first."""
+    found = []
+    for larger in plan.architecture.larger:
+        spec = replace(plan.spec, profile=_profile(larger.example, larger.open_axes, of_such=False))
+        key = key_of(spec, plan.key.environment)
+        found.append(replace(plan, architecture=larger, spec=spec, key=key, of_such=False))
+    return found
 
 
 def _profile(example: Mapping[str, Shape], open_axes: Mapping[str, tuple[int, ...]], of_such: bool) -> ShapeProfile:

@@ -220,11 +220,14 @@ class StepTimes:
     # Comparing
 
     def is_due(self, step: TimedStep, runs_apart: int = 1) -> bool:
-        """Whether a run that does this work by engines should do some of it without, to compare: one of `runs_apart`,
-        and then, as there is one sample in each, in more of them where some are lost.
+        """Whether a run that does this work by engines should do some of it without, to compare.
 
         Ask once a run. It is at most in three runs, until enough is known, in one of 200 from then on, and where
         engines may be retired in up to twelve while they seem slower, which may be noise.
+
+        Args:
+            runs_apart: with 2 every other run is left alone, for runs that are too short to time engines and model in
+                one. Each gives one sample, which may be lost, so that it may take twelve runs until enough is known.
         """
         with self._lock:
             turns = self._turns.setdefault(step.work, _Turns())

@@ -64,9 +64,6 @@ class Owner(Protocol):
     def fingerprint(self) -> ModelFingerprint: ...
 
 
-_MOST_ONES = 4
-"""Axes of one of which each choice is tried: fifteen."""
-
 ATTENTION_OUT = "attention_out"
 """Of a form: beside the block's own arguments, where its attention is called out of its package."""
 
@@ -200,6 +197,10 @@ class BlockGraph(torch.nn.Module):
             return self.block(**arguments)
 
 
+_MOST_ONES = 4
+"""Axes of size one of which each choice is tried: fifteen choices."""
+
+
 class ComfyBlock:
     """A kind of block, as a `BlockArchitecture`.
 
@@ -223,27 +224,24 @@ class ComfyBlock:
     ) -> None:
         self._owner = owner
         self._path = path
-        self._axes = dict(axes)
+        self._axes = {
+            name: tuple(axis for axis in axes.get(name, ()) if axis < len(shape)) for name, shape in example.items()
+        }
         self.form = form
         self.example = dict(example)
-        # An axis of one is none of those: most code takes it for one that is repeated.
-        self.open_axes = {
-            name: tuple(axis for axis in axes.get(name, ()) if axis < len(shape) and shape[axis] > 1)
-            for name, shape in example.items()
-        }
+
+    @property
+    def open_axes(self) -> Mapping[str, tuple[int, ...]]:
+        """See `BlockArchitecture`; none of size one, which most code broadcasts."""
+        return {name: tuple(axis for axis in axes if self.example[name][axis] > 1) for name, axes in self._axes.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ComfyBlock, (self._owner, self._path, self.form, self.example, self._axes)
 
     @property
     def larger(self) -> Sequence[ComfyBlock]:
-        """See `BlockArchitecture`: with each choice of axes of one, since one may be one in all calls."""
-        ones = [
-            (name, axis)
-            for name, shape in self.example.items()
-            for axis in self._axes.get(name, ())
-            if axis < len(shape) and shape[axis] == 1
-        ]
+        """See `BlockArchitecture`: with each choice of axes of size one, since some may have it in all calls."""
+        ones = [(name, axis) for name, axes in self._axes.items() for axis in axes if self.example[name][axis] == 1]
         counts = range(len(ones), 0, -1) if len(ones) <= _MOST_ONES else [len(ones)]
         return [self._with_two_of(each) for count in counts for each in itertools.combinations(ones, count)]
 
@@ -252,9 +250,7 @@ class ComfyBlock:
             name: tuple(2 if (name, axis) in ones else size for axis, size in enumerate(shape))
             for name, shape in self.example.items()
         }
-        made = ComfyBlock(self._owner, self._path, self.form, example, self._axes)
-        made.__dict__["fingerprint"] = self.fingerprint  # which takes longer than all else
-        return made
+        return ComfyBlock(self._owner, self._path, self.form, example, self._axes)
 
     @functools.cached_property
     def stored(self) -> Mapping[str, Stored]:

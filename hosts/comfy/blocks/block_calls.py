@@ -21,14 +21,14 @@ import torch
 
 from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attention_by
 from ....compile_backend.blocks.call_form import taken_apart, tensor_names
-from ....compile_backend.blocks.engine import BlockEngine
+from ....compile_backend.blocks.engine import BlockEngine, ones_of
 from ....core.dtypes import dtype_of, precision_of
 from ....core.errors import UnsupportedModel
 from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision, Role
 from ....core.streams import is_capturing, wait_for
-from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer, ones_of
+from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks

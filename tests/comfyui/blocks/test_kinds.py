@@ -24,17 +24,22 @@ def keys(
     tokens: int = 16,
     text: int = 77,
     batch: int = 2,
-    plans: Any = block_plans,
+    are_lent: bool = False,
     **more: Any,
 ) -> list[str]:
-    """Digests of the engines that `plans` gives: those for all sizes, for such sizes, and for the call's own."""
+    """Digests of the engines that a block's call wants: those for all sizes, for such sizes, and for its own.
+
+    Args:
+        are_lent: of those that may be lent to it instead.
+    """
     owner = ComfyDiffusionModel.of(patcher.model)
     width = owner.fresh.get_submodule(path).norm1.weight.shape[0]
     example = {"context": (batch, text, 32), "x": (batch, tokens, width)}
     form, _ = taken_apart({**dict.fromkeys(example, torch.empty(0)), **more})
     block = ComfyBlock(owner, path, form, example, dict.fromkeys(example, (0, 1)))
     dtypes = (torch.float32, torch.float32)
-    return [plan.key.digest for plan in plans(block, dtypes, Precision.FP32, CPU, Optimize.BLOCKS, BlockBackend())]
+    plans = block_plans(block, dtypes, Precision.FP32, CPU, Optimize.BLOCKS, BlockBackend())
+    return [plan.key.digest for plan in (lent_plans(plans[0]) if are_lent else plans)]
 
 
 def test_blocks_of_one_kind_share_an_engine() -> None:
@@ -54,11 +59,11 @@ def test_sizes_share_an_engine_and_have_one_each_beside() -> None:
 
 def test_calls_of_one_may_be_lent_engines_of_their_kind_for_several() -> None:
     model = tiny.model()
-    several, one, lent = keys(model), keys(model, batch=1), keys(model, batch=1, plans=lent_plans)
+    several, one, lent = keys(model), keys(model, batch=1), keys(model, batch=1, are_lent=True)
     assert lent[0] == several[0] and len(set(lent)) == 3, "of both tensors, and of either"
-    assert not {*lent} & {*one} and keys(model, plans=lent_plans) == []
-    assert keys(model, batch=1, tokens=36, text=154, plans=lent_plans)[0] == several[0]
-    assert several[0] not in keys(model, batch=1, plans=lent_plans, another=1)
+    assert not {*lent} & {*one} and keys(model, are_lent=True) == []
+    assert keys(model, batch=1, tokens=36, text=154, are_lent=True)[0] == several[0]
+    assert several[0] not in keys(model, batch=1, are_lent=True, another=1)
 
 
 def test_other_kinds_have_other_engines() -> None:

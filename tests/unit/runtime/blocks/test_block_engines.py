@@ -547,12 +547,18 @@ def test_an_engine_that_does_not_take_calls_of_one_is_not_lent(
     assert len(builder.built) == 2
 
 
-def test_calls_of_one_wait_for_an_engine_for_several_that_is_being_built(
-    engines: BlockEngines, builder: Builder
-) -> None:
+def both_asked(engines: BlockEngines, builder: Builder) -> list[BlockOffer]:
+    """Offers for calls of several and of one, which wait for builds that do not end yet."""
     builder.gate.clear()
     offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
     wait_until(lambda: all(offer.build.ticket for offer in offers))
+    return offers
+
+
+def test_calls_of_one_wait_for_an_engine_for_several_that_is_being_built(
+    engines: BlockEngines, builder: Builder
+) -> None:
+    offers = both_asked(engines, builder)
     assert offers[0].build.ticket is offers[1].build.ticket
     builder.gate.set()
     wait_until(lambda: not any(offer.is_coming for offer in offers))
@@ -585,9 +591,7 @@ def test_calls_of_one_have_an_engine_of_their_own_where_that_for_several_cannot_
         return builder(plan, *rest)
 
     engines.queue._build = build
-    builder.gate.clear()
-    offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
-    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    offers = both_asked(engines, builder)
     assert offers[0].build.ticket is offers[1].build.ticket
     builder.gate.set()
     wait_until(lambda: not any(offer.is_coming for offer in offers))
@@ -595,9 +599,7 @@ def test_calls_of_one_have_an_engine_of_their_own_where_that_for_several_cannot_
 
 
 def test_who_cancels_the_build_for_several_gets_none_for_one(engines: BlockEngines, builder: Builder) -> None:
-    builder.gate.clear()
-    offers = [asked(engines, WideBlock()), asked(engines, SingleBlock())]
-    wait_until(lambda: all(offer.build.ticket for offer in offers))
+    offers = both_asked(engines, builder)
     offers[0].build.ticket.cancel("it was cancelled")
     wait_until(lambda: not any(offer.is_coming for offer in offers))
     assert [offer.engine for offer in offers] == [None, None] and len(builder.built) == 1
