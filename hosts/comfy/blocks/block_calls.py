@@ -65,10 +65,6 @@ Weights = Mapping[str, torch.Tensor]
 _Inside = dict[LedBlock, tuple[Outside | None, dict[str, Any]]]
 """Blocks in a group, with what is called out of them, and the options that they are told."""
 
-_MOST_COPIED_BYTES = 128 << 20
-"""The most of one block's weights that is copied where there is no memory to stage them: a larger copy would drive out
-the staged weights of other blocks."""
-
 _COARSER = 5e-3
 """Relative error that the block's own rounding explains in fp32: where that is multiplied in TF32, or where its layers
 multiply the scales of weights in fp16, as those of GGUF do."""
@@ -950,8 +946,7 @@ class BlockCalls:
             return given
         if not (self._are_asked_for or self._are_at_hand(block, dtype)):
             return None
-        may_copy = self._are_asked_for or known.nbytes <= _MOST_COPIED_BYTES
-        return known.of(block.module, self._device, until, may_copy)
+        return known.of(block.module, self._device, until, may_copy=self._are_asked_for)
 
     def _lying(self, dtype: torch.dtype) -> Weights:
         """Those weights of the network that lie where they stay for the run, by name."""

@@ -15,17 +15,33 @@ from ....core.errors import UnsupportedModel
 from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PLAIN
 from ...live_model.layer_classes import dequantises
 from ...live_model.layer_walk import layers_of, tensors_of
-from ..process.current_weights import CASTS, PREFETCH, LayerCast, as_needed, is_quantized, is_staged_in, places_of
+from ..process.current_weights import (
+    CASTS,
+    PREFETCH,
+    LayerCast,
+    as_needed,
+    is_quantized,
+    is_staged_in,
+    places_of,
+    staged_together,
+)
 from ..process.staged_pages import counts_holders
 from .block_architecture import PREFIX
 
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 """Name, shape and dtype of each weight."""
 
+_Parts = list[tuple[int, str, tuple[int, ...], torch.dtype]]
+"""Of one layer: each weight's place in the engine's order, and the name by which the layer holds it."""
+
 _STAGED = "_v"
 """Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
 
 _STORED_OTHERWISE = "its weights are stored otherwise than when the run began"
+
+_MOST_COPIED_BYTES = 128 << 20
+"""The most of one block's weights that is copied where there is no memory to stage them: a larger copy would drive out
+the staged weights of other blocks."""
 
 _EIGHT_BITS = torch.float8_e4m3fn, torch.float8_e5m2
 _SIXTEEN_BITS = torch.float16, torch.bfloat16
@@ -203,7 +219,7 @@ class BlockWeights:
     """
 
     def __init__(self, wanted: Wanted, stored: Collection[str] = ()) -> None:
-        layers: dict[tuple[str, ...], list[tuple[int, str, tuple[int, ...], torch.dtype]]] = {}
+        layers: dict[tuple[str, ...], _Parts] = {}
         self._stored = {tuple(name.removeprefix(PREFIX).split(".")[:-1]) for name in stored}
         for place, (name, shape, dtype) in enumerate(wanted):
             *path, own = name.removeprefix(PREFIX).split(".")
@@ -235,12 +251,14 @@ class BlockWeights:
 
         Args:
             until: closed once the call has been made.
-            may_copy: otherwise None where memory lacks for what ComfyUI stages, so that it casts layer by layer.
+            may_copy: otherwise None where the block is large and memory lacks for what ComfyUI stages, so that it
+                casts layer by layer.
 
         Raises:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
         """
         found: list[Any] = [None] * len(self._wanted)
+        uncast: list[tuple[Any, _Parts]] = []
         places = places_of(device)
         for path, parts in self._layers:
             layer: Any = block
@@ -249,27 +267,72 @@ class BlockWeights:
             own = layer.__dict__
             tensors = own["_parameters"]
             is_changed = any(map(own.get, CHANGES))
-            is_plain = _STAGED not in own and not is_changed
-            cast: dict[str, torch.Tensor] | None = None
-            for place, name, shape, dtype in parts:
+            is_plain, lies = _STAGED not in own and not is_changed, True
+            for place, name, _, dtype in parts:
                 tensor = tensors.get(name) if name in tensors else own["_buffers"].get(name)
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
-                if not is_right or tensor.device not in places or tensor.dtype != dtype:
-                    if cast is None:
-                        if is_changed and (path in self._stored or dequantises(type(layer))):
-                            raise UnsupportedModel(_STORED_OTHERWISE)
-                        types = {own: each for _, own, _, each in parts}
-                        cast = _still_staged(layer, types, device, until)
-                        if cast is None and not may_copy and _STAGED in own and _held(layer, until) is None:
-                            return None
-                        cast = cast or _cast(layer, types, device, until)
-                    tensor = cast.get(name)
-                    if tensor is None or tensor.dtype != dtype:
-                        raise UnsupportedModel(_STORED_OTHERWISE)
-                if tensor.shape != shape:
-                    raise UnsupportedModel(f"its weight {'.'.join((*path, name))} has another shape than the engine's")
-                found[place] = tensor if tensor.is_contiguous() else tensor.contiguous()
+                if is_right and tensor.device in places and tensor.dtype == dtype:
+                    found[place] = tensor
+                else:
+                    lies = False
+            if lies:
+                continue
+            if is_changed and (path in self._stored or dequantises(type(layer))):
+                raise UnsupportedModel(_STORED_OTHERWISE)
+            if (staged := _still_staged(layer, _types(parts), device, until)) is not None:
+                _fill(found, parts, staged)
+            else:
+                uncast.append((layer, parts))
+        return self._checked(found) if self._cast(found, uncast, device, until, may_copy) else None
+
+    def _cast(
+        self,
+        found: list[Any],
+        uncast: Sequence[tuple[Any, _Parts]],
+        device: torch.device,
+        until: ExitStack,
+        may_copy: bool,
+    ) -> bool:
+        """Whether ComfyUI cast these layers' weights; see `of`."""
+        is_small, together = self.nbytes <= _MOST_COPIED_BYTES, []
+        for layer, parts in uncast:
+            is_staged = _STAGED in layer.__dict__ and layer.weight.device != device
+            if is_staged and not is_small and _held(layer, until) is None:
+                if not may_copy:
+                    return False
+            elif is_staged and PREFETCH not in layer.__dict__ and _BYTES not in _types(parts).values():
+                together.append(layer)
+        if len(together) > 1:
+            until.enter_context(staged_together(together, device))
+        for layer, parts in uncast:
+            _fill(found, parts, _cast(layer, _types(parts), device, until))
+        return True
+
+    def _checked(self, found: list[Any]) -> list[torch.Tensor]:
+        """
+        Raises:
+            UnsupportedModel: they have another dtype or shape than the engine takes.
+        """
+        for place, (tensor, (name, shape, dtype)) in enumerate(zip(found, self._wanted, strict=True)):
+            if tensor is None or tensor.dtype != dtype:
+                raise UnsupportedModel(_STORED_OTHERWISE)
+            if tensor.shape != shape:
+                weight = name.removeprefix(PREFIX)
+                raise UnsupportedModel(f"its weight {weight} has another shape than the engine's")
+            if not tensor.is_contiguous():
+                found[place] = tensor.contiguous()
         return found
+
+
+def _types(parts: _Parts) -> dict[str, torch.dtype]:
+    return {name: dtype for _, name, _, dtype in parts}
+
+
+def _fill(found: list[Any], parts: _Parts, cast: Mapping[str, torch.Tensor]) -> None:
+    """Put a layer's weights where none of its own lie as they should be."""
+    for place, name, _, _ in parts:
+        if found[place] is None:
+            found[place] = cast.get(name)
 
 
 def _still_staged(

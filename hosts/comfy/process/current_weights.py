@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -325,6 +325,35 @@ class LayerCast:
             self._done = None
 
 
+@contextmanager
+def staged_together(layers: Sequence[Any], device: torch.device) -> Iterator[None]:
+    """Meanwhile casts of these layers take what ComfyUI transfers for all of them now, as it prefetches a block: the
+    GPU goes on with what was enqueued before. Layer by layer, it would wait for each transfer.
+
+    Nothing is transferred by a ComfyUI that prefetches no layers.
+
+    Args:
+        layers: that it stages, whose weights lie elsewhere and which it prefetches none of.
+    """
+    import comfy.model_management as management
+    import comfy.ops
+
+    if not hasattr(comfy.ops, "cast_modules_with_vbar"):
+        yield
+        return
+    stream = None
+    try:
+        is_async = management.device_supports_non_blocking(device)
+        stream = comfy.ops.cast_modules_with_vbar(layers, None, device, None, is_async)
+        management.sync_stream(device, stream)
+        yield
+    finally:
+        if stream is not None:  # what comes next on it may use the same memory
+            stream.wait_stream(management.current_stream(device))
+        for layer in layers:
+            _forget_staging(layer)
+
+
 def _dequantised(layer: Any, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A layer's weight and bias by its own method.
 
@@ -345,11 +374,12 @@ PREFETCH = "_prefetch"
 
 
 def _forget_staging(layer: Any) -> None:
-    """Have the next call of a layer stage its weights anew. ComfyUI takes what a cast that failed midway left behind
-    for a prefetch, whose memory other layers have used since."""
+    """End what ComfyUI takes for a prefetch, whose memory other layers use next. Where its cast failed midway, or was
+    never made, the next call of the layer stages its weights anew."""
     prefetch = layer.__dict__.pop(PREFETCH, None)
     if prefetch is not None and prefetch["signature"] is not None:
-        layer._v_signature = None
+        if not prefetch.get("resident"):
+            layer._v_signature = None
         vbar, address, size = layer._v
         vbar.unpin(address, size)
     for name in PATCHES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,8 @@ from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.blocks import block_weights
+from slipstream.hosts.comfy.blocks.block_architecture import PREFIX
+from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -160,6 +163,94 @@ def test_weights_in_eight_bits_that_comfyui_stages(
     comfy.model_management.archive_model_dtypes(model.model)
     patcher = kind(model.model, staging.DEVICE, torch.device("cpu"))
     assert all_on_engines(compared(provider, patcher))
+
+
+class Stream:
+    """One on which ComfyUI transfers weights."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def as_context(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def wait_stream(self, stream: Any) -> None:
+        self._events.append("waits for the GPU")
+
+
+def staged(patcher: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    kind = staging.switch_on(monkeypatch)
+    if not hasattr(comfy.ops, "cast_modules_with_vbar"):
+        pytest.skip("this ComfyUI transfers layer by layer")
+    comfy.model_management.archive_model_dtypes(patcher.model)
+    return kind(patcher.model, staging.DEVICE, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_streams_from_ram_is_transferred_for_a_block_at_once(
+    fails: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a stream that then waits for the block's engine alone; what fails midway leaves nothing held."""
+    patcher, events = staged(tiny.transformer("sd3"), monkeypatch), list[str]()
+    together, cast = block_weights.staged_together, block_weights._cast
+
+    def noted(layers: Any, device: torch.device) -> Any:
+        events.append(f"{len(layers)} layers")
+        return together(layers, device)
+
+    def noted_cast(*args: Any) -> Any:
+        events.append("cast")
+        if fails and events.count("cast") == 3:
+            raise RuntimeError("a cast failed midway")
+        return cast(*args)
+
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        assert all_on_engines(compared(provider, patcher))
+        monkeypatch.setattr(dynamic_vram, "hold", lambda patcher: None)
+        monkeypatch.setattr(comfy.model_management, "get_offload_stream", lambda device: Stream(events))
+        monkeypatch.setattr(block_weights, "staged_together", noted)
+        monkeypatch.setattr(block_weights, "_cast", noted_cast)
+        (pages,) = patcher.model.dynamic_vbars.values()
+        pages.take_away()
+        module = compared(provider, patcher)
+    blocks = [event.split() for event in ",".join(events).split("waits for the GPU") if event]
+    assert len(blocks) == 2, "what is staged once stays"
+    for number, words in enumerate(blocks):
+        layers = int(words[0].strip(","))
+        assert layers > 5 and " ".join(words).count("cast") == (3 if fails and number == 0 else layers)
+    assert all_on_engines(module) != fails, module.status.to_json()
+    assert not pages.held and not any("_prefetch" in vars(layer) for layer in patcher.model.modules())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_is_transferred_at_once_is_right_together(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a LoRA, and whether or not device memory has room for the pages."""
+    patcher = staged(tiny.transformer("sd3"), monkeypatch)
+    state = {name: tensor.clone() for name, tensor in patcher.model.state_dict().items()}
+    changes = {name: (torch.full(tensor.shape, 0.05),) for name, tensor in state.items() if "qkv.weight" in name}
+    assert len(patcher.add_patches(changes, 1.0)) > 1
+    comfy.model_management.load_models_gpu([patcher])
+    (pages,) = patcher.model.dynamic_vbars.values()
+    prefix = "diffusion_model.joint_blocks.0."
+    block = patcher.model.diffusion_model.joint_blocks[0]
+    ends = sorted(sum(layer._v[1:]) - pages.base_addr for layer in block.modules() if hasattr(layer, "_v"))
+    pages.watermark = -(-ends[int(share * len(ends)) - 1] // staging.PAGE) if share else 0
+    names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    wanted = [(PREFIX + name, tuple(state[prefix + name].shape), torch.float32) for name in names]
+    for may_copy in (False, True):
+        with ExitStack() as until:
+            found = block_weights.BlockWeights(wanted).of(block, staging.DEVICE, until, may_copy)
+            assert found is not None
+            for name, tensor in zip(names, found, strict=True):
+                change = 0.05 if prefix + name in changes else 0.0
+                torch.testing.assert_close(tensor, state[prefix + name] + change, rtol=0, atol=1e-6)
+            assert (pages.held > 0) == (share > 0)
+        assert not pages.held and not any("_prefetch" in vars(layer) for layer in block.modules())
+    monkeypatch.setattr(block_weights, "_MOST_COPIED_BYTES", 0)
+    with ExitStack() as until:
+        found = block_weights.BlockWeights(wanted).of(block, staging.DEVICE, until, may_copy=False)
+        assert (found is None) == (share < 1), "a large block is not copied"
+    assert not pages.held
 
 
 def test_weights_in_gguf_are_handed_over_as_they_are(provider: EngineProvider) -> None:

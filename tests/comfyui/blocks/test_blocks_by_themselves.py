@@ -274,8 +274,8 @@ def test_staged_weights_lie_in_place_from_the_first_picture_on(
             stay = block_weights._stay
             shorter.setattr(block_weights, "_stay", lambda *args: copied.append(not stay(*args)) or not copied[-1])
             shorter.setattr(staging.Pages, "fault", without_the_last_pages(staging.Pages.fault))
-            for most, count in ((0, 5), (block_calls._MOST_COPIED_BYTES, 6)):
-                shorter.setattr(block_calls, "_MOST_COPIED_BYTES", most)
+            for most, count in ((0, 5), (block_weights._MOST_COPIED_BYTES, 6)):
+                shorter.setattr(block_weights, "_MOST_COPIED_BYTES", most)
                 copied.clear()
                 for pages in model.model.dynamic_vbars.values():
                     pages.take_away()
