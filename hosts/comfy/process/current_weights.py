@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from operator import attrgetter
@@ -14,6 +15,8 @@ from ...live_model.held_weights import PATCHES, PLAIN, HeldWeights
 from ...live_model.layer_classes import dequantises
 from ...live_model.layer_walk import Layers, layers_of, tensors_of
 from .free_memory import memory_beside_sampling
+
+log = logging.getLogger(__name__)
 
 Weights = dict[str, torch.Tensor]
 
@@ -330,7 +333,8 @@ def staged_together(layers: Sequence[Any], device: torch.device) -> Iterator[Non
     """Meanwhile casts of these layers take what ComfyUI transfers for all of them now, as it prefetches a block: the
     GPU goes on with what was enqueued before. Layer by layer, it would wait for each transfer.
 
-    Nothing is transferred by a ComfyUI that prefetches no layers.
+    Nothing is transferred by a ComfyUI that prefetches no layers, nor where memory for all of them lacks: their casts
+    take less.
 
     Args:
         layers: that it stages, whose weights lie elsewhere and which it prefetches none of.
@@ -343,9 +347,14 @@ def staged_together(layers: Sequence[Any], device: torch.device) -> Iterator[Non
         return
     stream = None
     try:
-        is_async = management.device_supports_non_blocking(device)
-        stream = comfy.ops.cast_modules_with_vbar(layers, None, device, None, is_async)
-        management.sync_stream(device, stream)
+        try:
+            is_async = management.device_supports_non_blocking(device)
+            stream = comfy.ops.cast_modules_with_vbar(layers, None, device, None, is_async)
+            management.sync_stream(device, stream)
+        except Exception as error:  # ComfyUI's buffer cannot grow, or is another than here
+            log.debug("Slipstream: weights are transferred layer by layer: %s", error)
+            for layer in layers:
+                _forget_staging(layer)
         yield
     finally:
         if stream is not None:  # what comes next on it may use the same memory

@@ -222,9 +222,12 @@ def test_what_streams_from_ram_is_transferred_for_a_block_at_once(
     assert not pages.held and not any("_prefetch" in vars(layer) for layer in patcher.model.modules())
 
 
+@pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_what_is_transferred_at_once_is_right_together(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a LoRA, and whether or not device memory has room for the pages."""
+def test_what_is_transferred_at_once_is_right_together(
+    share: float, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a LoRA, whether or not device memory has room for the pages, and where it has none for all at once."""
     patcher = staged(tiny.transformer("sd3"), monkeypatch)
     state = {name: tensor.clone() for name, tensor in patcher.model.state_dict().items()}
     changes = {name: (torch.full(tensor.shape, 0.05),) for name, tensor in state.items() if "qkv.weight" in name}
@@ -237,6 +240,16 @@ def test_what_is_transferred_at_once_is_right_together(share: float, monkeypatch
     pages.watermark = -(-ends[int(share * len(ends)) - 1] // staging.PAGE) if share else 0
     names = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
     wanted = [(PREFIX + name, tuple(state[prefix + name].shape), torch.float32) for name in names]
+    transfer, sizes = comfy.ops.cast_modules_with_vbar, list[int]()
+
+    def transferred(layers: Any, *args: Any) -> Any:
+        sizes.append(len(layers))
+        if len(layers) > 1 and not grows:
+            transfer(layers[: len(layers) // 2], *args)
+            raise RuntimeError("VRAM grow failed")
+        return transfer(layers, *args)
+
+    monkeypatch.setattr(comfy.ops, "cast_modules_with_vbar", transferred)
     for may_copy in (False, True):
         with ExitStack() as until:
             found = block_weights.BlockWeights(wanted).of(block, staging.DEVICE, until, may_copy)
@@ -246,6 +259,7 @@ def test_what_is_transferred_at_once_is_right_together(share: float, monkeypatch
                 torch.testing.assert_close(tensor, state[prefix + name] + change, rtol=0, atol=1e-6)
             assert (pages.held > 0) == (share > 0)
         assert not pages.held and not any("_prefetch" in vars(layer) for layer in block.modules())
+    assert sizes[0] > 5 and (1 in sizes) == (not grows), sizes
     monkeypatch.setattr(block_weights, "_MOST_COPIED_BYTES", 0)
     with ExitStack() as until:
         found = block_weights.BlockWeights(wanted).of(block, staging.DEVICE, until, may_copy=False)
