@@ -26,7 +26,6 @@ from ...core.errors import BackendUnavailable, BuildDied, BuildOutOfMemory, Slip
 from ...core.progress import Progress, ProgressCallback
 from ...core.spec import Optimize, Precision
 from ...engine_cache import BuildHistory, EngineStore, Entry
-from ..building.build import WORKER_DEVICE_BYTES
 from ..building.build_queue import ENDED, BuildFunction, BuildQueue, Ticket, TicketState
 from ..building.supply import NEVER_BUILDS, Supply
 from ..building.worker_pool import WorkerPool
@@ -43,6 +42,9 @@ _MOST_BUILDS = 64
 
 _WORKER_BYTES = 2 << 30
 """Memory of a build process."""
+
+BUILD_DEVICE_BYTES = 1 << 30
+"""Device memory of the build of one block: its process's CUDA context, and the tensors on which kernels are tried."""
 
 _WITHOUT_MEASURE = 4
 """Builds at once where the system does not say how much memory is free."""
@@ -463,20 +465,24 @@ class BlockEngines:
     def _builds_at_once(self) -> int:
         if self._one_at_a_time:
             return 1
-        return builds_at_once(is_hurried=any(ticket.urgent for ticket in self.queue.pending()))
+        pending = self.queue.pending()
+        running = sum(ticket.state is TicketState.RUNNING for ticket in pending)
+        return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), running=running)
 
 
-def builds_at_once(is_hurried: bool = True) -> int:
+def builds_at_once(is_hurried: bool = True, running: int = 0) -> int:
     """How many builds this machine has cores and memory for.
 
     Args:
         is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
             half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
+        running: builds that have their memory already.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    by_memory = [most + running for most in _by_memory()]
     if is_hurried:
-        return max(1, min(cores + 1, *_by_memory()))
-    return max(1, min(cores // 2, *(most // 4 for most in _by_memory())))
+        return max(1, min(cores + 1, *by_memory))
+    return max(1, min(cores // 2, *(most // 4 for most in by_memory)))
 
 
 def _by_memory() -> Iterable[int]:
@@ -488,4 +494,4 @@ def _by_memory() -> Iterable[int]:
         yield _WITHOUT_MEASURE
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         free, _ = torch.cuda.mem_get_info()
-        yield free // WORKER_DEVICE_BYTES
+        yield free // BUILD_DEVICE_BYTES

@@ -28,12 +28,12 @@ from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision, Role
 from ....core.streams import is_capturing, wait_for
-from ....runtime.blocks.block_engines import AwaitedBuild, BlockOffer
+from ....runtime.blocks.block_engines import BUILD_DEVICE_BYTES, AwaitedBuild, BlockOffer
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
 from ....runtime.checking.verify import ROUNDING
-from ....runtime.loaded.device_memory import give_back_unused
+from ....runtime.loaded.device_memory import bytes_for_others, give_back_unused
 from ....runtime.module import AcceleratedModule, ByBlocks, Run, Waiting
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import BuildPolicy, Settings
@@ -46,6 +46,7 @@ from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
 from ..process.free_memory import available
+from ..process.staged_pages import given_back
 from .block_architecture import STORED, ComfyBlock, Owner, say_stored
 from .block_classes import OPTIONS, PLACE, layer_at
 from .block_patches import patches_in, why_patched
@@ -999,8 +1000,11 @@ class BlockCalls:
         wished, self._wished = [*self._wished.values()], {}
         if wished:  # build processes need memory of their own
             give_back_unused(self._device)
+        free = bytes_for_others(self._device) if wished else None
+        lacking = 0 if free is None else len(wished) * BUILD_DEVICE_BYTES - free
         try:
-            self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
+            with given_back(self._device, lacking):
+                self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
         except BaseException:
             for ticket in tickets_of(offer.build for offer in wished):
                 ticket.cancel("the run that waited for it was interrupted")

@@ -129,12 +129,34 @@ def loaded_on(device: torch.device) -> Iterator[Any]:
 
 def yielding(device: torch.device) -> int:
     """Return the bytes on a device that staged weights give back by themselves: all but those of held pages."""
+    return sum(int(vbar.loaded_size()) for vbar in _not_held(device))
+
+
+def _not_held(device: torch.device) -> list[Any]:
+    """The pages of ComfyUI's models on a device, those that were loaded last first, where nobody holds any."""
     models = filter(is_dynamic, loaded_on(device))
     staged = (getattr(patcher.model, "dynamic_vbars", {}).get(device) for patcher in models)
     vbars = {id(vbar): vbar for vbar in staged if vbar is not None}
     for pages in [*_held.values()]:
         vbars.pop(id(pages.vbar), None)
-    return sum(int(vbar.loaded_size()) for vbar in vbars.values())
+    return [*vbars.values()]
+
+
+@contextmanager
+def given_back(device: torch.device, wanted: int) -> Iterator[None]:
+    """Meanwhile other processes may have `wanted` bytes of a device, as far as staged weights that nobody holds and
+    that the device does not compute with give them back. ComfyUI stages them again where they are used next.
+    """
+    asked = []
+    try:
+        for vbar in reversed(_not_held(device)):
+            if wanted > 0:
+                asked.append(vbar)
+                wanted -= int(vbar.free_memory(wanted))
+        yield
+    finally:
+        for vbar in asked:
+            vbar.prioritize()  # pages that were given back may come back
 
 
 @contextmanager

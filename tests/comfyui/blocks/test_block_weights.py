@@ -15,9 +15,10 @@ import torch
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_weights
+from slipstream.hosts.comfy.blocks import block_calls, block_weights
 from slipstream.hosts.comfy.blocks.block_architecture import PREFIX
 from slipstream.hosts.comfy.process import dynamic_vram
+from slipstream.runtime.blocks.block_engines import BlockEngines
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -220,6 +221,32 @@ def test_what_streams_from_ram_is_transferred_for_a_block_at_once(
         assert layers > 5 and " ".join(words).count("cast") == (3 if fails and number == 0 else layers)
     assert all_on_engines(module) != fails, module.status.to_json()
     assert not pages.held and not any("_prefetch" in vars(layer) for layer in patcher.model.modules())
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_staged_weights_make_room_for_builds_that_a_picture_waits_for(
+    free: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Build processes share the device with ComfyUI; what it gave them is staged again."""
+    patcher, staged_pages = staged(tiny.transformer("sd3"), monkeypatch), list[tuple[int, int]]()
+    monkeypatch.setattr(block_calls, "bytes_for_others", lambda device: free)
+    wait = BlockEngines.wait_for
+
+    def waited(engines: BlockEngines, offers: Any, *args: Any) -> None:
+        (pages,) = patcher.model.dynamic_vbars.values()
+        staged_pages.append((len(pages.resident), pages.watermark))
+        wait(engines, offers, *args)
+
+    monkeypatch.setattr(BlockEngines, "wait_for", waited)
+    comfy.model_management.load_models_gpu([patcher])
+    (pages,) = patcher.model.dynamic_vbars.values()
+    assert pages.fault(pages.base_addr, pages.offset) is not None  # all are staged, as by an earlier picture
+    pages.unpin(pages.base_addr, pages.offset)
+    before = len(pages.resident), pages.watermark
+    with quick_block_provider(EngineStore(tmp_path)) as provider:
+        assert all_on_engines(compared(provider, patcher))
+    assert before[0] > 40 and staged_pages[0] == (before if free else (0, 0))
+    assert pages.watermark == before[1] and not pages.held
 
 
 @pytest.mark.parametrize("grows", [True, False])

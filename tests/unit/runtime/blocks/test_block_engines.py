@@ -415,6 +415,8 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(block_engines, "_by_memory", lambda memory=memory: memory)
         assert block_engines.builds_at_once() == hurried
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
+    monkeypatch.setattr(block_engines, "_by_memory", lambda: [2, 64])
+    assert block_engines.builds_at_once(running=3) == 5, "what runs has its memory already"
 
 
 def test_builds_at_once_where_the_system_tells_neither_cores_nor_memory(
