@@ -164,6 +164,8 @@ class BlockEngines:
         """Builds that ran out of memory while there may have been others, by digest: each is tried once more."""
         self._one_at_a_time = False
         """Until all is built, since some of them did."""
+        self._room = 0
+        """How many builds there was memory for since one has been running."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
         self._unfit: set[tuple[str, Ones]] = set()
@@ -465,24 +467,25 @@ class BlockEngines:
     def _builds_at_once(self) -> int:
         if self._one_at_a_time:
             return 1
-        pending = self.queue.pending()
-        running = sum(ticket.state is TicketState.RUNNING for ticket in pending)
-        return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), running=running)
+        pending, by_memory = self.queue.pending(), min(_by_memory())
+        if any(ticket.state is TicketState.RUNNING for ticket in pending):  # they have, or soon take, what they need
+            by_memory = max(by_memory, self._room)
+        self._room = by_memory
+        return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), by_memory=by_memory)
 
 
-def builds_at_once(is_hurried: bool = True, running: int = 0) -> int:
+def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int:
     """How many builds this machine has cores and memory for.
 
     Args:
         is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
             half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
-        running: builds that have their memory already.
+        by_memory: how many there is memory for, those that run among them; None: as many as there is now.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    by_memory = [most + running for most in _by_memory()]
-    if is_hurried:
-        return max(1, min(cores + 1, *by_memory))
-    return max(1, min(cores // 2, *(most // 4 for most in by_memory)))
+    if by_memory is None:
+        by_memory = min(_by_memory())
+    return max(1, min(cores + 1, by_memory) if is_hurried else min(cores // 2, by_memory // 4))
 
 
 def _by_memory() -> Iterable[int]:

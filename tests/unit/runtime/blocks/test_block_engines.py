@@ -415,8 +415,23 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(block_engines, "_by_memory", lambda memory=memory: memory)
         assert block_engines.builds_at_once() == hurried
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
-    monkeypatch.setattr(block_engines, "_by_memory", lambda: [2, 64])
-    assert block_engines.builds_at_once(running=3) == 5, "what runs has its memory already"
+
+
+@pytest.mark.parametrize("takes", [1, 0])
+def test_what_running_builds_take_is_not_missing_for_others(
+    takes: int, engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what those that have just begun will take counted as free."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(block_engines, "_by_memory", lambda: [3 - takes * len(builder.built)])
+    builder.gate.clear()
+    offers = [asked(engines, FakeBlock(digest=letter * 64)) for letter in "abcdef"]
+    wait_until(lambda: len(builder.built) == 3)
+    time.sleep(0.3)
+    assert len(builder.built) == 3
+    builder.gate.set()
+    wait_until(lambda: not any(offer.is_coming for offer in offers))
+    assert all(offer.engine is not None for offer in offers)
 
 
 def test_builds_at_once_where_the_system_tells_neither_cores_nor_memory(

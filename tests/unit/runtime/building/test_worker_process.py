@@ -459,6 +459,7 @@ def _because(error: Exception, by: Exception, told: bool) -> Exception:
         (_because(CompileError(), torch.OutOfMemoryError("no memory"), told=False), True),
         (_because(CompileError(), KeyError("x"), told=True), False),
         (RuntimeError("out of memory, it says"), False),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might ..."), True),
     ],
 )
 def test_an_error_that_comes_of_too_little_memory(error: Exception, wanted: bool) -> None:
