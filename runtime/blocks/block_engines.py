@@ -468,8 +468,8 @@ class BlockEngines:
         if self._one_at_a_time:
             return 1
         pending, by_memory = self.queue.pending(), min(_by_memory())
-        if any(ticket.state is TicketState.RUNNING for ticket in pending):  # they have, or soon take, what they need
-            by_memory = max(by_memory, self._room)
+        if running := sum(ticket.state is TicketState.RUNNING for ticket in pending):  # with their memory, or soon
+            by_memory = min(by_memory + running, max(by_memory, self._room))
         self._room = by_memory
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), by_memory=by_memory)
 

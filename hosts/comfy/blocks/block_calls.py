@@ -28,7 +28,7 @@ from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
 from ....core.spec import Optimize, Precision, Role
 from ....core.streams import is_capturing, wait_for
-from ....runtime.blocks.block_engines import BUILD_DEVICE_BYTES, AwaitedBuild, BlockOffer
+from ....runtime.blocks.block_engines import BUILD_DEVICE_BYTES, AwaitedBuild, BlockOffer, builds_at_once
 from ....runtime.building.build_queue import Ticket
 from ....runtime.checking.rounding_switches import rounds_to_tf32
 from ....runtime.checking.step_times import id_of_blocks
@@ -998,10 +998,12 @@ class BlockCalls:
     def _wait(self) -> None:
         """Wait for the engines that this run's calls lacked."""
         wished, self._wished = [*self._wished.values()], {}
-        if wished:  # build processes need memory of their own
-            give_back_unused(self._device)
-        free = bytes_for_others(self._device) if wished else None
-        lacking = 0 if free is None else len(wished) * BUILD_DEVICE_BYTES - free
+        lacking = 0
+        if tickets := tickets_of(offer.build for offer in wished if offer.is_coming):
+            give_back_unused(self._device)  # build processes need memory of their own
+            free = bytes_for_others(self._device)
+            builds = builds_at_once(by_memory=len(tickets))
+            lacking = 0 if free is None else builds * BUILD_DEVICE_BYTES - free
         try:
             with given_back(self._device, lacking):
                 self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)

@@ -12,7 +12,7 @@ import torch
 from ....compile_backend.blocks.ggml_types import TYPES
 from ....compile_backend.blocks.program import SCALE, Stored
 from ....core.errors import UnsupportedModel
-from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PLAIN
+from ...live_model.held_weights import CHANGES, CHANGES_AT_CALLS, PATCHES, PLAIN
 from ...live_model.layer_classes import dequantises
 from ...live_model.layer_walk import layers_of, tensors_of
 from ..process.current_weights import (
@@ -279,7 +279,7 @@ class BlockWeights:
                 continue
             if is_changed and (path in self._stored or dequantises(type(layer))):
                 raise UnsupportedModel(_STORED_OTHERWISE)
-            if (staged := _still_staged(layer, _types(parts), device, until)) is not None:
+            if staged := _still_staged(layer, _types(parts), device, until):
                 _fill(found, parts, staged)
             else:
                 uncast.append((layer, parts))
@@ -294,17 +294,18 @@ class BlockWeights:
         may_copy: bool,
     ) -> bool:
         """Whether ComfyUI cast these layers' weights; see `of`."""
-        is_small, together = self.nbytes <= _MOST_COPIED_BYTES, []
+        is_small = self.nbytes <= _MOST_COPIED_BYTES
+        together: list[tuple[Any, _Parts]] = []
+        others: list[tuple[Any, _Parts]] = []
         for layer, parts in uncast:
             is_staged = _STAGED in layer.__dict__ and layer.weight.device != device
-            if is_staged and not is_small and _held(layer, until) is None:
-                if not may_copy:
-                    return False
-            elif is_staged and PREFETCH not in layer.__dict__ and _BYTES not in _types(parts).values():
-                together.append(layer)
+            has_room = not is_staged or is_small or _held(layer, until) is not None
+            if not has_room and not may_copy:
+                return False
+            (together if is_staged and has_room and _is_transferred_as_it_is(layer) else others).append((layer, parts))
         if len(together) > 1:
-            until.enter_context(staged_together(together, device))
-        for layer, parts in uncast:
+            until.enter_context(staged_together([layer for layer, _ in together], device))
+        for layer, parts in (*together, *others):  # in this order: other casts may use the same memory
             _fill(found, parts, _cast(layer, _types(parts), device, until))
         return True
 
@@ -322,6 +323,14 @@ class BlockWeights:
             if not tensor.is_contiguous():
                 found[place] = tensor.contiguous()
         return found
+
+
+def _is_transferred_as_it_is(layer: Any) -> bool:
+    """Whether ComfyUI stages a layer's weights as they are stored, without patches: that takes no other memory."""
+    own = layer.__dict__
+    if PREFETCH in own or any(own.get(name) is not None for name in PATCHES) or dequantises(type(layer)):
+        return False
+    return all(is_staged_in(tensor, tensor.dtype) for tensor in own["_parameters"].values() if tensor is not None)
 
 
 def _types(parts: _Parts) -> dict[str, torch.dtype]:

@@ -147,16 +147,15 @@ def given_back(device: torch.device, wanted: int) -> Iterator[None]:
     """Meanwhile other processes may have `wanted` bytes of a device, as far as staged weights that nobody holds and
     that the device does not compute with give them back. ComfyUI stages them again where they are used next.
     """
-    asked = []
+    vbars = _not_held(device)[::-1] if wanted > 0 else []
     try:
-        for vbar in reversed(_not_held(device)):
+        for vbar in vbars:
             if wanted > 0:
-                asked.append(vbar)
                 wanted -= int(vbar.free_memory(wanted))
         yield
     finally:
-        for vbar in asked:
-            vbar.prioritize()  # pages that were given back may come back
+        for vbar in vbars:  # what was given back may come back, that of the model that was loaded last first of all
+            vbar.prioritize()
 
 
 @contextmanager

@@ -286,7 +286,8 @@ def test_what_is_transferred_at_once_is_right_together(
                 torch.testing.assert_close(tensor, state[prefix + name] + change, rtol=0, atol=1e-6)
             assert (pages.held > 0) == (share > 0)
         assert not pages.held and not any("_prefetch" in vars(layer) for layer in block.modules())
-    assert sizes[0] > 5 and (1 in sizes) == (not grows), sizes
+    alone = 2 * sum(name.startswith(prefix) for name in changes)  # those of the LoRA, in both calls
+    assert sizes[0] > 5 and (sizes.count(1) > alone) == (not grows), sizes
     monkeypatch.setattr(block_weights, "_MOST_COPIED_BYTES", 0)
     with ExitStack() as until:
         found = block_weights.BlockWeights(wanted).of(block, staging.DEVICE, until, may_copy=False)
