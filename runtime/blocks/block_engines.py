@@ -165,7 +165,7 @@ class BlockEngines:
         self._one_at_a_time = False
         """Until all is built, since some of them did."""
         self._room = 0
-        """How many builds there was memory for since one has been running."""
+        """How many builds there was memory for when the first of those that run began."""
         self._asked: dict[str, set[str]] = {}
         """Digests of the engines whose builds were asked for, by the kind of block."""
         self._unfit: set[tuple[str, Ones]] = set()
@@ -468,7 +468,9 @@ class BlockEngines:
         if self._one_at_a_time:
             return 1
         pending, by_memory = self.queue.pending(), min(_by_memory())
-        if running := sum(ticket.state is TicketState.RUNNING for ticket in pending):  # with their memory, or soon
+        if running := sum(
+            ticket.state is TicketState.RUNNING for ticket in pending
+        ):  # some have not allocated theirs yet
             by_memory = min(by_memory + running, max(by_memory, self._room))
         self._room = by_memory
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), by_memory=by_memory)

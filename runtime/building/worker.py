@@ -39,7 +39,7 @@ OUT_OF_MEMORY = "out_of_memory"
 """In the result: whether the error comes of that."""
 
 _TOLD_BY = {"OutOfMemoryError", "MemoryError"}
-_CUDA_S_WORDS = "CUDA error: out of memory"
+_TOLD_BY_CUDA = "CUDA error: out of memory"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -166,7 +166,7 @@ def _write_result(folder: Path, result: dict[str, Any]) -> None:
 def ran_out(error: BaseException | None) -> bool:
     """Whether an error is torch's, Python's or CUDA's of too little memory, or was raised because of one."""
     while error is not None:
-        if type(error).__name__ in _TOLD_BY or (isinstance(error, RuntimeError) and _CUDA_S_WORDS in str(error)):
+        if type(error).__name__ in _TOLD_BY or (isinstance(error, RuntimeError) and _TOLD_BY_CUDA in str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

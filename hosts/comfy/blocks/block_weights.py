@@ -31,8 +31,11 @@ from .block_architecture import PREFIX
 Wanted = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 """Name, shape and dtype of each weight."""
 
-_Parts = list[tuple[int, str, tuple[int, ...], torch.dtype]]
-"""Of one layer: each weight's place in the engine's order, and the name by which the layer holds it."""
+_Parts = Sequence[tuple[int, str, torch.dtype]]
+"""The weights of one layer: each one's place in the engine's order, its name in the layer, and its dtype."""
+
+_Uncast = tuple[Any, _Parts, Mapping[str, torch.dtype]]
+"""A layer, its weights, and their dtypes by name."""
 
 _STAGED = "_v"
 """Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
@@ -219,12 +222,12 @@ class BlockWeights:
     """
 
     def __init__(self, wanted: Wanted, stored: Collection[str] = ()) -> None:
-        layers: dict[tuple[str, ...], _Parts] = {}
+        layers: dict[tuple[str, ...], list[tuple[int, str, torch.dtype]]] = {}
         self._stored = {tuple(name.removeprefix(PREFIX).split(".")[:-1]) for name in stored}
-        for place, (name, shape, dtype) in enumerate(wanted):
+        for place, (name, _, dtype) in enumerate(wanted):
             *path, own = name.removeprefix(PREFIX).split(".")
-            layers.setdefault(tuple(path), []).append((place, own, shape, dtype))
-        self._layers = [*layers.items()]
+            layers.setdefault(tuple(path), []).append((place, own, dtype))
+        self._layers = [(path, parts, {name: dtype for _, name, dtype in parts}) for path, parts in layers.items()]
         self._wanted = wanted
         self.nbytes = sum(math.prod(shape) * dtype.itemsize for _, shape, dtype in wanted)
 
@@ -258,9 +261,9 @@ class BlockWeights:
             UnsupportedModel: they are of a kind, or of a shape, that the engine does not take.
         """
         found: list[Any] = [None] * len(self._wanted)
-        uncast: list[tuple[Any, _Parts]] = []
+        uncast: list[_Uncast] = []
         places = places_of(device)
-        for path, parts in self._layers:
+        for path, parts, types in self._layers:
             layer: Any = block
             for name in path:
                 layer = layer._modules[name]
@@ -268,7 +271,7 @@ class BlockWeights:
             tensors = own["_parameters"]
             is_changed = any(map(own.get, CHANGES))
             is_plain, lies = _STAGED not in own and not is_changed, True
-            for place, name, _, dtype in parts:
+            for place, name, dtype in parts:
                 tensor = tensors.get(name) if name in tensors else own["_buffers"].get(name)
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
                 if is_right and tensor.device in places and tensor.dtype == dtype:
@@ -279,38 +282,40 @@ class BlockWeights:
                 continue
             if is_changed and (path in self._stored or dequantises(type(layer))):
                 raise UnsupportedModel(_STORED_OTHERWISE)
-            if staged := _still_staged(layer, _types(parts), device, until):
+            if staged := _still_staged(layer, types, device, until):
                 _fill(found, parts, staged)
             else:
-                uncast.append((layer, parts))
-        return self._checked(found) if self._cast(found, uncast, device, until, may_copy) else None
+                uncast.append((layer, parts, types))
+        return self._checked(found) if self._cast_all(found, uncast, device, until, may_copy) else None
 
-    def _cast(
+    def _cast_all(
         self,
         found: list[Any],
-        uncast: Sequence[tuple[Any, _Parts]],
+        uncast: Sequence[_Uncast],
         device: torch.device,
         until: ExitStack,
         may_copy: bool,
     ) -> bool:
-        """Whether ComfyUI cast these layers' weights; see `of`."""
+        """Have ComfyUI cast these layers' weights, and put them where they belong. False where it may not; see `of`."""
         is_small = self.nbytes <= _MOST_COPIED_BYTES
-        together: list[tuple[Any, _Parts]] = []
-        others: list[tuple[Any, _Parts]] = []
-        for layer, parts in uncast:
+        together: list[_Uncast] = []
+        others: list[_Uncast] = []
+        for each in uncast:
+            layer = each[0]
             is_staged = _STAGED in layer.__dict__ and layer.weight.device != device
             has_room = not is_staged or is_small or _held(layer, until) is not None
             if not has_room and not may_copy:
                 return False
-            (together if is_staged and has_room and _is_transferred_as_it_is(layer) else others).append((layer, parts))
+            (together if is_staged and has_room and _is_transferred_as_it_is(layer) else others).append(each)
         if len(together) > 1:
-            until.enter_context(staged_together([layer for layer, _ in together], device))
-        for layer, parts in (*together, *others):  # in this order: other casts may use the same memory
-            _fill(found, parts, _cast(layer, _types(parts), device, until))
+            until.enter_context(staged_together([layer for layer, *_ in together], device))
+        for layer, parts, types in (*together, *others):  # in this order: other casts may use the same memory
+            _fill(found, parts, _cast(layer, types, device, until))
         return True
 
     def _checked(self, found: list[Any]) -> list[torch.Tensor]:
-        """
+        """The weights, each contiguous.
+
         Raises:
             UnsupportedModel: they have another dtype or shape than the engine takes.
         """
@@ -326,20 +331,16 @@ class BlockWeights:
 
 
 def _is_transferred_as_it_is(layer: Any) -> bool:
-    """Whether ComfyUI stages a layer's weights as they are stored, without patches: that takes no other memory."""
+    """Whether ComfyUI stages a layer's weights unpatched and in the dtype of their storage, which needs no buffer."""
     own = layer.__dict__
     if PREFETCH in own or any(own.get(name) is not None for name in PATCHES) or dequantises(type(layer)):
         return False
     return all(is_staged_in(tensor, tensor.dtype) for tensor in own["_parameters"].values() if tensor is not None)
 
 
-def _types(parts: _Parts) -> dict[str, torch.dtype]:
-    return {name: dtype for _, name, _, dtype in parts}
-
-
 def _fill(found: list[Any], parts: _Parts, cast: Mapping[str, torch.Tensor]) -> None:
-    """Put a layer's weights where none of its own lie as they should be."""
-    for place, name, _, _ in parts:
+    """Put what was cast of a layer where none of its own tensors can be used."""
+    for place, name, _ in parts:
         if found[place] is None:
             found[place] = cast.get(name)
 

@@ -330,37 +330,43 @@ class LayerCast:
 
 @contextmanager
 def staged_together(layers: Sequence[Any], device: torch.device) -> Iterator[None]:
-    """Meanwhile casts of these layers take what ComfyUI transfers for all of them now, as it prefetches a block: the
-    GPU goes on with what was enqueued before. Layer by layer, it would wait for each transfer.
+    """Transfer the weights of several layers at once, as ComfyUI prefetches a block: the GPU goes on with what was
+    enqueued before. Until the context ends, casts of these layers use what was transferred.
 
-    Nothing is transferred by a ComfyUI that prefetches no layers, nor where memory for all of them lacks: their casts
-    take less.
+    Where this ComfyUI has no prefetching, or memory for all of them lacks, nothing is transferred: each cast does it.
 
     Args:
-        layers: that it stages, whose weights lie elsewhere and which it prefetches none of.
+        layers: whose weights ComfyUI stages, lie elsewhere, and are not being prefetched.
     """
+    stream = _transferred(layers, device)
+    try:
+        yield
+    finally:
+        if stream is not None:  # later transfers on it may overwrite the memory
+            import comfy.model_management as management
+
+            stream.wait_stream(management.current_stream(device))
+        for layer in layers:
+            _forget_staging(layer)
+
+
+def _transferred(layers: Sequence[Any], device: torch.device) -> Any:
+    """The stream on which ComfyUI transfers the layers' weights; None where there is none, or it could not."""
     import comfy.model_management as management
     import comfy.ops
 
     if not hasattr(comfy.ops, "cast_modules_with_vbar"):
-        yield
-        return
-    stream = None
+        return None
     try:
-        try:
-            is_async = management.device_supports_non_blocking(device)
-            stream = comfy.ops.cast_modules_with_vbar(layers, None, device, None, is_async)
-            management.sync_stream(device, stream)
-        except Exception as error:  # ComfyUI's buffer cannot grow, or is another than here
-            log.debug("Slipstream: weights are transferred layer by layer: %s", error)
-            for layer in layers:
-                _forget_staging(layer)
-        yield
-    finally:
-        if stream is not None:  # what comes next on it may use the same memory
-            stream.wait_stream(management.current_stream(device))
+        is_async = management.device_supports_non_blocking(device)
+        stream = comfy.ops.cast_modules_with_vbar(layers, None, device, None, is_async)
+        management.sync_stream(device, stream)
+        return stream
+    except Exception as error:  # ComfyUI's buffer cannot grow, or its function takes other arguments
+        log.debug("Slipstream: weights are transferred layer by layer: %s", error)
         for layer in layers:
             _forget_staging(layer)
+        return None
 
 
 def _dequantised(layer: Any, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -383,8 +389,8 @@ PREFETCH = "_prefetch"
 
 
 def _forget_staging(layer: Any) -> None:
-    """End what ComfyUI takes for a prefetch, whose memory other layers use next. Where its cast failed midway, or was
-    never made, the next call of the layer stages its weights anew."""
+    """Remove a layer's prefetch: other layers use its memory next. If the layer's cast failed midway, or was never
+    made, its next call stages the weights anew."""
     prefetch = layer.__dict__.pop(PREFETCH, None)
     if prefetch is not None and prefetch["signature"] is not None:
         if not prefetch.get("resident"):

@@ -133,7 +133,7 @@ def yielding(device: torch.device) -> int:
 
 
 def _not_held(device: torch.device) -> list[Any]:
-    """The pages of ComfyUI's models on a device, those that were loaded last first, where nobody holds any."""
+    """The pages of ComfyUI's models on a device, without models of which somebody holds pages; last loaded first."""
     models = filter(is_dynamic, loaded_on(device))
     staged = (getattr(patcher.model, "dynamic_vbars", {}).get(device) for patcher in models)
     vbars = {id(vbar): vbar for vbar in staged if vbar is not None}
@@ -144,8 +144,8 @@ def _not_held(device: torch.device) -> list[Any]:
 
 @contextmanager
 def given_back(device: torch.device, wanted: int) -> Iterator[None]:
-    """Meanwhile other processes may have `wanted` bytes of a device, as far as staged weights that nobody holds and
-    that the device does not compute with give them back. ComfyUI stages them again where they are used next.
+    """Free `wanted` bytes of a device for other processes until the context ends, as far as pages that nobody holds
+    suffice. ComfyUI stages their weights again at their next use. The device must not be computing.
     """
     vbars = _not_held(device)[::-1] if wanted > 0 else []
     try:
@@ -154,7 +154,7 @@ def given_back(device: torch.device, wanted: int) -> Iterator[None]:
                 wanted -= int(vbar.free_memory(wanted))
         yield
     finally:
-        for vbar in vbars:  # what was given back may come back, that of the model that was loaded last first of all
+        for vbar in vbars:  # pages may be staged again, those of the model that was loaded last first
             vbar.prioritize()
 
 
