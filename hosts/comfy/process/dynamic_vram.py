@@ -6,7 +6,7 @@ For an engine all pages of the model are held at once, so nothing is copied and 
 small weights, a few megabytes, are copied to places that stay. Nothing is held between runs: ComfyUI may take the
 pages for other models, and what it took is staged again by ComfyUI's own code.
 
-What ComfyUI does at each load of a model, 20 to 200 ms, is left out where all of it is done already.
+What ComfyUI does at each load of a model, 20 to 200 ms, is left out where it is done already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .free_memory import available
-from .staged_pages import Pages, are_all_loaded, hold, is_dynamic, letting_go, to_be_held
+from .staged_pages import Pages, hold, is_dynamic, letting_go, to_be_held
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,6 @@ def bind_staged(
             found = _found(known.small, network, names, dtype, device, pages, token, owner)
             known.tensors = {prefix + name: tensor for name, tensor in found.items()}
             known.look, known.version = _Look(token, pages, network), next(_versions)
-        if token is not None:
-            _note_staged(patcher, pages)
         return BoundWeights(known.tensors, known.version, pages.release)
     except BaseException:
         pages.release()
@@ -199,7 +197,6 @@ def weights_in_place(
         _copy_small(known.small, {name: tensor for name, tensor in own.items() if tensor.nbytes <= _SMALL_BYTES})
         known.tensors = {**own, **known.small, **staged}
         known.look = _Look(token, pages, network)
-    _note_staged(patcher, pages)
     return known.tensors
 
 
@@ -279,21 +276,14 @@ class _Load:
 
     Attributes:
         state: see `_state_of`; None where nobody looked on.
-        serials: of its pages when all of its weights were found to be staged.
         buffers: copies of its layers' small buffers, in places that stay.
     """
 
     state: Hashable = None
-    serials: tuple[int, ...] | None = None
     buffers: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = field(default_factory=WeakKeyDictionary)
 
 
 _loads: Remembered[_Load] = Remembered()
-
-
-def _note_staged(patcher: Any, pages: Pages) -> None:
-    """Note that all weights of a model are staged."""
-    _loads.get(patcher.model, None, _Load).serials = pages.serials
 
 
 @contextmanager
@@ -321,7 +311,7 @@ def _loading_once(patcher: Any) -> Iterator[None]:
     def partially_load(device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         if not force_patch_weights and _still_loaded(patcher, device_to, known):
             return None
-        known.state = known.serials = None
+        known.state = None
         result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
         _keep_buffers_in_place(patcher, known)
         known.state = _state_of(patcher)
@@ -362,20 +352,16 @@ def _instead(patcher: Any, name: str, method: Callable[..., Any]) -> Iterator[No
 
 
 def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
-    """Whether loading the model would stage nothing anew; all else that a load does is done then.
+    """Whether nothing that a load does was undone since the last; what it does each time is done then.
 
-    No page is held: if one is taken from now on, ComfyUI stages it again where it is used, as after a load.
+    Pages may have been taken away: a load stages none, and ComfyUI stages them again where they are used.
     """
     try:
-        if known.serials is None or device != patcher.load_device:
+        if device != patcher.load_device or known.state is None or known.state != _state_of(patcher):
             return False
-        if known.state is None or known.state != _state_of(patcher) or not _is_simple(patcher):
+        if not _is_simple(patcher):
             return False
-        if not are_all_loaded(patcher) or (pages := hold(patcher)) is None:
-            return False
-        pages.release()
-        if pages.serials != known.serials:
-            return False
+        patcher.model.dynamic_vbars[device].prioritize()
         if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
             pinning |= {"failed": False, "active": True}
         with patcher.use_ejected(skip_and_inject_on_exit_only=True):

@@ -94,12 +94,6 @@ def _pages_of(vbar: Any) -> int:
     return -(-int(vbar.offset) // _PAGE_BYTES)
 
 
-def are_all_loaded(patcher: Any) -> bool:
-    """Whether no page of a loaded model's weights was taken away, or is still to come."""
-    vbar = patcher.model.dynamic_vbars[patcher.load_device]
-    return int(vbar.loaded_size()) >= _pages_of(vbar) * _PAGE_BYTES
-
-
 def to_be_held(patcher: Any) -> int:
     """Bytes that do not give way any more, or are needed more, once all pages of a loaded model are held."""
     vbar = patcher.model.dynamic_vbars[patcher.load_device]

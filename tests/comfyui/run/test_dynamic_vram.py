@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -418,15 +419,36 @@ def test_a_load_that_is_left_out_holds_nothing(staged: Any, monkeypatch: pytest.
         assert patcher.model.dynamic_pins[patcher.load_device]["active"]
         assert pages.free_memory(3 * staging.PAGE) == 3 * staging.PAGE
         pages.take_away(0, 2)
-        for name, layer in patcher.model.diffusion_model.named_modules():
-            if "_v" in vars(layer):
-                found, _ = cast(layer)
-                torch.testing.assert_close(found, expected[f"model.{name}.weight"], rtol=1e-5, atol=1e-6)
+        assert_cast_right(patcher, expected)
         pages.take_away()
         weights = bound(patcher)
         assert_right(weights, expected)
         weights.release()
     assert pages.held == 0
+
+
+def test_a_load_is_left_out_where_memory_for_all_pages_lacks(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    pages, loads = pages_of(patcher), loads_of(patcher, monkeypatch)
+    assert_cast_right(patcher, expected)
+    pages.capacity = len(pages.resident) - 3
+    for _ in range(2):
+        assert pages.free_memory(32 * staging.PAGE), "as for what is loaded between two pictures"
+        left = len(pages.resident)
+        load(patcher)
+        assert not loads and pages.held == 0
+        assert_cast_right(patcher, expected)
+        assert len(pages.resident) > left, "those that were given up come back where they fit"
+
+
+def assert_cast_right(patcher: Any, expected: Mapping[str, torch.Tensor]) -> None:
+    """Check what calls of the layers whose weights are staged compute with."""
+    for name, layer in patcher.model.diffusion_model.named_modules():
+        if "_v" in vars(layer):
+            found, _ = cast(layer)
+            torch.testing.assert_close(found, expected[f"model.{name}.weight"], rtol=1e-5, atol=1e-6)
 
 
 def cast(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -465,13 +487,10 @@ def test_pages_that_cannot_be_had_count_as_memory_that_does_not_suffice(
     load(patcher)
     bound(patcher).release()
     pages = pages_of(patcher)
-    with monkeypatch.context() as broken:
-        broken.setattr(pages, "fault", out_of_reach)
-        with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
-            bound(patcher)
-        loads = loads_of(patcher, broken)
-        load(patcher)
-        assert loads and pages.held == 0
+    monkeypatch.setattr(pages, "fault", out_of_reach)
+    with pytest.raises(torch.OutOfMemoryError, match="do not all fit into VRAM"):
+        bound(patcher)
+    assert pages.held == 0
 
 
 @pytest.mark.parametrize("failing", ["patch_model", "unpatch_model"])
