@@ -14,7 +14,7 @@ from typing import Any
 from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
 from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
-from .blocks.block_calls import BlockCalls, block_calls_of
+from .block_calls.block_calls import BlockCalls, block_calls_of
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
 from .process.dynamic_vram import loading_once

@@ -21,7 +21,8 @@ from ...runtime.checking.step_timers import CallTimer
 from ...runtime.checking.step_times import TimedStep
 from ...runtime.module import AcceleratedModule, ByBlocks, say_plain
 from ...runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, Settings
-from .blocks.block_calls import CALLS_BY_HAND, BlockCalls, BlockShare
+from .block_calls.block_calls import CALLS_BY_HAND, BlockCalls
+from .block_calls.block_share import BlockShare
 from .models.text_stacks import ComfyTextStack, stacks_of
 from .process.dynamic_vram import loading_once, weights_in_place
 from .run.run_start import RunRecorder, recorded

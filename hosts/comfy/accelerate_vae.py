@@ -26,7 +26,8 @@ from ...runtime.loaded.device_clock import disturb
 from ...runtime.module import AcceleratedModule, Run
 from ...runtime.settings.model_settings import BackendChoice
 from ..model_patches import why_not_in_this_mode
-from .blocks.block_calls import BlockShare, block_calls_of
+from .block_calls.block_calls import block_calls_of
+from .block_calls.block_share import BlockShare
 from .models.autoencoders import DECODER, ENCODER, HALVES, Half
 from .models.vae import ComfyVaeSource, plain_method, source_of
 from .models.vae_fallback_reasons import why_not_this_call, why_nothing_of_it

@@ -1,1 +1,1 @@
-"""The blocks of ComfyUI's models on engines of their own, while the model's own forward runs as ever."""
+"""The blocks of ComfyUI's models that engines compute: which there are, their weights, and what others do in them."""

@@ -19,7 +19,7 @@ from ....runtime.provider import Made
 from ....runtime.requests.make_engines import make_engines
 from ....runtime.settings.model_settings import PIXELS, Resolution
 from ...live_model.account import why_changed
-from ..blocks.block_calls import block_calls_of
+from ..block_calls.block_calls import block_calls_of
 from ..models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from ..models.model_classes import CallSize
 from ..models.unet_source import ComfyUNetSource

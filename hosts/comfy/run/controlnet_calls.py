@@ -26,7 +26,7 @@ from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import are_blocks_welcome
 from ...live_model.held_weights import version_of
 from ...model_patches import why_not_these_tensors
-from ..blocks.block_calls import BlockCalls, block_calls_of
+from ..block_calls.block_calls import BlockCalls, block_calls_of
 from ..models.controlnet import ComfyControlNetSource, residuals_by_kind, residuals_by_name
 from .model_calls import NotServed
 from .run_start import RunRecorder, begin_run, recorded

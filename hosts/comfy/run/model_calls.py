@@ -26,7 +26,7 @@ from ...live_model.account import why_changed
 from ...live_model.held_weights import Hold
 from ...model_patches import why_not_in_this_mode, why_not_these_tensors
 from ...stand_in import Plain, undisturbed
-from ..blocks.block_calls import BlockCalls
+from ..block_calls.block_calls import BlockCalls
 from ..blocks.cached_blocks import CachedCall
 from ..models.diffusion_model import called
 from ..models.fallback_reasons import why_not_this_call

@@ -15,7 +15,8 @@ import torch
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_calls, block_weights
+from slipstream.hosts.comfy.block_calls import run_offers
+from slipstream.hosts.comfy.blocks import block_weights
 from slipstream.hosts.comfy.blocks.block_architecture import PREFIX
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.blocks.block_engines import BlockEngines
@@ -229,7 +230,7 @@ def test_staged_weights_make_room_for_builds_that_a_picture_waits_for(
 ) -> None:
     """Build processes share the device with ComfyUI; what it gave them is staged again."""
     patcher, staged_pages = staged(tiny.transformer("sd3"), monkeypatch), list[tuple[int, int]]()
-    monkeypatch.setattr(block_calls, "bytes_for_others", lambda device: free)
+    monkeypatch.setattr(run_offers, "bytes_for_others", lambda device: free)
     wait = BlockEngines.wait_for
 
     def waited(engines: BlockEngines, offers: Any, *args: Any) -> None:

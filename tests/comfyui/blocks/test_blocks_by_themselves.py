@@ -15,7 +15,8 @@ from slipstream.core.errors import BuildFailed
 from slipstream.core.spec import Optimize
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks import block_calls, block_weights
+from slipstream.hosts.comfy.block_calls import run_weights
+from slipstream.hosts.comfy.blocks import block_weights
 from slipstream.hosts.comfy.node_state.node_states import state_of
 from slipstream.hosts.comfy.node_state.status_text import describe
 from slipstream.hosts.comfy.process import dynamic_vram
@@ -228,7 +229,7 @@ def test_weights_that_are_cast_at_each_call_stay_with_the_model(provider: Engine
 def test_weights_that_layers_dequantise_anyway_are_handed_over_where_memory_suffices(
     room: int, provider: EngineProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_calls, "available", lambda _: room)
+    monkeypatch.setattr(run_weights, "available", lambda _: room)
     model = dequantised.model()
     options: dict[str, Any] = {"steps": STEPS, "cfg": 2.0}
     tiny.sample(accelerated(provider, model)[0], "sd3", **options)

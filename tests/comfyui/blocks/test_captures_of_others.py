@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.hosts.comfy.blocks import block_calls
+from slipstream.hosts.comfy.block_calls import block_calls
 from slipstream.runtime.provider import EngineProvider
 from slipstream.tests.comfyui.blocks.test_block_calls import accelerated, patched, share_of
 from slipstream.tests.comfyui.blocks.test_graphed_network import HostGraphs, graphs  # noqa: F401

@@ -16,8 +16,8 @@ import torch
 from slipstream.core.spec import Optimize, Quantised, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
+from slipstream.hosts.comfy.block_calls.block_calls import BlockCalls
 from slipstream.hosts.comfy.blocks import computed_outside
-from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
 from slipstream.hosts.comfy.models.controlnet import ComfyControlNet
 from slipstream.hosts.comfy.run import controlnet_calls
 from slipstream.hosts.comfy.run.controlnet_calls import BLOCKS_ALONE, NOT_CHOSEN

@@ -19,7 +19,7 @@ from comfy.ldm.modules.attention import SpatialTransformer
 from slipstream.compile_backend.blocks.attention_out import AttentionFailed
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
-from slipstream.hosts.comfy.blocks.block_calls import BlockCalls
+from slipstream.hosts.comfy.block_calls.block_calls import BlockCalls
 from slipstream.hosts.comfy.blocks.channels_last import in_channels_last, transformed
 from slipstream.hosts.comfy.process import dynamic_vram
 from slipstream.runtime.capture.library import CaptureError
@@ -586,7 +586,7 @@ def test_what_a_groups_graph_gives_lies_as_the_group_gives_it(provider: EnginePr
 def test_a_comparison_that_fails_counts_no_block_twice(
     provider: EngineProvider, graphs: HostGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.hosts.comfy.blocks import graphed_network
+    from slipstream.hosts.comfy.block_calls import graphed_network
 
     def fail(*_: Any) -> float:
         raise torch.OutOfMemoryError("no")
@@ -743,7 +743,7 @@ def test_no_graph_is_made_where_memory_is_short(
 ) -> None:
     model = tiny.model()
     fast, module = accelerated(provider, model)
-    from slipstream.hosts.comfy.blocks import graphed_network
+    from slipstream.hosts.comfy.block_calls import graphed_network
 
     monkeypatch.setattr(graphed_network, "leaves_memory", lambda device: False)
     assert distance(tiny.sample(fast, steps=STEPS), tiny.sample(model, steps=STEPS)) < 1e-5

@@ -12,7 +12,8 @@ import torch
 
 from slipstream.core.spec import Optimize
 from slipstream.hosts.comfy.accelerate import accelerate_model
-from slipstream.hosts.comfy.blocks.block_calls import BlockCalls, BlockShare
+from slipstream.hosts.comfy.block_calls.block_calls import BlockCalls
+from slipstream.hosts.comfy.block_calls.block_share import BlockShare
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings

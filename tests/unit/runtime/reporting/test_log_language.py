@@ -17,7 +17,7 @@ from slipstream.compile_backend.cpp import toolchain
 from slipstream.core.eight_bits import CHOOSE_AUTO
 from slipstream.core.environment import versions_now
 from slipstream.engine_cache import Speed
-from slipstream.hosts.comfy.blocks.block_calls import BlockShare
+from slipstream.hosts.comfy.block_calls.block_share import BlockShare
 from slipstream.runtime.checking.step_times import say_retired
 from slipstream.runtime.loaded.canary import Death
 from slipstream.runtime.loaded.device_memory import Shortages
@@ -159,10 +159,10 @@ def test_each_line_of_the_log_is_in_chinese() -> None:
 
 
 GIVES_REASONS = (
-    "hosts/comfy/models", "hosts/comfy/blocks", "hosts/comfy/run", "hosts/comfy/skip", "hosts/comfy/step_graph",
-    "hosts/live_model", "hosts/model_patches.py", "hosts/control_residuals.py", "runtime/provider.py",
-    "runtime/settings", "runtime/planning", "runtime/blocks", "runtime/loaded", "runtime/capture",
-    "core/eight_bits.py", "trt_backend/library.py",
+    "hosts/comfy/models", "hosts/comfy/blocks", "hosts/comfy/block_calls", "hosts/comfy/run", "hosts/comfy/skip",
+    "hosts/comfy/step_graph", "hosts/live_model", "hosts/model_patches.py", "hosts/control_residuals.py",
+    "runtime/provider.py", "runtime/settings", "runtime/planning", "runtime/blocks", "runtime/loaded",
+    "runtime/capture", "core/eight_bits.py", "trt_backend/library.py",
 )  # fmt: skip
 
 

@@ -25,10 +25,10 @@ from ....runtime.checking.verify import ROUNDING
 from ....runtime.loaded.cuda_graphs import CudaGraphs
 from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
+from ..blocks.computed_outside import Outside, StandIns
+from ..blocks.led_network import LedBlock, keep
 from ..process.dynamic_vram import leaves_memory
-from .computed_outside import Outside, StandIns
 from .graphed_network import COMPARED, Captured
-from .led_network import LedBlock, keep
 from .trials import Trial, compared, read
 
 log = logging.getLogger(__name__)

@@ -13,68 +13,48 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 
 from ....compile_backend.blocks.attention_out import Attention, AttentionFailed, attention_by
-from ....compile_backend.blocks.call_form import taken_apart, tensor_names
-from ....compile_backend.blocks.engine import BlockEngine, ones_of
-from ....core.dtypes import dtype_of, precision_of
+from ....compile_backend.blocks.call_form import taken_apart
+from ....core.dtypes import dtype_of
 from ....core.errors import UnsupportedModel
-from ....core.formatting import say_share
 from ....core.protocols import ModelSource, Tensors
-from ....core.spec import Optimize, Precision, Role
+from ....core.spec import Optimize, Role
 from ....core.streams import is_capturing, wait_for
-from ....runtime.blocks.block_engines import BUILD_DEVICE_BYTES, AwaitedBuild, BlockOffer, builds_at_once
-from ....runtime.building.build_queue import Ticket
-from ....runtime.checking.rounding_switches import rounds_to_tf32
+from ....runtime.blocks.block_engines import BlockOffer
 from ....runtime.checking.step_times import id_of_blocks
-from ....runtime.checking.verify import ROUNDING
-from ....runtime.loaded.device_memory import bytes_for_others, give_back_unused
 from ....runtime.module import AcceleratedModule, ByBlocks, Run, Waiting
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import BuildPolicy, Settings
-from ...live_model.held_weights import Hold
-from ...live_model.layer_walk import layers_of
 from ...model_patches import why_not_in_this_mode
 from ...stand_in import copied
+from ..blocks.block_architecture import STORED, Owner
+from ..blocks.block_classes import OPTIONS, PLACE, layer_at
+from ..blocks.block_patches import patches_in, why_patched
+from ..blocks.computed_outside import Outside, StandIns, exact_attention, outside_of
+from ..blocks.led_network import LedBlock, LedNetwork, keep, led_network
 from ..models.diffusion_model import plain_attention
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import weights_in_place
-from ..process.free_memory import available
-from ..process.staged_pages import given_back
-from .block_architecture import STORED, ComfyBlock, Owner, say_stored
-from .block_classes import OPTIONS, PLACE, layer_at
-from .block_patches import patches_in, why_patched
-from .block_weights import are_staged, dequantised_bytes, stored_weights
-from .computed_outside import Outside, StandIns, exact_attention, outside_of
+from .block_share import BlockShare
 from .graphed_blocks import GraphedBlocks
 from .graphed_network import Called, GraphedNetwork, called_as_a_group, each_once
-from .led_network import LedBlock, LedNetwork, keep, led_network, weights_of
-from .trials import Trial, compared, read
+from .run_offers import RunOffers, dtype_of_inputs, precision_of_inputs
+from .run_weights import RunWeights, Weights
+from .trials import EngineTrials
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-Weights = Mapping[str, torch.Tensor]
-
 _Inside = dict[LedBlock, tuple[Outside | None, dict[str, Any]]]
 """Blocks in a group, with what is called out of them, and the options that they are told."""
-
-_COARSER = 5e-3
-"""Relative error that the block's own rounding explains in fp32: where that is multiplied in TF32, or where its layers
-multiply the scales of weights in fp16, as those of GGUF do."""
-
-_TRIALS = 8
-"""Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
-
-_SIZES = 2
-"""In how many sizes an engine is compared before it serves in others unseen, where calls are few."""
 
 _FRUITLESS_CALLS = 4
 """Calls of one shape in which no block had an engine, or hope of one: the run's other calls of that shape are left to
@@ -95,67 +75,6 @@ _CAPTURED = "a CUDA graph is being captured"
 
 _NUMBER = re.compile(r"(?<!\w)\d+\b")
 """A number that stands alone in a layer's path, such as the one in `blocks.3.attn1`."""
-
-_ON_THEIR_WAY = "their engines are on their way, or are being compared"
-
-
-@dataclass
-class BlockShare:
-    """What became of the blocks' calls in one call of the network.
-
-    Attributes:
-        engine: calls that engines computed.
-        apart: those of them that no graph repeats, since their engine casts their weights itself.
-        outside: those of them of which something was called out.
-        waiting: calls whose engine is on its way, or is being compared.
-        eager: calls by the reason for which the block computed itself.
-        without: those of them for which there is no engine in this run.
-    """
-
-    engine: int = 0
-    apart: int = 0
-    outside: int = 0
-    waiting: int = 0
-    without: int = 0
-    eager: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total(self) -> int:
-        """All calls."""
-        return self.engine + self.waiting + self.eager.total()
-
-    def add(self, other: BlockShare) -> None:
-        """Count those of another one as well."""
-        self.engine += other.engine
-        self.apart += other.apart
-        self.outside += other.outside
-        self.waiting += other.waiting
-        self.without += other.without
-        self.eager.update(other.eager)
-
-    @property
-    def is_by_engines(self) -> bool:
-        """Whether engines computed all blocks, and graphs may repeat what they did."""
-        return self.engine > 0 and not (self.apart or self.waiting or self.eager)
-
-    @property
-    def is_by_engines_alone(self) -> bool:
-        """Whether a graph may repeat all of it."""
-        return self.is_by_engines and not self.outside
-
-    @property
-    def is_fruitless(self) -> bool:
-        """Whether no block will have an engine in this run, for calls like this one."""
-        return 0 < self.without == self.eager.total() and not self.engine and not self.waiting
-
-    @property
-    def why_none(self) -> str:
-        """The reason for which most blocks computed themselves."""
-        reasons = self.eager + Counter({_ON_THEIR_WAY: self.waiting})
-        return max(reasons, key=lambda reason: reasons[reason], default="none of them was called")
-
-    def __str__(self) -> str:
-        return f"{self.engine} of {self.total} calls of blocks on engines"
 
 
 class BlockCalls:
@@ -192,18 +111,15 @@ class BlockCalls:
     ) -> None:
         self._network, self._owner, self._device = network, owner, device
         self._is_seldom_called = is_seldom_called
-        self._in_place: Callable[[torch.dtype], Weights] = functools.cache(in_place)
-        self._layers = [*layers_of(network).values()]
-        self._given: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
-        """Weights of blocks as their engines take them; None where ComfyUI has to cast them at each call."""
-        self._stored: dict[tuple[LedBlock, torch.dtype], str | UnsupportedModel] = {}
-        """How weights of blocks lie that are cast at each call; or why engines do not take them."""
-        self._at_hand: dict[LedBlock, bool] = {}
-        """See `_are_at_hand`."""
+        self._module = module
+        self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
+        self._are_asked_for = are_asked_for and settings.optimize is Optimize.BLOCKS
+        self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
+        self._weights = RunWeights(network, device, in_place, self._are_asked_for)
+        self._offers = RunOffers(owner, device, module, settings, self._hooks)
+        self._trials = EngineTrials(self._engines, device)
         self._too_large: set[int] = set()
         """Offers whose engines ran out of memory in this run, by id."""
-        self._hold = Hold()
-        self._is_held = False
         self._led: LedNetwork | None = None
         self._graphed: GraphedNetwork | None = None
         self._graphed_blocks: GraphedBlocks | None = None
@@ -223,22 +139,10 @@ class BlockCalls:
         """Offers whose engines computed blocks in the last call of the network."""
         self._earlier: Mapping[str, dict[str, Any]] = {}
         """By the paths of blocks what functions in their midst gave in this call, before its graph failed."""
-        self._module = module
-        self._engines, self._settings, self._status = module.provider.blocks, settings, module.status
-        self._are_asked_for = are_asked_for and settings.optimize is Optimize.BLOCKS
-        self._hooks = replace(waiting_hooks(), by_hand=module.by_hand)
-        self._awaited: dict[int, AwaitedBuild] = {}
-        """Builds that the calls of this run wait for, or waited for, by the offers' ids."""
         self._times = module.provider.step_times
         timed_by = "step" if owner.role is Role.UNET else "call"
         self.id = id_of_blocks(owner.fingerprint.architecture, timed_by, patches)
         self._places = places_of(device)
-        self._asked: dict[int, BlockOffer] = {}
-        """Offers that this run asked for."""
-        self._wished: dict[int, BlockOffer] = {}
-        self._trials: dict[int, tuple[BlockOffer, Trial]] = {}
-        """By the offers' ids: their engines' results beside those of the blocks."""
-        self._tried: Counter[int] = Counter()
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""
         self._fruitless: dict[Hashable, list[str]] = {}
@@ -330,7 +234,7 @@ class BlockCalls:
             return self(compute, True, shape)
         self._keep_graphs()
         self._check_weights()
-        was_held, call = self._is_held, each_once(call)
+        was_held, call = self._weights.is_held, each_once(call)
         found = graphed(call, lambda: self(compute, True, shape, by_parts=False))
         if not was_held:
             self._check_weights()  # of what it began with
@@ -357,7 +261,7 @@ class BlockCalls:
         """Those of the network's whole calls; None where its blocks are not led, or there are no graphs."""
         if self._graphed is None and self.may_have_graphs() and not isinstance(led := self._blocks(), str):
             self._graphed = GraphedNetwork(
-                self._network, led, self._device, self._module, self._settings, self._lying_soon_held, called
+                self._network, led, self._device, self._module, self._settings, self._weights.lying_soon_held, called
             )
             self._reads = led.reads
         return self._graphed
@@ -393,12 +297,12 @@ class BlockCalls:
         self.share.add(self._shares.within)
         self.share.eager.update(changed.values())
         self._say_reasons()
-        self._settle()
+        self._trials.settle()
         if self._graphed_blocks is not None:
             self._graphed_blocks.settle()
-        self._tell_builds()
+        self._offers.tell_builds()
         if self._settings.policy is BuildPolicy.FIRST_USE or self._hooks.by_hand:
-            self._wait()
+            self._offers.wait()
         return result
 
     def passed(self, reason: str) -> None:
@@ -429,14 +333,6 @@ class BlockCalls:
         blocks = self._led.blocks if self._led is not None else []
         offers = (offer for block in blocks for offer in block.offers.values() if offer.engine is not None)
         return [*dict.fromkeys(offer.digest for offer in offers)]
-
-    def _tell_builds(self) -> None:
-        """Let the node show the builds that this run waits for, from its first one on."""
-        self._awaited |= {number: offer.build for number, offer in self._wished.items()}
-        if self._awaited:
-            awaited = [*self._awaited.values()]
-            self._status.block_builds = lambda: tickets_of(awaited)
-            self._status.on_change()
 
     def _say_reasons(self) -> None:
         """Log each reason for which a block computes itself, once a model: one where they differ in numbers alone."""
@@ -469,33 +365,34 @@ class BlockCalls:
                 arguments |= outside.form
                 outside.given.update(self._earlier.get(block.path, {}))
             form, tensors = taken_apart(arguments)
-            if stored := self._stored_in(block, _dtype_of(tensors)):
+            if stored := self._weights.stored_in(block, dtype_of_inputs(tensors)):
                 form = tuple(sorted((*form, *taken_apart({STORED: stored})[0])))
         except TypeError as error:
             return self._plain(block, args, kwargs, f"it is called in an unknown way ({error})")
         except UnsupportedModel as error:
             return self._plain(block, args, kwargs, str(error))
         inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        offer = block.offers.get((form, inputs, self._device, self._settings.effort))
+        offer = self._offers.known(block, form, inputs)
         if offer is None and self._is_seldom_called:
-            offer = self._by_other_sizes(block, form, tensors, inputs)
+            offer = self._offers.by_other_sizes(block, form, tensors, inputs)
         if is_capturing(self._device) and not self._may_be_captured(block, offer):
             return self._plain(block, args, kwargs, _CAPTURED, outside)
-        if offer is None or self._is_to_be_asked_for_again(offer):
+        if offer is None or self._offers.is_to_be_asked_for_again(offer):
             if not (self._are_asked_for or self._may_be_at_hand(block, tensors)):
                 return self._plain(block, args, kwargs, _CAST, outside)
-            offer = self._ask(block, form, tensors, inputs)
+            offer = self._offers.ask(block, form, tensors, inputs)
+            self._trials.forget(offer)
         engine = offer.engine
         if engine is None:
             if offer.is_coming:
-                self._wished[id(offer)] = offer
+                self._offers.wish(offer)
                 return self._rest(block, args, kwargs, outside)
             self.share.without += 1
             return self._plain(block, args, kwargs, offer.reason, outside)
         if self._engines.is_refused(offer):
             offer.refuse("its engine was found wrong", is_final=False)
             return self._plain(block, args, kwargs, offer.reason, outside)
-        if not offer.is_trusted and id(offer) in self._trials:
+        if not offer.is_trusted and self._trials.has_one(offer):
             return self._rest(block, args, kwargs, outside)
         if any(tensor.device not in self._places or tensor.requires_grad for tensor in tensors):
             reason = "its inputs lie elsewhere, or gradients are asked for"
@@ -523,7 +420,7 @@ class BlockCalls:
             self._served[id(offer)] = offer
             return found
         wanted = self._rest(block, args, kwargs, outside)
-        self._compare(offer, found, wanted)
+        self._trials.compare(offer, found, wanted)
         return wanted
 
     def _lead_group(self, group: LedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -649,7 +546,7 @@ class BlockCalls:
             return None
         if group not in self._graphed_groups:
             self._keep_graphs()
-            common = self._network, self._led, self._device, self._module, self._settings, self._lying
+            common = self._network, self._led, self._device, self._module, self._settings, self._weights.lying
             self._graphed_groups[group] = GraphedNetwork(*common, called_as_a_group, group.path)
         return self._graphed_groups[group]
 
@@ -657,11 +554,6 @@ class BlockCalls:
     def _may_have_parts(self) -> bool:
         """Whether calls of single blocks and groups may be CUDA graphs in the call that is made now."""
         return self._is_by_parts and not self._hooks.by_hand and not is_capturing(self._device)
-
-    def _compare(self, offer: BlockOffer, found: Any, wanted: Any) -> None:
-        """Hold an engine's result against the block's; where memory does not suffice for that, a later one."""
-        with suppress(torch.OutOfMemoryError):
-            self._trials[id(offer)] = offer, compared(found, wanted)
 
     def _try_with_stand_ins(
         self,
@@ -691,7 +583,7 @@ class BlockCalls:
         found = self._computed(block, offer, tensors, outside, stand_ins.in_the_engine)
         if not isinstance(found, str):
             offer.told = stand_ins.told
-            self._compare(offer, found, wanted)
+            self._trials.compare(offer, found, wanted)
 
     def _with_stand_ins(
         self,
@@ -714,31 +606,6 @@ class BlockCalls:
                 return block.plain(**named)
         finally:
             self._resting -= 1
-
-    def _stored_in(self, block: LedBlock, dtype: torch.dtype) -> str:
-        """How those of the block's weights lie that its engine casts itself, as a form has it; looked at once a run.
-
-        Args:
-            dtype: that it computes in.
-
-        Raises:
-            UnsupportedModel: engines do not take them.
-        """
-        if (known := self._stored.get((block, dtype))) is None:
-            try:
-                known = say_stored(stored_weights(block.module, self._device, dtype))
-            except UnsupportedModel as error:
-                known = error
-            self._stored[block, dtype] = known
-        if isinstance(known, str):
-            return known
-        raise UnsupportedModel(str(known))
-
-    def _is_to_be_asked_for_again(self, offer: BlockOffer) -> bool:
-        """Whether an offer without an engine may have one by now: once a run, by hand whatever the reason was."""
-        if offer.engine is not None or offer.is_coming or id(offer) in self._asked:
-            return False
-        return not offer.is_final or self._hooks.by_hand
 
     def _plain(
         self,
@@ -765,80 +632,15 @@ class BlockCalls:
         finally:
             self._resting -= 1
 
-    def _ask(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any) -> BlockOffer:
-        """Have an engine looked for, and built where the settings say so."""
-        architecture = self._architecture(block, form, tensors)
-        dtypes = tuple(tensor.dtype for tensor in tensors)
-        try:
-            precision = _precision_of(tensors)
-        except UnsupportedModel as error:
-            offer = BlockOffer(architecture, inputs, Precision.FP32)
-            offer.refuse(str(error))
-        else:
-            optimize, policy = self._settings.effort, self._settings.policy
-            offer = self._engines.offer(
-                architecture, dtypes, precision, self._device, optimize, policy, self._hooks.by_hand
-            )
-        block.keep((form, inputs, self._device, self._settings.effort), offer)
-        self._asked[id(offer)] = offer
-        self._tried.pop(id(offer), None)  # of one that was forgotten
-        return offer
-
-    def _architecture(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor]) -> ComfyBlock:
-        example = {name: tuple(tensor.shape) for name, tensor in zip(tensor_names(form), tensors, strict=True)}
-        axes = {name: block.kind.open_axes.get(name.partition(".")[0], ()) for name in example}
-        return ComfyBlock(self._owner, block.path, form, example, axes)
-
-    def _by_other_sizes(
-        self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any
-    ) -> BlockOffer | None:
-        """An engine that is known from calls of several other sizes, and takes this one; None where there is none."""
-        alike, ones = (form, self._device, self._settings.effort), ones_of(inputs)
-        known = [
-            offer
-            for (other, _, *rest), offer in block.offers.items()
-            if (other, *rest) == alike and offer.is_trusted and not self._engines.is_refused(offer)
-            if not offer.is_lent or ones_of(offer.inputs) == ones
-        ]
-        for (engine, is_lent), count in Counter((offer.engine, offer.is_lent) for offer in known).items():
-            if engine is not None and count >= _SIZES and engine.accepts(inputs, ones_too=is_lent):
-                model = next(offer for offer in known if (offer.engine, offer.is_lent) == (engine, is_lent))
-                architecture = self._architecture(block, form, tensors)
-                found = replace(model, architecture=architecture, inputs=inputs)
-                block.keep((form, inputs, self._device, self._settings.effort), found)
-                return found
-        return None
-
     def _may_be_captured(self, block: LedBlock, offer: BlockOffer | None) -> bool:
         """Whether others may capture what an engine does: it has proved itself, and its weights lie where they stay."""
-        if offer is None or offer.engine is None or not offer.is_trusted:
-            return False
-        return self._given.get((block, offer.engine)) is not None
+        return offer is not None and offer.is_trusted and self._weights.staying(block, offer.engine) is not None
 
     def _may_be_at_hand(self, block: LedBlock, tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            return self._are_at_hand(block, dtype_of(_precision_of(tensors)))
+            return self._weights.are_at_hand(block, dtype_of(precision_of_inputs(tensors)))
         except UnsupportedModel:
             return True  # which is told where its engine is asked for
-
-    def _are_at_hand(self, block: LedBlock, dtype: torch.dtype) -> bool:
-        """Whether a block's weights lie where they stay for the run, in what it computes in, or ComfyUI stages them in
-        that, or its layers dequantise them at each call in any case and memory suffices for all of them at once; looked
-        up once a run."""
-        if block not in self._at_hand:
-            found = [self._lying(dtype).get(f"{block.path}.{name}") for name, _ in block.module.named_parameters()]
-            lie_there = all(tensor is not None and tensor.dtype == dtype for tensor in found)
-            self._at_hand[block] = (
-                lie_there
-                or are_staged(block.module, dtype, self._device)
-                or 0 < dequantised_bytes(block.module, dtype) <= self._room
-            )
-        return self._at_hand[block]
-
-    @functools.cached_property
-    def _room(self) -> int:
-        """Bytes that were available on the device when it was asked first in this run."""
-        return available(self._device)
 
     def _computed(
         self,
@@ -859,15 +661,15 @@ class BlockCalls:
             return _TOO_LITTLE_MEMORY
         try:
             with ExitStack() as until, torch.no_grad():
-                weights = self._weights(block, offer, until)
+                weights = self._weights.of(block, offer, until)
                 if weights is None:
                     return _CAST
-                if offer.is_trusted and weights is self._given.get((block, offer.engine)):
+                if offer.is_trusted and weights is self._weights.staying(block, offer.engine):
                     if (found := self._replayed(block, offer, tensors, weights, outside)) is not None:
                         return found
                 if outside is not None:
                     until.enter_context(attention_by(functools.partial(self._attend, stand_in or outside.called())))
-                if offer.is_trusted or self._tried[id(offer)]:
+                if offer.is_trusted or self._trials.had_one(offer):
                     return offer.engine(tensors, weights)
                 with self._engines.first_use(offer):
                     found = offer.engine(tensors, weights)
@@ -883,7 +685,7 @@ class BlockCalls:
             offer.refuse(str(failed.error), is_final=False)
             return offer.reason
         except UnsupportedModel as error:
-            self._stored.clear()  # weights may be others than those that were looked at
+            self._weights.forget_stored()
             return str(error)
         except torch.OutOfMemoryError:
             self._too_large.add(id(offer))
@@ -933,84 +735,12 @@ class BlockCalls:
             self._shares.within.add(self.share)
             self.share, self._served, self._inside = outer
 
-    def _weights(self, block: LedBlock, offer: BlockOffer, until: ExitStack) -> list[torch.Tensor] | None:
-        """A block's weights as its engine takes them: looked up once a run where they lie where they stay.
-
-        None where ComfyUI would have to cast them to another form for the engine, or memory lacks for all of them at
-        once and they are large, and blocks were not asked for: that takes longer than it gains.
-        """
-        assert offer.engine is not None
-        known, place, dtype = weights_of(block, offer), (block, offer.engine), dtype_of(offer.precision)
-        if place not in self._given:
-            self._given[place] = known.among(self._lying(dtype), block.path)
-        if (given := self._given[place]) is not None:
-            return given
-        if not (self._are_asked_for or self._are_at_hand(block, dtype)):
-            return None
-        return known.of(block.module, self._device, until, may_copy=self._are_asked_for)
-
-    def _lying(self, dtype: torch.dtype) -> Weights:
-        """Those weights of the network that lie where they stay for the run, by name."""
-        if not self._is_held:
-            self._is_held = True
-            self._hold.why_changed(self._layers)  # what the run begins with, see `_check_weights`
-        return self._in_place(dtype)
-
-    def _lying_soon_held(self, dtype: torch.dtype) -> Weights:
-        """What `_lying` gives, for a graph: `whole` notes what the run begins with once the graph is launched."""
-        self._is_held = True
-        return self._in_place(dtype)
-
     def _check_weights(self) -> None:
         """Look weights up anew, at each call, once others changed them in the midst of the run."""
-        if self._is_held and self._hold.why_changed(self._layers):
+        if self._weights.were_changed():
             if self._graphed_blocks is not None:
                 self._graphed_blocks.forget_weights()
             self._graphed_groups.clear()
-            self._in_place = lambda _: {}
-            self._given = dict.fromkeys(self._given)
-            self._stored.clear()
-            self._at_hand.clear()
-
-    def _settle(self) -> None:
-        """Read what this call's trials gave: one wait for all of them."""
-        trials, self._trials = [*self._trials.values()], {}
-        for (offer, _), (error, is_finite) in zip(trials, read([trial for _, trial in trials]), strict=True):
-            limit = self._limit(offer)
-            self._tried[id(offer)] += 1
-            if error <= limit:
-                offer.is_trusted = True
-                log.debug("Slipstream: checked an engine of blocks, relative error %.1e: %s", error, offer.digest[:12])
-            elif is_finite:
-                name = offer.architecture.fingerprint.architecture_name
-                apart, allowed = say_share(error), say_share(limit)
-                reason = f"the engine for {name} differs from the block by {apart} (allowed: {allowed})"
-                self._engines.refuse(offer, reason)
-            elif self._tried[id(offer)] >= _TRIALS:
-                offer.refuse("the block computes NaN or Inf, so that its engine cannot be compared with it")
-
-    def _limit(self, offer: BlockOffer) -> float:
-        """The relative error with which an engine may serve."""
-        is_in_tf32 = self._device.type == "cuda" and rounds_to_tf32()
-        is_coarser = is_in_tf32 or any(each.ggml for each in offer.architecture.stored.values())
-        return _COARSER if is_coarser and offer.precision is Precision.FP32 else ROUNDING[offer.precision]
-
-    def _wait(self) -> None:
-        """Wait for the engines that this run's calls lacked."""
-        wished, self._wished = [*self._wished.values()], {}
-        lacking = 0
-        if tickets := tickets_of(offer.build for offer in wished if offer.is_coming):
-            give_back_unused(self._device)  # build processes need memory of their own
-            free = bytes_for_others(self._device)
-            builds = builds_at_once(by_memory=len(tickets))
-            lacking = 0 if free is None else builds * BUILD_DEVICE_BYTES - free
-        try:
-            with given_back(self._device, lacking):
-                self._engines.wait_for(wished, self._hooks.progress, self._hooks.check_interrupted)
-        except BaseException:
-            for ticket in tickets_of(offer.build for offer in wished):
-                ticket.cancel("the run that waited for it was interrupted")
-            raise
 
 
 def block_calls_of(
@@ -1040,11 +770,6 @@ def block_calls_of(
     return BlockCalls(*parts, in_place, ending, patches=patches_in(options), are_asked_for=are_asked_for)
 
 
-def tickets_of(awaited: Iterable[AwaitedBuild]) -> list[Ticket]:
-    """The builds, each once: blocks of a kind share theirs."""
-    return [*dict.fromkeys(each.ticket for each in awaited if each.ticket is not None)]
-
-
 def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
     """Whether nothing of others has to do with what a layer around blocks gives."""
     if why_patched(options, group.reads, is_group=True) is not None:
@@ -1054,18 +779,3 @@ def _is_left_alone(group: LedBlock, options: dict[str, Any]) -> bool:
 
 def _forms_of(outsides: Mapping[str, Outside]) -> dict[str, Any]:
     return {path: outside.form for path, outside in outsides.items()}
-
-
-def _precision_of(tensors: Sequence[torch.Tensor]) -> Precision:
-    """That a block computes in: the shortest of its inputs', since tables of positions come in fp32.
-
-    Raises:
-        UnsupportedModel: engines do not compute in it.
-    """
-    return precision_of(_dtype_of(tensors))
-
-
-def _dtype_of(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """Likewise, whatever it is."""
-    found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    return min(found, key=lambda dtype: dtype.itemsize, default=torch.int64)

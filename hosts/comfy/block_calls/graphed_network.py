@@ -33,11 +33,11 @@ from ....runtime.loaded.device_memory import MemoryWatch
 from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Settings
+from ..blocks.computed_outside import Outside, StandIns, Told
+from ..blocks.led_network import LedBlock, LedNetwork, keep, weights_of
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import leaves_memory
-from .computed_outside import Outside, StandIns, Told
-from .led_network import LedBlock, LedNetwork, keep, weights_of
 
 log = logging.getLogger(__name__)
 

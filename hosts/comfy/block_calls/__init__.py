@@ -1,0 +1,1 @@
+"""The calls of a network whose blocks are on engines, in one sampling run, and the CUDA graphs that repeat them."""
