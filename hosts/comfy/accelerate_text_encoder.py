@@ -106,7 +106,8 @@ class TextEncoderAcceleration:
             self.module.provider.run_began()
             ending.callback(self.module.provider.run_ended)
             session = _Session(self.module, clip, model, self._answered, ending)
-            with loading_once(clip.patcher), session.leading():
+            is_off = self.module.settings.backend is BackendChoice.OFF
+            with loading_once(None if is_off else clip.patcher), session.leading():
                 result = plain()
             session.tell_if_not_asked()
             return result

@@ -123,7 +123,9 @@ class AcceleratedVae:
     def _in_one_run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tiled: bool = False
     ) -> Any:
-        with self.slipstream.session(self, tiled) as session, loading_once(getattr(self, "patcher", None)):
+        is_off = self.slipstream.module.settings.backend is BackendChoice.OFF
+        patcher = None if is_off else getattr(self, "patcher", None)
+        with self.slipstream.session(self, tiled) as session, loading_once(patcher):
             result = method(*args, **kwargs)
             session.tell_if_not_asked()
             return result

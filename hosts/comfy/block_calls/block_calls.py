@@ -737,7 +737,7 @@ class BlockCalls:
 
     def _check_weights(self) -> None:
         """Look weights up anew, at each call, once others changed them in the midst of the run."""
-        if self._weights.were_changed():
+        if self._weights.forget_if_changed():
             if self._graphed_blocks is not None:
                 self._graphed_blocks.forget_weights()
             self._graphed_groups.clear()

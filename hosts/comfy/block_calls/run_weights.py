@@ -46,7 +46,9 @@ class RunWeights:
         self._in_place: Callable[[torch.dtype], Weights] = functools.cache(in_place)
         self._layers = [*layers_of(network).values()]
         self._staying: dict[tuple[LedBlock, BlockEngine], list[torch.Tensor] | None] = {}
+        """As engines take them; None where ComfyUI has to cast them at each call."""
         self._stored: dict[tuple[LedBlock, torch.dtype], str | UnsupportedModel] = {}
+        """How those lie that are cast at each call; or why engines do not take them."""
         self._at_hand: dict[LedBlock, bool] = {}
         self._hold = Hold()
         self.is_held = False
@@ -74,7 +76,7 @@ class RunWeights:
         return known.of(block.module, self._device, until, may_copy=self._are_asked_for)
 
     def staying(self, block: LedBlock, engine: BlockEngine | None) -> list[torch.Tensor] | None:
-        """What `of` found to lie where it stays for the run; None where ComfyUI casts weights at each call."""
+        """What `of` found to lie where it stays for the run; None where it found none, or was not asked yet."""
         return None if engine is None else self._staying.get((block, engine))
 
     def stored_in(self, block: LedBlock, dtype: torch.dtype) -> str:
@@ -122,16 +124,16 @@ class RunWeights:
         """Those weights of the network that lie where they stay for the run."""
         if not self.is_held:
             self.is_held = True
-            self._hold.why_changed(self._layers)  # what the run begins with, see `were_changed`
+            self._hold.why_changed(self._layers)  # what the run begins with, see `forget_if_changed`
         return self._in_place(dtype)
 
     def lying_soon_held(self, dtype: torch.dtype) -> Weights:
-        """What `lying` gives, for a graph: `were_changed` notes what the run begins with once the graph is launched."""
+        """What `lying` gives, for a graph: once it is launched, `forget_if_changed` notes what the run begins with."""
         self.is_held = True
         return self._in_place(dtype)
 
-    def were_changed(self) -> bool:
-        """Whether others changed weights in the midst of the run: from then on they are looked up at each call."""
+    def forget_if_changed(self) -> bool:
+        """Whether others changed weights in the midst of the run; from then on they are looked up at each call."""
         if not self.is_held or not self._hold.why_changed(self._layers):
             return False
         self._in_place = lambda _: {}

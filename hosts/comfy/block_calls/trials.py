@@ -1,4 +1,4 @@
-"""Results beside those that they are to equal, compared without a wait for the device."""
+"""Results beside those that they are to equal, compared without a wait for the device: which engines may serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COARSER = 5e-3
 """Relative error that the block's own rounding explains in fp32: where that is multiplied in TF32, or where its layers
 multiply the scales of weights in fp16, as those of GGUF do."""
 
-_MOST = 8
+_TRIALS = 8
 """Calls after which an engine that could not be compared, as the block gave no finite values, is left alone."""
 
 
@@ -108,7 +108,7 @@ class EngineTrials:
                 apart, allowed = say_share(error), say_share(limit)
                 reason = f"the engine for {name} differs from the block by {apart} (allowed: {allowed})"
                 self._engines.refuse(offer, reason)
-            elif self._settled[id(offer)] >= _MOST:
+            elif self._settled[id(offer)] >= _TRIALS:
                 offer.refuse("the block computes NaN or Inf, so that its engine cannot be compared with it")
 
     def _limit(self, offer: BlockOffer) -> float:

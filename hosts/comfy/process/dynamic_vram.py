@@ -25,7 +25,7 @@ import torch
 
 from ....core.protocols import BoundWeights
 from ...architecture import Remembered
-from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, version_of
+from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .free_memory import available
@@ -275,11 +275,13 @@ class _Load:
     """How a model was loaded last while one of our runs looked on.
 
     Attributes:
-        state: see `_state_of`; None where nobody looked on.
+        state: see `_state_of`; None where nobody looked on, or others had a part in it.
+        held: what the model held then.
         buffers: copies of its layers' small buffers, in places that stay.
     """
 
     state: Hashable = None
+    held: HeldWeights | None = None
     buffers: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = field(default_factory=WeakKeyDictionary)
 
 
@@ -314,7 +316,8 @@ def _loading_once(patcher: Any) -> Iterator[None]:
         known.state = None
         result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
         _keep_buffers_in_place(patcher, known)
-        known.state = _state_of(patcher)
+        if _is_simple(patcher):
+            known.state, known.held = _state_of(patcher), _held_by(patcher)
         return result
 
     with _instead(patcher, "get_free_memory", get_free_memory), _instead(patcher, "partially_load", partially_load):
@@ -352,7 +355,7 @@ def _instead(patcher: Any, name: str, method: Callable[..., Any]) -> Iterator[No
 
 
 def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
-    """Whether nothing that a load does was undone since the last; what it does each time is done then.
+    """Whether the model holds what it held after the last load; what a load does each time is done then.
 
     Pages may have been taken away: a load stages none, and ComfyUI stages them again where they are used.
     """
@@ -361,16 +364,22 @@ def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
             return False
         if not _is_simple(patcher):
             return False
-        patcher.model.dynamic_vbars[device].prioritize()
-        if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
-            pinning |= {"failed": False, "active": True}
         with patcher.use_ejected(skip_and_inject_on_exit_only=True):
             patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
             patcher.patch_model(load_weights=False)
+        if known.held is None or not _held_by(patcher).are(known.held):  # others by an object patch, for one
+            return False
+        patcher.model.dynamic_vbars[device].prioritize()
+        if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
+            pinning |= {"failed": False, "active": True}
         return True
     except Exception as error:  # whatever it was, a load begins anew
         log.debug("Slipstream: ComfyUI loads the model as ever: %s", error)
         return False
+
+
+def _held_by(patcher: Any) -> HeldWeights:
+    return HeldWeights(layers_of(patcher.model), with_values=True)
 
 
 def _is_simple(patcher: Any) -> bool:

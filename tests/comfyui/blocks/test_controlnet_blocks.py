@@ -17,6 +17,7 @@ from slipstream.core.spec import Optimize, Quantised, Role
 from slipstream.engine_cache import EngineStore
 from slipstream.hosts.comfy.accelerate_controlnet import accelerate_controlnet
 from slipstream.hosts.comfy.block_calls.block_calls import BlockCalls
+from slipstream.hosts.comfy.block_calls.run_weights import RunWeights
 from slipstream.hosts.comfy.blocks import computed_outside
 from slipstream.hosts.comfy.models.controlnet import ComfyControlNet
 from slipstream.hosts.comfy.run import controlnet_calls
@@ -292,8 +293,8 @@ def switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weights_cast_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that waits for the cast may take longer than the network."""
-    monkeypatch.setattr(BlockCalls, "_are_at_hand", lambda *_: False)
-    monkeypatch.setattr(BlockCalls, "_lying", lambda *_: {})
+    monkeypatch.setattr(RunWeights, "are_at_hand", lambda *_: False)
+    monkeypatch.setattr(RunWeights, "lying", lambda *_: {})
 
 
 @pytest.mark.parametrize("case", [switched_off, weights_cast_at_each_call])

@@ -406,6 +406,75 @@ def test_a_load_that_others_have_a_part_in_is_not_left_out(
     assert loads
 
 
+def by_a_clones_callback(patcher: Any) -> Any:
+    """As nodes that swap blocks have it: ComfyUI's next load undoes it."""
+    from comfy.patcher_extension import CallbacksMP
+
+    def change(clone: Any, *_: Any) -> None:
+        _, layer = first_staged(clone)
+        layer.weight_function = [torch.zeros_like]
+
+    clone = patcher.clone()
+    clone.add_callback(CallbacksMP.ON_LOAD, change)
+    load(clone)
+    return patcher
+
+
+def by_an_object_patch(patcher: Any) -> Any:
+    clone = patcher.clone()
+    name, layer = first_staged(clone)
+    other = type(layer)(layer.in_channels, layer.out_channels, layer.kernel_size, padding=layer.padding)
+    clone.add_object_patch(f"diffusion_model.{name}", other)
+    return clone
+
+
+def by_another_small_weight(patcher: Any) -> Any:
+    _, layer = first_norm(patcher)
+    layer.weight = torch.nn.Parameter(torch.zeros_like(layer.weight))
+    return patcher
+
+
+def by_a_value(patcher: Any) -> Any:
+    _, layer = first_norm(patcher)
+    with torch.no_grad():
+        layer.weight.zero_()
+    return patcher
+
+
+def by_a_move(patcher: Any) -> Any:
+    first_norm(patcher)[1].half()
+    return patcher
+
+
+CHANGES = by_a_clones_callback, by_an_object_patch, by_another_small_weight, by_a_value, by_a_move
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_load_is_done_where_others_changed_what_it_makes(
+    change: Any, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patcher = staged()
+    expected = wanted(patcher)
+    load(patcher)
+    changed, loads = change(patcher), loads_of(patcher, monkeypatch)
+    load(changed)
+    assert loads == [changed]
+    _, layer = first_staged(changed)
+    assert "_v" in vars(layer) and not layer.weight_function and layer.comfy_cast_weights
+    load(changed)
+    assert len(loads) == 1
+    if change is not by_an_object_patch:
+        assert_cast_right(changed, expected)
+        small = first_norm(changed)[1].weight
+        assert small.all() and small.dtype == torch.float32
+
+
+def first_staged(patcher: Any) -> tuple[str, Any]:
+    """The first convolution whose weights ComfyUI stages, or would stage, and its name."""
+    layers = patcher.model.diffusion_model.named_modules()
+    return next((n, each) for n, each in layers if isinstance(each, torch.nn.Conv2d) and each.in_channels > 16)
+
+
 def test_a_load_that_is_left_out_holds_nothing(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without an engine leaves all weights to ComfyUI, which may take their pages whenever it wants to."""
     patcher = staged()
@@ -427,8 +496,11 @@ def test_a_load_that_is_left_out_holds_nothing(staged: Any, monkeypatch: pytest.
     assert pages.held == 0
 
 
-def test_a_load_is_left_out_where_memory_for_all_pages_lacks(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    patcher = staged()
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_a_load_is_left_out_where_memory_for_all_pages_lacks(
+    strength: float, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patcher = with_lora(staged(), strength) if strength else staged()
     expected = wanted(patcher)
     load(patcher)
     pages, loads = pages_of(patcher), loads_of(patcher, monkeypatch)
