@@ -13,7 +13,7 @@ from typing import Any
 
 from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
+from ...runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, Settings
 from .block_calls.block_calls import BlockCalls, block_calls_of
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
@@ -102,11 +102,12 @@ def _blocks_of(
 
 
 def _accelerated_controlnets(guider: Any) -> Iterator[Any]:
-    """The patchers of those that condition this run."""
+    """The patchers of those that condition this run, and are not switched off."""
     for conds in guider.conds.values():
         for cond in conds:
             control = cond.get("control")
             while control is not None:
-                if "acceleration" in vars(control):  # put there by accelerate_controlnet
+                ours = vars(control).get("acceleration")  # put there by accelerate_controlnet
+                if ours is not None and ours.module.settings.backend is not BackendChoice.OFF:
                     yield control.control_model_wrapped
                 control = control.previous_controlnet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 from weakref import ref
 
@@ -100,13 +100,15 @@ class _Reader:
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
         owns = [layer.__dict__ for layer in layers]
         self._holders = [each for own in owns for each in (own["_parameters"], own["_buffers"])]
+        are_dicts = all(issubclass(kind, dict) for kind in set(map(type, self._holders)))  # not so of scripted layers
+        self._values_of = dict.values if are_dicts else methodcaller("values")
         named = [(at, own, [name for name in CHANGES if name in own]) for at, own in enumerate(owns)]
         self._functions = [(itemgetter(*names, names[0]), own) for _, own, names in named if names]
         self._places = [(at, name) for at, _, names in named if names for name in (*names, names[0])]
 
     def values(self) -> list[Any]:
         """Return the tensors, and None for each that a layer of this kind may have and has not."""
-        return [*chain.from_iterable(map(dict.values, filter(None, self._holders)))]
+        return [*chain.from_iterable(map(self._values_of, filter(None, self._holders)))]
 
     def names(self) -> Names:
         """Return what they are called."""

@@ -270,18 +270,34 @@ def leaves_memory(device: torch.device, wanted: int = 0) -> bool:
 # ------------------------------------------------------------------------------------------------- loading
 
 
+class _Layers:
+    """The layers of a model's network, and the weights that they hold; it keeps none of them in memory.
+
+    Schedules lie outside of the network: those of ModelSampling nodes work wherever they lie.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        layers = layers_of(getattr(model, "diffusion_model", model))
+        self._layers, self._held = [*map(ref, layers.values())], HeldWeights(layers)
+
+    def are(self, others: _Layers) -> bool:
+        """Whether none was exchanged or moved between the two."""
+        is_same = len(self._layers) == len(others._layers) and all(map(is_, self._layers, others._layers))
+        return is_same and self._held.are(others._held)
+
+
 @dataclass
 class _Load:
     """How a model was loaded last while one of our runs looked on.
 
     Attributes:
         state: see `_state_of`; None where nobody looked on, or others had a part in it.
-        held: what the model held then.
+        layers: as it left them.
         buffers: copies of its layers' small buffers, in places that stay.
     """
 
     state: Hashable = None
-    held: HeldWeights | None = None
+    layers: _Layers | None = None
     buffers: WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = field(default_factory=WeakKeyDictionary)
 
 
@@ -316,12 +332,21 @@ def _loading_once(patcher: Any) -> Iterator[None]:
         known.state = None
         result = load(device_to, extra_memory, force_patch_weights=force_patch_weights)
         _keep_buffers_in_place(patcher, known)
-        if _is_simple(patcher):
-            known.state, known.held = _state_of(patcher), _held_by(patcher)
+        _note_load(patcher, known)
         return result
 
     with _instead(patcher, "get_free_memory", get_free_memory), _instead(patcher, "partially_load", partially_load):
         yield
+
+
+def _note_load(patcher: Any, known: _Load) -> None:
+    """Note how a model was loaded just now, unless others had a part in that."""
+    try:
+        if _is_simple(patcher):
+            known.layers = _Layers(patcher.model)
+            known.state = _state_of(patcher)
+    except Exception as error:  # whatever others made of its layers
+        log.debug("Slipstream: ComfyUI loads the model as ever: %s", error)
 
 
 def _keep_buffers_in_place(patcher: Any, known: _Load) -> None:
@@ -355,7 +380,7 @@ def _instead(patcher: Any, name: str, method: Callable[..., Any]) -> Iterator[No
 
 
 def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
-    """Whether the model holds what it held after the last load; what a load does each time is done then.
+    """Whether the model is as the last load left it; what a load does each time is done then.
 
     Pages may have been taken away: a load stages none, and ComfyUI stages them again where they are used.
     """
@@ -367,7 +392,7 @@ def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
         with patcher.use_ejected(skip_and_inject_on_exit_only=True):
             patcher.unpatch_model(patcher.offload_device, unpatch_weights=False)
             patcher.patch_model(load_weights=False)
-        if known.held is None or not _held_by(patcher).are(known.held):  # others by an object patch, for one
+        if known.layers is None or not _Layers(patcher.model).are(known.layers):  # others by an object patch, for one
             return False
         patcher.model.dynamic_vbars[device].prioritize()
         if (pinning := getattr(patcher.model, "dynamic_pins", {}).get(device)) is not None:
@@ -376,10 +401,6 @@ def _still_loaded(patcher: Any, device: Any, known: _Load) -> bool:
     except Exception as error:  # whatever it was, a load begins anew
         log.debug("Slipstream: ComfyUI loads the model as ever: %s", error)
         return False
-
-
-def _held_by(patcher: Any) -> HeldWeights:
-    return HeldWeights(layers_of(patcher.model), with_values=True)
 
 
 def _is_simple(patcher: Any) -> bool:
@@ -395,7 +416,8 @@ def _state_of(patcher: Any) -> Hashable:
     model = patcher.model
     try:
         loaded = model.current_weight_patches_uuid, str(model.device), int(model.model_loaded_weight_memory)
-        return patcher.patches_uuid, loaded, len(patcher.backup), len(patcher.backup_buffers)
+        patched = patcher.patches_uuid, str(patcher.load_device)
+        return patched, loaded, len(patcher.backup), len(patcher.backup_buffers)
     except AttributeError as error:
         log.debug("Slipstream: ComfyUI loads models as ever: %s", error)
         return None

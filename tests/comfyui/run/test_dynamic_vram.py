@@ -434,11 +434,12 @@ def by_another_small_weight(patcher: Any) -> Any:
     return patcher
 
 
-def by_a_value(patcher: Any) -> Any:
-    _, layer = first_norm(patcher)
-    with torch.no_grad():
-        layer.weight.zero_()
-    return patcher
+def by_a_layer_with_the_same_weights(patcher: Any) -> Any:
+    clone = by_an_object_patch(patcher)
+    for name, other in clone.object_patches.items():
+        own = patcher.get_model_object(name)
+        other.weight, other.bias = own.weight, own.bias
+    return clone
 
 
 def by_a_move(patcher: Any) -> Any:
@@ -446,7 +447,18 @@ def by_a_move(patcher: Any) -> Any:
     return patcher
 
 
-CHANGES = by_a_clones_callback, by_an_object_patch, by_another_small_weight, by_a_value, by_a_move
+def by_a_load_elsewhere(patcher: Any) -> Any:
+    clone = patcher.clone()
+    clone.load_device = torch.device("meta")
+    clone.register_load_device(clone.load_device)
+    load(clone)
+    return patcher
+
+
+CHANGES = (
+    by_a_clones_callback, by_an_object_patch, by_a_layer_with_the_same_weights, by_another_small_weight, by_a_move,
+    by_a_load_elsewhere,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -467,6 +479,32 @@ def test_a_load_is_done_where_others_changed_what_it_makes(
         assert_cast_right(changed, expected)
         small = first_norm(changed)[1].weight
         assert small.all() and small.dtype == torch.float32
+
+
+def test_models_with_other_schedules_take_turns_without_loads(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ComfyUI's load would write the buffers of one into the other."""
+    patcher = staged()
+    other = patcher.clone()
+    schedule = type(patcher.model.model_sampling)(patcher.model.model_config)
+    schedule.set_sigmas(schedule.sigmas * 2)
+    other.add_object_patch("model_sampling", schedule)
+    load(patcher)
+    last, loads = float(patcher.model.model_sampling.sigma_max), loads_of(patcher, monkeypatch)
+    for _ in range(2):
+        for each, factor in ((other, 2), (patcher, 1)):
+            load(each)
+            assert float(each.model.model_sampling.sigma_max) == pytest.approx(last * factor)
+    assert not loads
+
+
+def test_a_scripted_layer_is_no_reason_to_fail(staged: Any) -> None:
+    patcher = staged()
+    clone = patcher.clone()
+    name, layer = first_norm(patcher)
+    clone.add_object_patch(f"diffusion_model.{name}", torch.jit.script(torch.nn.GroupNorm(32, layer.num_channels)))
+    for each in (clone, clone, patcher, clone):
+        load(each)
+    assert isinstance(first_norm(patcher)[1], torch.nn.GroupNorm)
 
 
 def first_staged(patcher: Any) -> tuple[str, Any]:
