@@ -13,7 +13,7 @@ from typing import Any
 
 from ...runtime.checking.sentinel import StartAgain
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings.model_settings import SWITCHED_OFF, BackendChoice, Settings
+from ...runtime.settings.model_settings import SWITCHED_OFF, Settings
 from .block_calls.block_calls import BlockCalls, block_calls_of
 from .models.fallback_reasons import why_not_this_run, why_nothing_of_it
 from .models.unet_source import ComfyUNetSource
@@ -108,6 +108,6 @@ def _accelerated_controlnets(guider: Any) -> Iterator[Any]:
             control = cond.get("control")
             while control is not None:
                 ours = vars(control).get("acceleration")  # put there by accelerate_controlnet
-                if ours is not None and ours.module.settings.backend is not BackendChoice.OFF:
+                if ours is not None and not ours.module.settings.is_off:
                     yield control.control_model_wrapped
                 control = control.previous_controlnet

@@ -106,8 +106,7 @@ class TextEncoderAcceleration:
             self.module.provider.run_began()
             ending.callback(self.module.provider.run_ended)
             session = _Session(self.module, clip, model, self._answered, ending)
-            is_off = self.module.settings.backend is BackendChoice.OFF
-            with loading_once(None if is_off else clip.patcher), session.leading():
+            with loading_once(None if self.module.settings.is_off else clip.patcher), session.leading():
                 result = plain()
             session.tell_if_not_asked()
             return result
@@ -241,7 +240,7 @@ class _Session:
 def _why_not(settings: Settings, patcher: Any, model: torch.nn.Module) -> str | None:
     import comfy.model_management as management
 
-    if settings.backend is BackendChoice.OFF:
+    if settings.is_off:
         return SWITCHED_OFF
     if settings.backend is BackendChoice.TENSORRT:
         return _TENSORRT

@@ -24,7 +24,6 @@ from ...core.protocols import Tensors
 from ...runtime.checking.verify import is_finite
 from ...runtime.loaded.device_clock import disturb
 from ...runtime.module import AcceleratedModule, Run
-from ...runtime.settings.model_settings import BackendChoice
 from ..model_patches import why_not_in_this_mode
 from .block_calls.block_calls import block_calls_of
 from .block_calls.block_share import BlockShare
@@ -55,7 +54,7 @@ def accelerate_vae(vae: Any, module: AcceleratedModule, after_run: RunRecorder |
     kind: type = type(vae)
     made.__class__ = _accelerated(kind)
     made.slipstream = VaeAcceleration(module, after_run)
-    if module.settings.backend is not BackendChoice.OFF and (reason := _why_never(vae)):
+    if not module.settings.is_off and (reason := _why_never(vae)):
         module.status.note(f"eager: {reason}")
         log.warning("Slipstream: %s", reason)
     return made
@@ -123,8 +122,7 @@ class AcceleratedVae:
     def _in_one_run(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tiled: bool = False
     ) -> Any:
-        is_off = self.slipstream.module.settings.backend is BackendChoice.OFF
-        patcher = None if is_off else getattr(self, "patcher", None)
+        patcher = None if self.slipstream.module.settings.is_off else getattr(self, "patcher", None)
         with self.slipstream.session(self, tiled) as session, loading_once(patcher):
             result = method(*args, **kwargs)
             session.tell_if_not_asked()

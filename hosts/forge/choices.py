@@ -47,4 +47,4 @@ class Choices:
     @property
     def is_idle(self) -> bool:
         """Whether nothing at all was chosen."""
-        return self.settings.backend is BackendChoice.OFF and self.preset is None
+        return self.settings.is_off and self.preset is None

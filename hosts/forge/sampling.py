@@ -14,7 +14,6 @@ from typing import Any
 
 from ...core.errors import SlipstreamError, warn_once
 from ...runtime.module import AcceleratedModule
-from ...runtime.settings.model_settings import BackendChoice
 from ...sampling.presets import Preset
 from ..info_text import of_engines
 from ..webui_process import module_of, waiting_hooks
@@ -91,7 +90,7 @@ def _note(p: Any, name: str, what: str) -> None:
 
 def _preserve_memory(p: Any, choices: Choices) -> None:
     """Ask the host to leave room for what engines hold, besides its own models."""
-    if choices.settings.backend is BackendChoice.OFF:
+    if choices.settings.is_off:
         return
     patcher = p.sd_model.forge_objects.unet
     held = module_of(choices.settings).provider.pool.device_bytes(_device(patcher))
@@ -108,7 +107,7 @@ def _device(patcher: Any) -> Any:
 
 
 def _take_hold(p: Any, sampler: Any, choices: Choices, ending: ExitStack) -> None:
-    if choices.settings.backend is not BackendChoice.OFF:
+    if not choices.settings.is_off:
         ending.enter_context(_accelerated(p, module_of(choices.settings)))
     if choices.preset is not None:
         ending.enter_context(_skips_steps(p, sampler, choices.preset))

@@ -40,7 +40,7 @@ class HeldWeights:
 
     def are(self, others: HeldWeights) -> bool:
         """Whether nothing was exchanged, moved or written to between the two."""
-        return self._facts == others._facts and _are_same(self._parts, others._parts)
+        return self._facts == others._facts and are_same(self._parts, others._parts)
 
 
 class Hold:
@@ -59,7 +59,7 @@ class Hold:
             layers: those of the model, another list where they may hold them otherwise than when it was asked last.
         """
         if self._layers is not layers:
-            if self._first is not None and not _are_same(layers, self._layers):
+            if self._first is not None and not are_same(layers, self._layers):
                 return _CHANGED
             self._layers, self._reader, self._glance = layers, _Reader(layers), None
         glance = _Glance(self._reader)
@@ -88,7 +88,7 @@ class _Glance:
         """Whether it shows the same."""
         if any(self._functions) or self._facts != other._facts:  # lists of functions change where they are
             return False
-        return _are_same(self._values, other._values) and _are_same(self._functions, other._functions)
+        return are_same(self._values, other._values) and are_same(self._functions, other._functions)
 
 
 _CHANGED = "the model's weights were changed in the midst of the run"
@@ -138,7 +138,8 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two rows hold the same objects, in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 

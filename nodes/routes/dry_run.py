@@ -52,12 +52,12 @@ def _check_not_off(node: dict[str, Any]) -> None:
         ValueError: the node leaves its backend to the settings, and these switch acceleration off.
     """
     from ...hosts.comfy.process.shared_provider import provider
-    from ...runtime.settings.model_settings import AUTO, BackendChoice, Settings
+    from ...runtime.settings.model_settings import AUTO, Settings
 
     chosen = node["inputs"].get("backend", AUTO)
     if not isinstance(chosen, str):
         return  # another node decides, when it runs
-    if provider().with_preferences(Settings.of_text(backend=chosen)).backend is BackendChoice.OFF:
+    if provider().with_preferences(Settings.of_text(backend=chosen)).is_off:
         raise ValueError(
             "Acceleration is switched off in Slipstream's settings: choose another backend there, or in this node, "
             "then build"

@@ -254,6 +254,11 @@ class Settings:
         return self.precision if isinstance(self.precision, Quantised) else None
 
     @property
+    def is_off(self) -> bool:
+        """Whether the model is to run as it is, by the node or by what is preferred."""
+        return self.backend is BackendChoice.OFF
+
+    @property
     def effort(self) -> Optimize:
         """What is spent on building one engine."""
         return Optimize.BALANCED if self.optimize is Optimize.BLOCKS else self.optimize
@@ -295,7 +300,7 @@ class Settings:
 
     def why_not_wanted(self, shapes: Mapping[str, Shape]) -> str | None:
         """Why these shapes get no engine; None when they do."""
-        if self.backend is BackendChoice.OFF:
+        if self.is_off:
             return SWITCHED_OFF
         resolution = Resolution.of_call(shapes)
         if self.shapes is not ShapeChoice.EACH and not self.resolutions:

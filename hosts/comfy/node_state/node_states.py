@@ -117,7 +117,7 @@ def _to_json(place: NodeAddress, module: AcceleratedModule) -> dict[str, Any]:
 
 
 def _state_of(module: AcceleratedModule) -> NodeState:
-    if module.settings.backend is BackendChoice.OFF:
+    if module.settings.is_off:
         return NodeState("off", "off", SWITCHED_OFF)
     status, queue = module.status, module.provider.queue
     tickets = [ticket for digest in status.wanted if (ticket := queue.find(digest)) is not None]

@@ -7,7 +7,6 @@ from ....core.eight_bits import CHOOSE_AUTO
 from ....engine_cache import ADOPT as OF_NO_MAKER
 from ....runtime.building.supply import BUILD_IT
 from ....runtime.module import AcceleratedModule
-from ....runtime.settings.model_settings import BackendChoice
 
 COMPILER = "compiler"
 """Install a C++ compiler."""
@@ -36,7 +35,7 @@ def way_out(module: AcceleratedModule, kind: str, reason: str) -> str | None:
         reason: the whole of what the state says.
     """
     if kind == "off":
-        return BACKEND if module.chosen.backend is BackendChoice.OFF else SETTINGS
+        return BACKEND if module.chosen.is_off else SETTINGS
     if kind not in ("failed", "eager", "slower"):
         return None
     if any(missing and missing in reason for missing in (why_no_cpp_compiler(), why_no_c_compiler())):

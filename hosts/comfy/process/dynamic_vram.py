@@ -25,7 +25,7 @@ import torch
 
 from ....core.protocols import BoundWeights
 from ...architecture import Remembered
-from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, version_of
+from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, are_same, version_of
 from ...live_model.layer_walk import layers_of, tensors_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .free_memory import available
@@ -282,8 +282,7 @@ class _Layers:
 
     def are(self, others: _Layers) -> bool:
         """Whether none was exchanged or moved between the two."""
-        is_same = len(self._layers) == len(others._layers) and all(map(is_, self._layers, others._layers))
-        return is_same and self._held.are(others._held)
+        return are_same(self._layers, others._layers) and self._held.are(others._held)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ....core.errors import SlipstreamError
 from ....core.protocols import ModelSource
 from ....runtime.module import AcceleratedModule, Run
-from ....runtime.settings.model_settings import SWITCHED_OFF, BackendChoice
+from ....runtime.settings.model_settings import SWITCHED_OFF
 from ..process.build_waiting import waiting_hooks
 
 RunRecorder = Callable[[dict[str, Any]], None]
@@ -47,7 +47,7 @@ def begin_run(
         finite_only, cold_calls, conditions, can_start_again: see `AcceleratedModule.run`.
     """
     settings = module.settings
-    if settings.backend is BackendChoice.OFF:
+    if settings.is_off:
         return SWITCHED_OFF
     try:
         source = read()
