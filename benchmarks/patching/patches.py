@@ -192,7 +192,8 @@ PATCHES = {
         Patch("bleh-deep-shrink", "Deep Shrink", _BLEH, Node("BlehDeepShrink")),
         Patch("deepcache", "DeepCache", "ComfyUI-deepcache", Node("DeepCache")),
         Patch("block-cfg", "Block CFG", _BLEH, Node("BlehBlockCFG")),
-        Patch("multigpu", "MultiGPU_WorkUnits", "", Node("MultiGPU_WorkUnits")),
+        Patch("multigpu", "MultiGPU CFG Split", "", Node("MultiGPU_WorkUnits")),
+        Patch("second-gpu", "Select Model Device", "", Node("SelectModelDevice", {"device": "gpu:1"})),
         Patch("slg", "SkipLayerGuidanceDiT", "", Node("SkipLayerGuidanceDiT", {
             "double_layers": "3, 4", "start_percent": 0.0, "end_percent": 1.0}), (*FLUXES, *WANS, "qwen-image")),
         Patch("teacache", "TeaCache", _TEACACHE, Node("TeaCache", {

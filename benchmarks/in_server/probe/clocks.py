@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Union
+from dataclasses import dataclass
 
 import comfy.model_management
 import torch
 
-Mark = Union[float, torch.cuda.Event]  # noqa: UP007 (evaluated at run time)
-"""A point in time: seconds of the host's clock, or a CUDA event that was recorded in the current stream."""
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in time.
+
+    Attributes:
+        host: seconds of the host's clock.
+        event: one that was recorded in the current stream; None where the host's clock is meant.
+    """
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Return when the GPU has reached it."""
+        if self.event is not None:
+            self.event.synchronize()
 
 
 def wait() -> None:
@@ -21,24 +36,23 @@ def wait() -> None:
 def mark() -> Mark:
     """Note a point in time without waiting for the GPU."""
     if not _is_cuda():
-        return time.perf_counter()
+        return Mark(time.perf_counter())
     event = torch.cuda.Event(enable_timing=True)
     event.record()
-    return event
+    return Mark(time.perf_counter(), event)
 
 
 def synchronised_mark() -> Mark:
     """Note the time on the host's clock at which the GPU has done all that was asked of it."""
     wait()
-    return time.perf_counter()
+    return Mark(time.perf_counter())
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks of one kind; events must have been reached, see `wait`."""
-    if isinstance(begin, float) and isinstance(end, float):
-        return end - begin
-    assert not isinstance(begin, float) and not isinstance(end, float), "marks of two kinds"
-    return float(begin.elapsed_time(end)) / 1000
+    """Return the seconds between two marks that were reached; by the host's clock where they lie on two GPUs."""
+    if begin.event is None or end.event is None or begin.event.device != end.event.device:
+        return end.host - begin.host
+    return float(begin.event.elapsed_time(end.event)) / 1000
 
 
 def _is_cuda() -> bool:

@@ -44,9 +44,11 @@ class SamplerRun:
         return result
 
     def end(self) -> None:
-        """Note the node's end, and wait until the GPU has reached it."""
+        """Note the node's end, and wait until GPUs have reached it and that of the last call."""
         self._node_end = self._mark()
         wait()
+        for last in self._ends[-1:]:  # on another GPU where a node put the model there
+            last.wait()
 
     def figures(self) -> dict[str, Any]:
         """Return seconds before the first call, from call to call, and after the last one; after `end`."""

@@ -25,6 +25,7 @@ from slipstream.hosts.comfy.accelerate import accelerate_model
 from slipstream.hosts.comfy.models.tracing_layers import layers_with_weights
 from slipstream.hosts.comfy.process.current_weights import copies
 from slipstream.hosts.comfy.process.engine_memory import LoadedEngines, Residency
+from slipstream.runtime.capture import arena
 from slipstream.runtime.module import AcceleratedModule
 from slipstream.runtime.provider import EngineProvider
 from slipstream.runtime.settings.model_settings import BuildPolicy, Settings
@@ -181,7 +182,7 @@ def test_a_real_shortage_inside_the_engine_is_recognised(accelerate: Any, monkey
     pool = module.provider.pool
     (loaded,) = pool._idle.values()
 
-    def fail(self: Any, **_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         try:
             torch.empty(1 << 45, dtype=torch.uint8, device=gpu())
         except torch.OutOfMemoryError:
@@ -190,6 +191,7 @@ def test_a_real_shortage_inside_the_engine_is_recognised(accelerate: Any, monkey
 
     with monkeypatch.context() as short:
         short.setattr(type(loaded.engine), "__call__", fail)
+        short.setattr(arena.Graph, "launch", fail)  # of the whole step, which calls no engine
         assert distance(picture(fast), plain) < TOLERANCE
     (reason,) = module.status.to_json()["reasons"]
     assert "ran out of GPU memory (it needs about" in reason
@@ -240,15 +242,16 @@ def copied() -> set[int]:
     return {tensor.data_ptr() for tensor in copies._kept[gpu(), ""][1].values()}
 
 
-def assert_right_and_copied_once(accelerate: Any, model: Any) -> None:
-    """The same pictures as ComfyUI's own with two LoRAs in turn, and copies made anew only when the weights change."""
+def assert_right(accelerate: Any, model: Any, needs_copies: bool) -> None:
+    """The same pictures as ComfyUI's own with two LoRAs in turn; copies where needed, once for the same weights."""
     wanted = {strength: picture(with_lora(model, strength)) for strength in (1.0, -1.0)}
     assert distance(wanted[1.0], wanted[-1.0]) > 2 * TOLERANCE, "the LoRA shows"
     fast, module = accelerate(model)
     one, other = with_lora(fast, 1.0), with_lora(fast, -1.0)
     assert distance(picture(one), wanted[1.0]) < TOLERANCE
     before = copied()
-    assert before and listed()[0].model_memory() >= copies.bytes(gpu()) > MB
+    assert bool(before) is needs_copies, "dynamic VRAM's own pages hold the weights"
+    assert listed()[0].model_memory() >= copies.bytes(gpu()) >= needs_copies * MB
     assert distance(picture(one), wanted[1.0]) < TOLERANCE
     assert copied() == before, "nothing changed: nothing was copied"
     assert distance(picture(other), wanted[-1.0]) < TOLERANCE, "never stale"
@@ -261,7 +264,7 @@ def assert_right_and_copied_once(accelerate: Any, model: Any) -> None:
 @pytest.mark.usefixtures("low_vram")
 def test_low_vram(accelerate: Any) -> None:
     model = make_model()
-    assert_right_and_copied_once(accelerate, model)
+    assert_right(accelerate, model, needs_copies=True)
 
 
 @pytest.mark.usefixtures("low_vram")
@@ -299,7 +302,7 @@ def pinned_pages(model: Any) -> int:
 def test_dynamic_vram(accelerate: Any, dynamic_vram: Any) -> None:
     model = make_model(dynamic_vram)
     assert model.is_dynamic()
-    assert_right_and_copied_once(accelerate, model)
+    assert_right(accelerate, model, needs_copies=False)
     assert pinned_pages(model) == 0, "casts were undone: the weights' own memory can be taken"
 
 
