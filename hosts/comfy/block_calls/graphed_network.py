@@ -34,7 +34,7 @@ from ....runtime.module import AcceleratedModule
 from ....runtime.planning.plan import CallShape
 from ....runtime.settings.model_settings import Settings
 from ..blocks.computed_outside import Outside, StandIns, Told
-from ..blocks.led_network import LedBlock, LedNetwork, keep, weights_of
+from ..blocks.led_network import BlockCall, LedBlock, LedNetwork, keep, weights_of
 from ..process.build_waiting import waiting_hooks
 from ..process.current_weights import places_of
 from ..process.dynamic_vram import leaves_memory
@@ -379,7 +379,7 @@ class GraphedNetwork:
             outside = outsides.get(block.path)
             form, tensors = taken_apart(arguments | outside.form if outside else arguments)
             inputs = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-            offer = block.offers.get((form, inputs, self._device, self._effort))
+            offer = block.offers.get(BlockCall(form, inputs, self._device, self._effort))
             if offer is None or id(offer) not in trusted or offer.engine is None:
                 raise _NotByEngines(f"{block.path} is called otherwise than before")
             given = weights_of(block, offer).among(weights, block.path)

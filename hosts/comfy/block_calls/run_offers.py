@@ -21,7 +21,7 @@ from ....runtime.module import AcceleratedModule
 from ....runtime.provider import HostHooks
 from ....runtime.settings.model_settings import Settings
 from ..blocks.block_architecture import ComfyBlock, Owner
-from ..blocks.led_network import LedBlock
+from ..blocks.led_network import BlockCall, LedBlock
 from ..process.staged_pages import given_back
 
 _SIZES = 2
@@ -50,10 +50,10 @@ class RunOffers:
 
     def known(self, block: LedBlock, form: Any, inputs: Any) -> BlockOffer | None:
         """The offer for calls in this form and these sizes; None where nobody asked for one yet."""
-        return block.offers.get(self._place(form, inputs))
+        return block.offers.get(self._call(form, inputs))
 
-    def _place(self, form: Any, inputs: Any) -> tuple[Any, ...]:
-        return form, inputs, self._device, self._settings.effort
+    def _call(self, form: Any, inputs: Any) -> BlockCall:
+        return BlockCall(form, inputs, self._device, self._settings.effort)
 
     def ask(self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any) -> BlockOffer:
         """Have an engine looked for, and built where the settings say so."""
@@ -69,7 +69,7 @@ class RunOffers:
             offer = self._engines.offer(
                 architecture, dtypes, precision, self._device, optimize, policy, self._hooks.by_hand
             )
-        block.keep(self._place(form, inputs), offer)
+        block.keep(self._call(form, inputs), offer)
         self._asked[id(offer)] = offer
         return offer
 
@@ -83,18 +83,18 @@ class RunOffers:
         self, block: LedBlock, form: Any, tensors: Sequence[torch.Tensor], inputs: Any
     ) -> BlockOffer | None:
         """An engine that is known from calls of several other sizes, and takes this one; None where there is none."""
-        alike, ones = (form, self._device, self._settings.effort), ones_of(inputs)
+        call, ones = self._call(form, inputs), ones_of(inputs)
         known = [
             offer
-            for (other, _, *rest), offer in block.offers.items()
-            if (other, *rest) == alike and offer.is_trusted and not self._engines.is_refused(offer)
+            for other, offer in block.offers.items()
+            if other._replace(inputs=inputs) == call and offer.is_trusted and not self._engines.is_refused(offer)
             if not offer.is_lent or ones_of(offer.inputs) == ones
         ]
         for (engine, is_lent), count in Counter((offer.engine, offer.is_lent) for offer in known).items():
             if engine is not None and count >= _SIZES and engine.accepts(inputs, ones_too=is_lent):
                 model = next(offer for offer in known if (offer.engine, offer.is_lent) == (engine, is_lent))
                 found = replace(model, architecture=self._architecture(block, form, tensors), inputs=inputs)
-                block.keep(self._place(form, inputs), found)
+                block.keep(call, found)
                 return found
         return None
 

@@ -10,10 +10,11 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ....core.spec import Optimize
 from ....runtime.blocks.block_engines import BlockOffer
 from ...architecture import Remembered
 from ...live_model.account import is_own_method, live_model, names_read
@@ -28,7 +29,17 @@ _FORWARD = "forward"
 Lead = Callable[["LedBlock", tuple[Any, ...], dict[str, Any]], Any]
 """Given a block and the arguments of its call, what computes in its place."""
 
-Offers = dict[Any, BlockOffer]
+
+class BlockCall(NamedTuple):
+    """Calls of a block that one engine computes, by form, shapes, device, and how far the engine is optimised."""
+
+    form: Any
+    inputs: Any
+    device: torch.device
+    effort: Optimize
+
+
+Offers = dict[BlockCall, BlockOffer]
 
 _OFFERS_KEPT = 256
 """By a kind of block: calls of more sizes than so many forget the first ones."""
@@ -41,7 +52,7 @@ class LedBlock:
         path: in the network.
         kind: its class's row.
         reads: all names that its code knows.
-        offers: by form and shapes of calls; shared with all blocks of its kind.
+        offers: by calls; shared with all blocks of its kind.
         weights: where they lie, by engines' wants; shared likewise.
     """
 
@@ -59,8 +70,8 @@ class LedBlock:
         """The block itself, without the hooks on it, which run around this."""
         return self._class_forward(self.module, *args, **kwargs)
 
-    def keep(self, call: Any, offer: BlockOffer) -> None:
-        """Note what may compute calls of a form and shapes."""
+    def keep(self, call: BlockCall, offer: BlockOffer) -> None:
+        """Note what may compute such calls."""
         keep(self.offers, call, offer, _OFFERS_KEPT)
 
     @property

@@ -1067,9 +1067,10 @@ def test_calls_of_ever_other_sizes_are_forgotten(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(led_network, "_OFFERS_KEPT", 2)
     block = led_network.LedBlock("", torch.nn.Identity(), None, (frozenset(), {}, {}))  # type: ignore[arg-type]
     offers = [BlockOffer(None, (), Precision.FP32) for _ in range(3)]  # type: ignore[arg-type]
-    for call in (0, 1, 1, 2):
-        block.keep(call, offers[call])
-    assert block.offers == {1: offers[1], 2: offers[2]}
+    calls = [led_network.BlockCall(None, (size,), torch.device("cpu"), Optimize.FAST_BUILD) for size in range(3)]
+    for number in (0, 1, 1, 2):
+        block.keep(calls[number], offers[number])
+    assert block.offers == {calls[1]: offers[1], calls[2]: offers[2]}
 
 
 @pytest.mark.parametrize(
