@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..core.errors import IncompatibleEngine
+from ..core.streams import on_device
 from .unpacked import marked
 
 _KEPT = 64
@@ -116,17 +117,17 @@ def load_package(path: Path, device: torch.device) -> Package:
     index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
         identity = _identity(path, index)
-        loaded = _waiting.take(identity) or _Loaded(identity, _load(path, index))
+        loaded = _waiting.take(identity) or _Loaded(identity, _load(path, index, device))
     except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
         raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error
     return _waiting.lend(loaded)
 
 
-def _load(path: Path, index: int) -> Any:
+def _load(path: Path, index: int, device: torch.device) -> Any:
     # What `torch._inductor.aoti_load_package` ends with; but that first imports the compiler, seconds at each start,
     # and runs the C++ compiler to look at the CPU. Single-threaded, since the events by which it waits for other
-    # threads cannot be captured in a CUDA graph.
-    with marked():
+    # threads cannot be captured in a CUDA graph. It makes the package's GPU the current one, for good.
+    with marked(), on_device(device):
         return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
 
 

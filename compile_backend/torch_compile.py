@@ -21,7 +21,7 @@ from .compiling import CompilingBackend
 from .cpp.toolchain import why_no_c_compiler, why_no_cpp_compiler, why_no_triton
 from .engine import CompiledEngine
 from .inductor.kernels import chosen_kernels
-from .inductor.options import fusion_options, of_compiler
+from .inductor.options import PROGRAM_DEVICE, fusion_options, of_compiler
 from .layouts import TensorLayout
 from .program import CONSTANTS, PROGRAM, SIGNATURE, ProgramSignature, export_program, save_program
 from .rewrites.traced_module import assign, module_of, tensor_of
@@ -40,7 +40,8 @@ class TorchCompileBackend(CompilingBackend):
     name = "torch.compile"
 
     def options(self, device: torch.device, precision: Precision, optimize: Optimize) -> Mapping[str, Any]:
-        return fusion_options(device, optimize)
+        options = fusion_options(device, optimize)
+        return {**options, PROGRAM_DEVICE: device.index} if device.index else options
 
     def why_unavailable(self, device: torch.device) -> str | None:
         if device.type not in ("cpu", "cuda"):

@@ -366,7 +366,8 @@ class Run:
         found = set(self.answers[since:])
         if len(found) != 1 or (answer := found.pop()).is_vetoed:
             return TimedStep(None)
-        work = self._source.architecture.fingerprint, self._source.precision, CallShape.of(inputs)
+        source = self._source
+        work = source.architecture.fingerprint, source.precision, source.device, CallShape.of(inputs)
         return TimedStep(work, () if answer.engine is None else (answer.engine,))
 
     def is_served_by_none(self, inputs: Tensors) -> bool:

@@ -22,6 +22,8 @@ ROWS_AT_ONCE = f"{OURS}rows_at_once"
 PACKAGED = f"{OURS}packaged"
 """Whether the program is compiled in the process that exported it. Only then may it contain what cannot be saved:
 matrix products with wider results, which torch 2.11 does not load again, and kernels of our own."""
+PROGRAM_DEVICE = f"{OURS}program_device"
+"""The number of the GPU that is part of a saved program, where that is not the first one."""
 
 _ROW = 8192
 _TUNING = "coordinate_descent_tuning"

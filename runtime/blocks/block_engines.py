@@ -441,7 +441,8 @@ class BlockEngines:
         """
         wanted = [offer for offer in offers if offer.is_coming]
         if wanted:
-            log.info("Slipstream: waiting for %d engines of blocks, %d builds at once", len(wanted), builds_at_once())
+            at_once = self._builds_at_once()
+            log.info("Slipstream: waiting for %d engines of blocks, %d builds at once", len(wanted), at_once)
         began = time.monotonic()
         while left := [offer for offer in wanted if offer.is_coming]:
             check_interrupted()
@@ -467,10 +468,10 @@ class BlockEngines:
     def _builds_at_once(self) -> int:
         if self._one_at_a_time:
             return 1
-        pending, by_memory = self.queue.pending(), min(_by_memory())
-        if running := sum(
-            ticket.state is TicketState.RUNNING for ticket in pending
-        ):  # some have not allocated theirs yet
+        pending = self.queue.pending()
+        by_memory = min(_by_memory({ticket.plan.device for ticket in pending}))
+        # Of those that run some have not allocated theirs yet.
+        if running := sum(ticket.state is TicketState.RUNNING for ticket in pending):
             by_memory = min(by_memory + running, max(by_memory, self._room))
         self._room = by_memory
         return builds_at_once(is_hurried=any(ticket.urgent for ticket in pending), by_memory=by_memory)
@@ -482,7 +483,8 @@ def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int
     Args:
         is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
             half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
-        by_memory: how many there is memory for, those that run among them; None: as many as there is now.
+        by_memory: how many there is memory for, those that run among them; None: as many as main
+            memory has room for now.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if by_memory is None:
@@ -490,13 +492,15 @@ def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int
     return max(1, min(cores + 1, by_memory) if is_hurried else min(cores // 2, by_memory // 4))
 
 
-def _by_memory() -> Iterable[int]:
+def _by_memory(devices: Iterable[torch.device] = ()) -> Iterable[int]:
+    """How many builds main memory has room for, and each of these devices."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
         yield (kilobytes << 10) // _WORKER_BYTES
     except (OSError, StopIteration, ValueError):  # no Linux
         yield _WITHOUT_MEASURE
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        free, _ = torch.cuda.mem_get_info()
-        yield free // BUILD_DEVICE_BYTES
+    for device in devices:
+        if device.type == "cuda" and torch.cuda.is_initialized():
+            free, _ = torch.cuda.mem_get_info(device)
+            yield free // BUILD_DEVICE_BYTES

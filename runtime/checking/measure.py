@@ -15,6 +15,7 @@ import torch
 from ...core.environment import Environment
 from ...core.programs import FAILURES, run
 from ...core.protocols import ModelSource
+from ...core.streams import on_device
 from ...core.version import __version__
 from ...engine_cache import Entry
 
@@ -32,11 +33,12 @@ def milliseconds(compute: Callable[[], object], device: torch.device) -> float:
         compute()
         return (time.perf_counter() - started) * 1000
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
-    begin.record()
-    compute()
-    end.record()
-    torch.cuda.synchronize(device)
+    with on_device(device):
+        torch.cuda.synchronize()
+        begin.record()
+        compute()
+        end.record()
+        torch.cuda.synchronize()
     return float(begin.elapsed_time(end))
 
 

@@ -58,16 +58,19 @@ _BLOCKS = {"step": "blocks", "call": "blocks, by calls"}
 """What is timed → the first part of such an id."""
 
 
-def id_of_blocks(architecture: str, timed_by: str = "step", patches: Iterable[str] = ()) -> EngineId:
+def id_of_blocks(
+    architecture: str, device: torch.device, timed_by: str = "step", patches: Iterable[str] = ()
+) -> EngineId:
     """Of all engines of a model's blocks together, which are no entry of the store: figures last as long as the
     process.
 
     Args:
         architecture: the digest of the model's.
+        device: on which they compute: of two GPUs each has its own times.
         timed_by: "step" of sampling, or "call" of another network.
         patches: what other nodes change in the model: it decides what of it engines compute, and how fast that is.
     """
-    return _BLOCKS[timed_by], ", ".join((architecture, *patches))
+    return _BLOCKS[timed_by], ", ".join((architecture, str(device), *patches))
 
 
 def timed_by(engine: EngineId) -> str | None:

@@ -141,7 +141,7 @@ class BlockCalls:
         """By the paths of blocks what functions in their midst gave in this call, before its graph failed."""
         self._times = module.provider.step_times
         timed_by = "step" if owner.role is Role.UNET else "call"
-        self.id = id_of_blocks(owner.fingerprint.architecture, timed_by, patches)
+        self.id = id_of_blocks(owner.fingerprint.architecture, device, timed_by, patches)
         self._places = places_of(device)
         self._resting = 0
         """How many blocks around the one that is called compute themselves only until their engines are ready."""

@@ -59,3 +59,19 @@ def test_both_parts_are_right_and_the_first_goes_by_engines(provider: EngineProv
         assert distance(tiny.sample(on_two(fast, ours), steps=STEPS), wanted) < 1e-5
     assert plainly == {"first": STEPS, "second": STEPS} and ours == {"first": 2 * STEPS, "second": 2 * STEPS}
     assert module.status.block_calls >= STEPS, module.status.to_json()
+
+
+def test_a_model_that_is_put_on_another_gpu_goes_by_engines_there(provider: EngineProvider) -> None:
+    """As Select Model Device does it behind Accelerate Model: by a clone with a network of its own."""
+    model = tiny.model()
+    model.cached_patcher_init = (tiny.model, ())
+    wanted = tiny.sample(model, steps=STEPS)
+    fast, module = accelerated(provider, model)
+    assert distance(tiny.sample(fast, steps=STEPS), wanted) < 1e-5
+    elsewhere = fast.deepclone_multigpu(new_load_device=OTHER)
+    assert elsewhere.model is not fast.model and elsewhere.load_device == OTHER
+    for each in (elsewhere, fast):
+        tiny.sample(each, steps=STEPS)  # compares
+        before = module.status.block_calls
+        assert distance(tiny.sample(each, steps=STEPS), wanted) < 1e-5
+        assert module.status.block_calls - before >= STEPS - 1, module.status.to_json()

@@ -15,7 +15,7 @@ import torch
 from slipstream.compile_backend import TorchCompileBackend
 from slipstream.compile_backend.torch_compile import CACHE
 from slipstream.core.errors import IncompatibleEngine
-from slipstream.core.spec import Precision
+from slipstream.core.spec import Optimize, Precision
 from slipstream.tests.unit.compile_backend.support import (
     TOLERANCE,
     Built,
@@ -132,3 +132,12 @@ def test_a_program_of_noise(cached: Built, tmp_path: Path) -> None:
     (folder / "program.pt2").write_bytes(os.urandom(1000))
     with pytest.raises(IncompatibleEngine, match="cannot be loaded on this machine"):
         Built(cached.backend, type(cached.artifact)(folder, cached.artifact.files)).load()
+
+
+def test_a_second_gpu_has_engines_of_its_own() -> None:
+    """Its number is part of their programs. The first one's engines are kept by the same key as ever."""
+
+    def options(number: int) -> object:
+        return TorchCompileBackend().options(torch.device("cuda", number), Precision.FP16, Optimize.FAST_BUILD)
+
+    assert options(0) == {} and options(1) == {"slipstream.program_device": 1}

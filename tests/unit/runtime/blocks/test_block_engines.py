@@ -412,9 +412,20 @@ def test_a_build_that_was_killed_is_asked_for_again_by_the_next_run(engines: Blo
 def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
     for memory, hurried, unhurried in ([20, 64], 17, 5), ([16, 64], 16, 4), ([64, 64], 17, 8), ([0], 1, 1):
-        monkeypatch.setattr(block_engines, "_by_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(block_engines, "_by_memory", lambda *_, memory=memory: memory)
         assert block_engines.builds_at_once() == hurried
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
+
+
+def test_memory_for_builds_is_that_of_their_gpu(
+    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (torch.device("cuda", number) for number in range(2))
+    free = {first: 0, second: 3 * block_engines.BUILD_DEVICE_BYTES}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 1 << 40))
+    assert [min(block_engines._by_memory([device])) for device in (first, second)] == [0, 3]
+    assert min(block_engines._by_memory([first, second])) == 0
 
 
 @pytest.mark.parametrize("takes", [1, 0])
@@ -423,7 +434,7 @@ def test_what_running_builds_take_is_not_missing_for_others(
 ) -> None:
     """Nor is what those that have just begun will take counted as free."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setattr(block_engines, "_by_memory", lambda: [3 - takes * len(builder.built)])
+    monkeypatch.setattr(block_engines, "_by_memory", lambda _: [3 - takes * len(builder.built)])
     builder.gate.clear()
     offers = [asked(engines, FakeBlock(digest=letter * 64)) for letter in "abcdef"]
     wait_until(lambda: len(builder.built) == 3)

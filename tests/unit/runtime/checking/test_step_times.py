@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.core.errors import StoreError
 from slipstream.engine_cache import EngineStore, Entry, Speed
@@ -313,16 +314,18 @@ def test_an_engine_that_is_slower_is_not_used(
 
 
 def test_blocks_that_are_slower_are_not_used_in_this_process(times: StepTimes) -> None:
-    slower, faster = id_of_blocks("a" * 64), id_of_blocks("b" * 64)
+    slower, faster = id_of_blocks("a" * 64, CPU), id_of_blocks("b" * 64, CPU)
     retire(times, slower)
     assert "104.3 ms a step where your model without Slipstream takes 98.0 ms" in str(times.why_not_blocks(slower))
     measure(times, TimedStep("other", (faster,)), *FAST)
     measure(times, TimedStep("other"), *SLOW)
     assert times.why_not_blocks(faster) is None
     assert (known := times._of_blocks.get(faster)) is not None and known.speedup == 3.0
+    elsewhere = id_of_blocks("a" * 64, torch.device("cuda", 1))
+    assert times.why_not_blocks(elsewhere) is None, "another GPU has its own times"
 
 
-BLOCKS = TimedStep(WORK, (id_of_blocks("a" * 64),))
+BLOCKS = TimedStep(WORK, (id_of_blocks("a" * 64, CPU),))
 
 
 def beside_blocks(provider: EngineProvider, source: FakeSource) -> Offer:
@@ -412,7 +415,7 @@ def test_blocks_that_could_not_have_served_in_its_place_are_not_compared_with_an
     other = ("c" * 64, "2026-01-01T00:00:00+00:00")
     blocks, whole = BLOCKS, TimedStep(WORK, (engine,))
     if way == "other work":
-        blocks = TimedStep("beside another node's patch", (id_of_blocks("a" * 64, patches=("skips",)),))
+        blocks = TimedStep("beside another node's patch", (id_of_blocks("a" * 64, CPU, patches=("skips",)),))
     elif way == "another ControlNet":
         blocks = TimedStep(WORK, BLOCKS.engines, (other,))
     elif way == "slower than the model":
