@@ -42,6 +42,7 @@ _NAMES |= {
         "joined_percent": "copies of joined layers, % of the weights",
         "rows_at_once": "longest row read at once",
         "packaged": "kernels of our own",
+        "program_device": "number of the GPU in the program",
     }.items()
 }
 

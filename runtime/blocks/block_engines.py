@@ -441,8 +441,7 @@ class BlockEngines:
         """
         wanted = [offer for offer in offers if offer.is_coming]
         if wanted:
-            at_once = self._builds_at_once()
-            log.info("Slipstream: waiting for %d engines of blocks, %d builds at once", len(wanted), at_once)
+            log.info("Slipstream: waiting for %d engines of blocks, %d builds at once", len(wanted), builds_at_once())
         began = time.monotonic()
         while left := [offer for offer in wanted if offer.is_coming]:
             check_interrupted()
@@ -483,8 +482,8 @@ def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int
     Args:
         is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
             half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
-        by_memory: how many there is memory for, those that run among them; None: as many as main
-            memory has room for now.
+        by_memory: how many there is memory for, those that run among them; None: as many as there is now,
+            with torch's current GPU.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if by_memory is None:
@@ -492,8 +491,8 @@ def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int
     return max(1, min(cores + 1, by_memory) if is_hurried else min(cores // 2, by_memory // 4))
 
 
-def _by_memory(devices: Iterable[torch.device] = ()) -> Iterable[int]:
-    """How many builds main memory has room for, and each of these devices."""
+def _by_memory(devices: Iterable[torch.device] = (torch.device("cuda"),)) -> Iterable[int]:
+    """How many builds main memory has room for, and each of these devices; by default torch's current GPU."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         kilobytes = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -501,6 +500,6 @@ def _by_memory(devices: Iterable[torch.device] = ()) -> Iterable[int]:
     except (OSError, StopIteration, ValueError):  # no Linux
         yield _WITHOUT_MEASURE
     for device in devices:
-        if device.type == "cuda" and torch.cuda.is_initialized():
+        if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized():
             free, _ = torch.cuda.mem_get_info(device)
             yield free // BUILD_DEVICE_BYTES

@@ -49,7 +49,7 @@ def synchronised_mark() -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Return the seconds between two marks that were reached; by the host's clock where they lie on two GPUs."""
+    """Return the seconds between two marks that were reached; where they lie on two GPUs, between the host's notes."""
     if begin.event is None or end.event is None or begin.event.device != end.event.device:
         return end.host - begin.host
     return float(begin.event.elapsed_time(end.event)) / 1000

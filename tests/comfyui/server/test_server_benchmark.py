@@ -178,13 +178,17 @@ class Gpu:
 
 class Event:
     def __init__(self, device: Gpu) -> None:
-        self._device, self.at = device, -1.0
+        self.device, self.at = device, -1.0
 
     def record(self) -> None:
-        self.at = max(self._device.done, self._device.host)
+        self.at = max(self.device.done, self.device.host)
+
+    def synchronize(self) -> None:
+        self.device.host = max(self.device.host, self.at)
 
     def elapsed_time(self, end: Event) -> float:
-        assert self._device.host >= end.at, "the event was not reached"
+        assert self.device is end.device, "invalid resource handle"
+        assert self.device.host >= end.at, "the event was not reached"
         return 1000 * (end.at - self.at)
 
 
@@ -196,6 +200,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: found.host)
     return found
+
+
+def test_marks_on_two_gpus_are_told_apart_by_the_hosts_clock() -> None:
+    marks = [clocks.Mark(host, Event(Gpu())) for host in (1.0, 3.5)]  # type: ignore[arg-type]
+    assert clocks.seconds_between(*marks) == 2.5
 
 
 def sampler_of(probe: timing.Probe, device: Gpu, calls: int):

@@ -26,7 +26,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files that torch has loaded."""
     found: list[Path] = []
     load = packages._load
-    monkeypatch.setattr(packages, "_load", lambda path, index: found.append(path) or load(path, index))
+    monkeypatch.setattr(packages, "_load", lambda path, *rest: found.append(path) or load(path, *rest))
     return found
 
 
@@ -92,7 +92,7 @@ def test_so_many_wait_and_no_more(packaged: Built, tmp_path: Path, monkeypatch: 
 
 
 def test_threads_never_share_a_package(monkeypatch: pytest.MonkeyPatch, packaged: Built) -> None:
-    monkeypatch.setattr(packages, "_load", lambda path, index: object())
+    monkeypatch.setattr(packages, "_load", lambda path, *_: object())
     held: list[object] = []
 
     def use(_: int) -> None:

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.compile_backend import TorchCompileBackend
+from slipstream.compile_backend.inductor.options import PROGRAM_DEVICE
 from slipstream.compile_backend.torch_compile import CACHE
 from slipstream.core.errors import IncompatibleEngine
 from slipstream.core.spec import Optimize, Precision
@@ -137,7 +139,7 @@ def test_a_program_of_noise(cached: Built, tmp_path: Path) -> None:
 def test_a_second_gpu_has_engines_of_its_own() -> None:
     """Its number is part of their programs. The first one's engines are kept by the same key as ever."""
 
-    def options(number: int) -> object:
+    def options(number: int) -> Mapping[str, object]:
         return TorchCompileBackend().options(torch.device("cuda", number), Precision.FP16, Optimize.FAST_BUILD)
 
-    assert options(0) == {} and options(1) == {"slipstream.program_device": 1}
+    assert options(1) == {**options(0), PROGRAM_DEVICE: 1} and PROGRAM_DEVICE not in options(0)

@@ -417,15 +417,15 @@ def test_fewer_builds_at_once_where_nobody_waits(monkeypatch: pytest.MonkeyPatch
         assert block_engines.builds_at_once(is_hurried=False) == unhurried
 
 
-def test_memory_for_builds_is_that_of_their_gpu(
-    engines: BlockEngines, builder: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_builds_is_that_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (torch.device("cuda", number) for number in range(2))
     free = {first: 0, second: 3 * block_engines.BUILD_DEVICE_BYTES}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 1 << 40))
-    assert [min(block_engines._by_memory([device])) for device in (first, second)] == [0, 3]
-    assert min(block_engines._by_memory([first, second])) == 0
+    for devices in [first], [second], [first, second]:
+        _, *by_device = block_engines._by_memory(devices)
+        assert by_device == [free[device] // block_engines.BUILD_DEVICE_BYTES for device in devices]
 
 
 @pytest.mark.parametrize("takes", [1, 0])
@@ -434,12 +434,18 @@ def test_what_running_builds_take_is_not_missing_for_others(
 ) -> None:
     """Nor is what those that have just begun will take counted as free."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    monkeypatch.setattr(block_engines, "_by_memory", lambda _: [3 - takes * len(builder.built)])
+    asked_of: set[torch.device] = set()
+
+    def by_memory(devices: set[torch.device]) -> list[int]:
+        asked_of.update(devices)
+        return [3 - takes * len(builder.built)]
+
+    monkeypatch.setattr(block_engines, "_by_memory", by_memory)
     builder.gate.clear()
     offers = [asked(engines, FakeBlock(digest=letter * 64)) for letter in "abcdef"]
     wait_until(lambda: len(builder.built) == 3)
     time.sleep(0.3)
-    assert len(builder.built) == 3
+    assert len(builder.built) == 3 and asked_of == {CPU}
     builder.gate.set()
     wait_until(lambda: not any(offer.is_coming for offer in offers))
     assert all(offer.engine is not None for offer in offers)
