@@ -201,6 +201,8 @@ PATCHES = {
         Patch("magcache", "MagCache", _MAGCACHE, Node("MagCache", {"model_type": "wan2.1_t2v_1.3B"}), WANS),
         Patch("wan-nag", "WanVideo NAG", _KJ, Node("WanVideoNAG", {"conditioning": _NEGATIVE}), WANS),
         Patch("wan-chunk", "Wan Chunk FeedForward", _KJ, Node("WanChunkFeedForward"), WANS),
+        Patch("block-swap", "WanVideoBlockSwap", "ComfyUI-wanBlockswap", Node(
+            "wanBlockSwap", {"blocks_to_swap": 14}), WANS),
         Patch("teacache-ll", "Apply TeaCache Patch", _PATCHES_LL, Node(
             "ApplyTeaCachePatch", {**_OVERRIDDEN, "rel_l1_thresh": 0.4}), FLUXES),
         Patch("first-block-cache-ll", "Apply First Block Cache Patch", _PATCHES_LL, Node(

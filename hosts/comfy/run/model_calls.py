@@ -96,14 +96,17 @@ class ModelCalls:
         except (TypeError, ValueError) as error:  # an extension replaced the method by one of another form
             reason = self.veto_of_run or f"{self._kind.name} is called in an unknown way ({error})"
             return self.whole({}, lambda: self._by_blocks(plain, args, kwargs), reason)["out"]
-        self.options = given.get("transformer_options") or {}
-        if (cached := self.options.get(BLOCK_CACHE)) is not None:
+        options = given.get("transformer_options") or {}
+        if (cached := options.get(BLOCK_CACHE)) is not None:
             plain = functools.partial(_with_blocks_reused, cached, plain)
+        if module is not self.source.unet:  # in a thread of its own, while the model itself is called
+            return self._on_another_gpu(lambda: self._plain(plain, args, kwargs))
+        self.options = options
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
         self.kinds.append(_kind_of(inputs, control))
         self._is_unchanged = False
-        no_blocks = self._why_no_blocks(module, inputs)
+        no_blocks = self._why_no_blocks(inputs)
         if is_on_purpose():
             return self.whole(inputs, lambda: self._plain(plain, args, kwargs))["out"]
         # Where blocks are reused, calls of a shape compute now these and now those.
@@ -112,9 +115,9 @@ class ModelCalls:
         if control is None and self._run_veto is None and self.whole.is_served_by_none(inputs):
             self.join()  # and nothing else that would cost the plain model time
             has_graphs = self._blocks is not None and self._blocks.may_have_graphs(shape)
-            alone = inputs if has_graphs and not self._why_not(module, inputs, given) else None
+            alone = inputs if has_graphs and not self._why_not(inputs, given) else None
             return self.whole(inputs, lambda: by_blocks(alone))["out"]
-        veto, coming = self._why_not(module, inputs, given), None
+        veto, coming = self._why_not(inputs, given), None
         if veto is None and self.halves is not None and self._in_whole_step:
             reference = functools.partial(self._undisturbed, plain, args, kwargs)
             answer = self.halves(inputs, control, self, reference)
@@ -160,12 +163,15 @@ class ModelCalls:
         finally:
             self._in_whole_step = before
 
-    def _why_not(self, module: Any, inputs: Tensors, given: dict[str, Any]) -> str | None:
+    def _on_another_gpu(self, compute: Callable[[], Tensors]) -> torch.Tensor:
+        if self._blocks is not None:
+            self._blocks.passed(_OTHER_GPU)
+        return self.whole({}, compute, _OTHER_GPU)["out"]
+
+    def _why_not(self, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:
             return veto
         self._is_unchanged = True
-        if module is not self.source.unet:
-            return _OTHER_GPU
         if BLOCK_CACHE in self.options:
             return _REUSED
         if "x" not in inputs:
@@ -174,10 +180,8 @@ class ModelCalls:
             return veto
         return why_not_this_call({name: value for name, value in given.items() if name not in inputs})
 
-    def _why_no_blocks(self, module: Any, inputs: Tensors) -> str | None:
+    def _why_no_blocks(self, inputs: Tensors) -> str | None:
         """Why this call's blocks run as they are; None where they may run on engines."""
-        if module is not self.source.unet:
-            return _OTHER_GPU
         settings = self.whole.settings
         if settings.optimize is Optimize.BLOCKS or not settings.resolutions or "x" not in inputs:
             return None
