@@ -114,21 +114,25 @@ def load_package(path: Path, device: torch.device) -> Package:
     Raises:
         IncompatibleEngine: it does not fit this machine.
     """
-    index = device.index if device.type == "cuda" and device.index is not None else -1
     try:
-        identity = _identity(path, index)
-        loaded = _waiting.take(identity) or _Loaded(identity, _load(path, index, device))
+        identity = _identity(path, _index_of(device))
+        loaded = _waiting.take(identity) or _Loaded(identity, _load(path, device))
     except Exception as error:  # the loader raises RuntimeError for anything from a bad archive to a missing symbol
         raise IncompatibleEngine(f"{path.name} cannot be loaded on this machine: {error}") from error
     return _waiting.lend(loaded)
 
 
-def _load(path: Path, index: int, device: torch.device) -> Any:
+def _index_of(device: torch.device) -> int:
+    """The device as the loader is told it; -1 for the current GPU, and for the CPU."""
+    return device.index if device.type == "cuda" and device.index is not None else -1
+
+
+def _load(path: Path, device: torch.device) -> Any:
     # What `torch._inductor.aoti_load_package` ends with; but that first imports the compiler, seconds at each start,
     # and runs the C++ compiler to look at the CPU. Single-threaded, since the events by which it waits for other
     # threads cannot be captured in a CUDA graph. It makes the package's GPU the current one, for good.
     with marked(), on_device(device):
-        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, _index_of(device))
 
 
 def _identity(path: Path, index: int) -> Identity:

@@ -482,8 +482,8 @@ def builds_at_once(is_hurried: bool = True, by_memory: int | None = None) -> int
     Args:
         is_hurried: somebody waits for them: one more than there are cores, as each waits now and then. Else they take
             half of the cores and a quarter of the memory: what they hold is held while pictures are made, too.
-        by_memory: how many there is memory for, those that run among them; None: as many as there is now,
-            with torch's current GPU.
+        by_memory: how many there is memory for, those that run among them; None: counted now, on
+            torch's current GPU.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if by_memory is None:

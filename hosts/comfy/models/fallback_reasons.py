@@ -7,6 +7,8 @@ from typing import Any
 
 from ...model_patches import why_not_these_options
 
+ON_ANOTHER_GPU = "this part of the batch runs on another GPU's copy of the model"
+
 _COMPILE_KEY = "torch.compile"
 
 

@@ -29,7 +29,7 @@ from ...stand_in import Plain, undisturbed
 from ..block_calls.block_calls import BlockCalls
 from ..blocks.cached_blocks import CachedCall
 from ..models.diffusion_model import called
-from ..models.fallback_reasons import why_not_this_call
+from ..models.fallback_reasons import ON_ANOTHER_GPU, why_not_this_call
 from ..models.model_classes import ModelClass
 from ..models.unet_halves import DECODER, ENCODER, ComfyUNetHalfSource, can_be_halved, is_for_halves
 from ..models.unet_source import ComfyUNetSource
@@ -40,7 +40,6 @@ from .wrapper_keys import BLOCK_CACHE
 log = logging.getLogger(__name__)
 
 _REUSED = "Step Skip's block cache has the model computed block by block"
-_OTHER_GPU = "this part of the batch runs on another GPU's copy of the model"
 
 
 class NotServed(SlipstreamError):
@@ -165,8 +164,8 @@ class ModelCalls:
 
     def _on_another_gpu(self, compute: Callable[[], Tensors]) -> torch.Tensor:
         if self._blocks is not None:
-            self._blocks.passed(_OTHER_GPU)
-        return self.whole({}, compute, _OTHER_GPU)["out"]
+            self._blocks.passed(ON_ANOTHER_GPU)
+        return self.whole({}, compute, ON_ANOTHER_GPU)["out"]
 
     def _why_not(self, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:

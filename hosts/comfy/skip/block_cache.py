@@ -20,7 +20,7 @@ from ...model_patches import why_not_these_options
 from ..blocks.block_classes import OVERRIDE
 from ..blocks.block_patches import FACTS
 from ..blocks.cached_blocks import MakeCall, cached_calls
-from ..models.fallback_reasons import why_not_this_run
+from ..models.fallback_reasons import ON_ANOTHER_GPU, why_not_this_run
 from ..run.call_wrappers import are_led, put_around_ours, wrappers_of
 from ..run.wrapper_keys import BLOCK_CACHE
 
@@ -142,7 +142,7 @@ class CachedRun:
         if isinstance(self._make, str):
             return self._make
         if network is not self._network:
-            return "this part of the batch runs on another GPU's copy of the model"
+            return ON_ANOTHER_GPU
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             return "gradients are asked for"
         if control is not None:
