@@ -79,7 +79,7 @@ def plan(
         for flags, found in sets.items()
     ]
     runs = [run for run in runs if run.blocks]
-    return [*_references(runs, cases, lacking), *runs]
+    return [*_references(runs, cases, lacking, patches), *runs]
 
 
 def left_out(cases: Sequence[str], variants: Sequence[ServerVariant]) -> list[str]:
@@ -113,15 +113,23 @@ def _blocks(
     patches: Sequence[str | None],
 ) -> Iterable[Block]:
     for case, turn, patch, variant in itertools.product(cases, turns, patches, variants):
-        is_meant = not patch or PATCHES[patch].is_for(CASES[case].family, CASES[case].has_control)
-        if is_meant and variant.why_left_out(CASES[case]) is None:
+        if _is_meant(patch, case) and variant.why_left_out(CASES[case]) is None:
             yield Block(flags, case, variant.name, turn, patch=patch)
 
 
-def _references(runs: Sequence[ServerRun], cases: Sequence[str], lacking: Iterable[str]) -> list[ServerRun]:
-    """A first server for references that are lacking, unless the plan's first server makes them anyway."""
+def _is_meant(patch: str | None, case: str) -> bool:
+    return not patch or PATCHES[patch].is_for(CASES[case].family, CASES[case].has_control)
+
+
+def _references(
+    runs: Sequence[ServerRun], cases: Sequence[str], lacking: Iterable[str], patches: Sequence[str]
+) -> list[ServerRun]:
+    """A first server for references that are lacking, as those with a patch always are, unless the plan's first server
+    makes them anyway."""
     has_plain = any(
         run.flags == DEFAULT and ServerVariant.of(block.variant).kind == PLAIN for run in runs for block in run.blocks
     )
-    blocks = [Block(DEFAULT, case, PLAIN, is_reference_only=True) for case in cases if case in set(lacking)]
+    wanted: list[tuple[str, str | None]] = [(case, None) for case in cases if case in set(lacking)]
+    wanted += [(case, patch) for case in cases for patch in patches if _is_meant(patch, case)]
+    blocks = [Block(DEFAULT, case, PLAIN, is_reference_only=True, patch=patch) for case, patch in wanted]
     return [ServerRun(DEFAULT, tuple(blocks))] if blocks and not has_plain else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..in_server.cases import CASES
 from ..in_server.rows import is_of_patches, is_ours
-from ..in_server.variants import PLAIN
+from ..in_server.variants import PLAIN, Flags, flags_text
 from ..patching.patches import PATCHES
 from ..subjects.rows import Row, gpu_of
 from .server_page import circumstances_of, table
@@ -21,8 +21,8 @@ _COLUMNS = (
 _LEAST_GAIN = 1.02
 """How many times as fast Slipstream has to be without a patch for there to be a gain that a part can be told of."""
 
-_Place = tuple[str, str, str, str]
-"""GPU, ComfyUI, case and variant: what has a table of its own."""
+_Place = tuple[str, str, str, Flags, str]
+"""GPU, ComfyUI, case, flags and variant: what has a table of its own."""
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -31,29 +31,34 @@ def section(rows: Sequence[Row]) -> str:
     places: dict[_Place, list[Row]] = {}
     for row in found:
         if is_ours(row):
-            place = gpu_of(row), row["comfyui"], row["case"], row["variant"]
-            alike = [each for each in found if (gpu_of(each), each["comfyui"], each["case"]) == place[:3]]
+            place = *_server_of(row), row["variant"]
+            alike = [each for each in found if _server_of(each) == _server_of(row)]
             places.setdefault(place, [each for each in alike if each["variant"] in (PLAIN, row["variant"])])
     parts = [part for place, each in places.items() if (part := _part(place, each))]
     return "\n".join([_HEAD, *parts]) if parts else ""
 
 
+def _server_of(row: Row) -> tuple[str, str, str, Flags]:
+    return gpu_of(row), row["comfyui"], row["case"], tuple(row["flags"])
+
+
 def _part(place: _Place, rows: Sequence[Row]) -> str:
-    """The table of one GPU, case and variant: each patch by the last run with both, beside what that made without."""
-    gpu, comfyui, case, variant = place
+    """The table of one place: each patch by the last run with both, beside what that made without."""
+    gpu, comfyui, case, flags, variant = place
     runs: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         runs.setdefault((row["run"], row["patch"]), []).append(row)
     pairs = ((patch, _Pair.of(each, runs.get((run, ""), []))) for (run, patch), each in runs.items())
     last = {patch: pair for patch, pair in pairs if pair}
-    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
-    if not lines:
+    if not any(last):  # of patches
         return ""
+    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
     failed = [
         f"- {row['variant']} with {row['patch'] or 'none'}: {escaped(row['failed'])}" for row in rows if "failed" in row
     ]
     said = dict.fromkeys(circumstances_of(row) for row in rows if row["pictures"] and is_ours(row))
     words = f"{CASES[case].title if case in CASES else case}; Slipstream's variant is `{variant}`."
+    words += f" The server's flags are `{flags_text(flags)}`." if flags else ""
     return "\n".join(
         [f"### {gpu}, ComfyUI {comfyui}: with other nodes' patches\n", f"{words}\n", table(_COLUMNS, lines, left=2), ""]
         + [*(["What went wrong:\n", *failed, ""] if failed else []), "  \n".join(said), ""]

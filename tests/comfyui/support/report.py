@@ -15,6 +15,7 @@ from slipstream.runtime.checking.measure import commit
 from .server import on_gpu
 
 VARIABLE = "SLIPSTREAM_TEST_REPORT"
+_ENDED = "ended from outside"
 facts: dict[str, str] = {}
 """What tests tell of what they ran on, such as a server's device and allocator."""
 
@@ -33,13 +34,15 @@ class Report:
         self._wanted = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the worst of a test's parts."""
-        known = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        """Keep the worst of a test's parts; it has passed once its last one has."""
+        known = self._outcomes.setdefault(report.nodeid, {"outcome": _ENDED, "seconds": 0.0})
         known["seconds"] = round(float(str(known["seconds"])) + report.duration, 2)
         if report.outcome != "passed":
             known["outcome"] = report.outcome
             known["why"] = str(report.longrepr).strip().splitlines()[-1][:300]
         if report.when == "teardown":
+            if known["outcome"] == _ENDED:
+                known["outcome"] = "passed"
             self._write()
 
     def pytest_sessionfinish(self) -> None:
@@ -47,6 +50,7 @@ class Report:
 
     def _write(self) -> None:
         outcomes = [str(each["outcome"]) for each in self._outcomes.values()]
+        counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
         content = {
             "comfyui": self._comfyui,
             "flags": os.environ.get("SLIPSTREAM_TEST_FLAGS", ""),
@@ -55,8 +59,8 @@ class Report:
             "commit": os.environ.get("SLIPSTREAM_TEST_COMMIT") or commit(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
             **facts,
-            **{name: outcomes.count(name) for name in ("passed", "failed", "skipped")},
-            "not_reached": self._wanted - len(outcomes),
+            **counts,
+            "not_reached": self._wanted - sum(counts.values()),
             "tests": self._outcomes,
         }
         self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -112,6 +112,16 @@ def test_a_patch_is_compared_with_the_base_of_its_own_run() -> None:
     assert lines_of(text, "FreeU_V2")[0][8] == "none is called through Slipstream"
 
 
+def test_patches_in_servers_of_other_flags_have_a_table_of_their_own() -> None:
+    names = "plain", "slipstream+blocks"
+    other = [patched(name, patch, 9.0, flags=["--fast"], run="second") for patch in ("", "pag") for name in names]
+    alone = [patched(name, "", 8.0, flags=["--lowvram"], run="third") for name in names]
+    text = patches_page.section([*BASE, *(patched(name, "pag", 4.0) for name in names), *other, *alone])
+    assert [line[3] for line in lines_of(text, "none")] == ["3.00", "9.00"]
+    assert [line[3] for line in lines_of(text, "PerturbedAttentionGuidance")] == ["4.00", "9.00"]
+    assert text.count("The server's flags are `--fast`.") == 1 and "--lowvram" not in text
+
+
 @pytest.mark.parametrize(
     ("alone", "with_it", "cells"),
     [

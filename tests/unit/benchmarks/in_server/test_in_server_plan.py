@@ -50,6 +50,9 @@ def test_references_that_are_lacking_are_made_first() -> None:
     assert first == ServerRun((), (Block((), "sdxl-1024-4", "plain", is_reference_only=True),))
     assert second.flags == ("--fast",) and len(second.blocks) == 2
     assert [run.flags for run in plan([()], cases, variants("plain"), 1, lacking=cases)] == [()]
+    first, _ = plan([("--fast",)], cases, variants("plain", "slipstream"), 1, lacking=[], patches=["pag"])
+    assert [(block.case, block.patch) for block in first.blocks] == [(case, "pag") for case in cases]
+    assert all(block.is_reference_only for block in first.blocks)
 
 
 def test_each_patch_has_its_turn_behind_the_base() -> None:
