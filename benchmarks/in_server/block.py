@@ -171,8 +171,7 @@ class Bench:
         return self._row(block, seen, error) if is_told else None, error
 
     def _make(self, block: Block, pictures: Pictures, seen: Seen) -> None:
-        if not block.patch or PATCHES[block.patch].acts_at_load:
-            pictures.client.unload_models()
+        pictures.client.unload_models()  # some patches act at a load, and leave their traces until the next
         is_warm = bool(block.patch) and not ServerVariant.of(block.variant).is_ours  # by the base's pictures
         for number in range(0 if is_warm else max(self.schedule.warmup - 1, CASES[block.case].first_pictures)):
             seen.warmup_s.append(pictures.next(block, number).client_s)

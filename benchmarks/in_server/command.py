@@ -140,8 +140,9 @@ def _runs(options: Namespace, lacking: Sequence[str]) -> list[ServerRun]:
     runs = plan(options.flag_sets, _names(options), options.variants, options.turns, lacking, patches)
     _say(f"{sum(len(run.blocks) for run in runs)} blocks in {len(runs)} starts of ComfyUI:")
     for run in runs:
-        alone = ", ".join(f"{block.case} {block.variant}" for block in run.blocks if not block.patch)
-        _say(f"  {flags_text(run.flags)}: {alone}{'; the same with ' if patches else ''}{', '.join(patches)}")
+        names = ", ".join(dict.fromkeys(f"{block.case} {block.variant}" for block in run.blocks))
+        found = dict.fromkeys(block.patch for block in run.blocks if block.patch)
+        _say(f"  {flags_text(run.flags)}: {names}{'; with ' if found else ''}{', '.join(found)}")
     return runs
 
 

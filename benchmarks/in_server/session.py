@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..measuring.deadline import Deadline, OutOfTime
-from ..patching.patches import PATCHES
+from ..patching.patches import PATCHES, Patch
 from ..subjects.rows import Row, append
 from .block import Bench, Pictures
 from .client import Client, PictureFailed
@@ -92,13 +92,10 @@ class Session:
                         return
 
     def _take_off_unknown(self, blocks: deque[Block], client: Client) -> None:
-        """Take off the blocks of patches whose nodes the server does not have, and say so."""
+        """Take off the blocks of patches whose nodes the server does not have, or has from elsewhere, and say so."""
         for name in dict.fromkeys(block.patch for block in blocks if block.patch):
-            try:
-                for node in PATCHES[name].node.classes:
-                    client.node_info(node)
-            except PictureFailed as error:
-                self.say(f"{name} is left out: {error}")
+            if (reason := _why_unknown(PATCHES[name], client)) is not None:
+                self.say(f"{name} is left out: {reason}")
                 left = [block for block in blocks if block.patch != name]
                 blocks.clear()
                 blocks.extend(left)
@@ -149,6 +146,18 @@ class Session:
         whole = complete(row)
         append(result_file(self.out, whole["gpu"], date.today()), [whole])
         self.say(line_of(whole))
+
+
+def _why_unknown(patch: Patch, client: Client) -> str | None:
+    """Why a server cannot make pictures with a patch: ComfyUI has a node of its own for some of other packs'."""
+    try:
+        found = {node: client.node_info(node) for node in patch.node.classes}
+    except PictureFailed as error:
+        return str(error)
+    name = patch.node.class_type
+    module = str(found[name].get("python_module"))
+    is_its_own = not patch.pack or module == f"custom_nodes.{patch.pack}"
+    return None if is_its_own else f"the server's node {name} is of {module}"
 
 
 def line_of(row: Row) -> str:

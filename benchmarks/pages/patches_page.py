@@ -50,12 +50,12 @@ def _part(place: _Place, rows: Sequence[Row]) -> str:
         runs.setdefault((row["run"], row["patch"]), []).append(row)
     pairs = ((patch, _Pair.of(each, runs.get((run, ""), []))) for (run, patch), each in runs.items())
     last = {patch: pair for patch, pair in pairs if pair}
-    if not any(last):  # of patches
-        return ""
-    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
     failed = [
         f"- {row['variant']} with {row['patch'] or 'none'}: {escaped(row['failed'])}" for row in rows if "failed" in row
     ]
+    if not any(last) and not failed:
+        return ""
+    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
     said = dict.fromkeys(circumstances_of(row) for row in rows if row["pictures"] and is_ours(row))
     words = f"{CASES[case].title if case in CASES else case}; Slipstream's variant is `{variant}`."
     words += f" The server's flags are `{flags_text(flags)}`." if flags else ""
@@ -124,10 +124,11 @@ pictures; "faster by" is plain's over Slipstream's. "kept" is that ratio with th
 both of the same run (the line "none" is the last run's). "of the gain" compares only what is above 1 in these two
 ratios: 100 % where Slipstream gains as much as without the patch, 0 % where it is as fast as plain, less where it is
 slower; empty where it gains 2 % or less without a patch. Both are told, since "kept" is how the speed changes, but
-where Slipstream gains little without a node (Wan 1.4 times, AnimateDiff 1.35, PuLID 1.3) it stays high even for a node
+where Slipstream gains little without a node (Wan 1.3 times, AnimateDiff 1.35, PuLID 1.3) it stays high even for a node
 that leaves nothing: there the gain has to be read. "changes the picture by" is how far plain's picture with the patch
-is from plain's without it, 0 % where the node finds nothing to do in this model; "error" how far Slipstream's is from
-plain's with the same patch, each of latent or picture, whichever is larger. Blocks that engines do not compute run as
-they are, with whatever the node changed in them. Each line is of the last run of its patch on that GPU. Lines of older
-commits tell about these, not about today's code; the commits stand below each table.
+is from plain's without it, 0 % where the node finds nothing to do in this model, or moves weights only; it is told for
+default flags alone. "error" is how far Slipstream's picture is from plain's with the same patch and default flags; each
+is that of latent or picture, whichever is larger. Blocks that engines do not compute run as they are, with whatever the
+node changed in them. Each line is of the last run of its patch on that GPU with those flags. Lines of older commits
+tell about these, not about today's code; the commits stand below each table.
 """

@@ -79,7 +79,6 @@ class Patch:
         pack: the folder of `custom_nodes` that has it; empty: ComfyUI itself.
         families: of the models that it is for, keys of `FAMILIES`.
         stands_for: the class of the node in whose place it stands; empty: it stands between model and sampler.
-        acts_at_load: whether it does something only where ComfyUI loads the model.
     """
 
     name: str
@@ -88,7 +87,6 @@ class Patch:
     node: Node
     families: tuple[str, ...] = UNETS
     stands_for: str = ""
-    acts_at_load: bool = False
 
     def is_for(self, family: str, has_control: bool) -> bool:
         """Whether workflows with a family's model, and with a ControlNet or without, have a place for it."""
@@ -204,11 +202,11 @@ PATCHES = {
         Patch("wan-nag", "WanVideo NAG", _KJ, Node("WanVideoNAG", {"conditioning": _NEGATIVE}), WANS),
         Patch("wan-chunk", "Wan Chunk FeedForward", _KJ, Node("WanChunkFeedForward"), WANS),
         Patch("block-swap", "native WanvideoBlockswap", "ComfyUI_NativeBlockSwap", Node(
-            "nativeWanVideoBlockSwap", {"blocks_to_swap": 14}), WANS, acts_at_load=True),
+            "nativeWanVideoBlockSwap", {"blocks_to_swap": 14}), WANS),
         Patch("block-swap-jit", "Block Swap (RAM Offload)", "ComfyUI-JITBlockSwap", Node(
-            "BlockSwap", {"blocks_to_swap": 14}), WANS, acts_at_load=True),
+            "BlockSwap", {"blocks_to_swap": 14}), WANS),
         Patch("block-swap-uni", "UniBlockSwap", "ComfyUI_UniBlockSwap", Node(
-            "UniBlockSwap", {"num_blocks": 14}), WANS, acts_at_load=True),
+            "UniBlockSwap", {"num_blocks": 14}), WANS),
         Patch("teacache-ll", "Apply TeaCache Patch", _PATCHES_LL, Node(
             "ApplyTeaCachePatch", {**_OVERRIDDEN, "rel_l1_thresh": 0.4}), FLUXES),
         Patch("first-block-cache-ll", "Apply First Block Cache Patch", _PATCHES_LL, Node(

@@ -39,7 +39,8 @@ class Report:
         known["seconds"] = round(float(str(known["seconds"])) + report.duration, 2)
         if report.outcome != "passed":
             known["outcome"] = report.outcome
-            known["why"] = str(report.longrepr).strip().splitlines()[-1][:300]
+            said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            known["why"] = said.strip().splitlines()[-1][:300]
         if report.when == "teardown":
             if known["outcome"] == _ENDED:
                 known["outcome"] = "passed"
@@ -50,17 +51,16 @@ class Report:
 
     def _write(self) -> None:
         outcomes = [str(each["outcome"]) for each in self._outcomes.values()]
-        counts = {name: outcomes.count(name) for name in ("passed", "failed", "skipped")}
         content = {
             "comfyui": self._comfyui,
-            "flags": os.environ.get("SLIPSTREAM_TEST_FLAGS", ""),
+            "flags": " ".join(Path(word).name for word in os.environ.get("SLIPSTREAM_TEST_FLAGS", "").split()),
             "device": torch.cuda.get_device_name() if on_gpu() and torch.cuda.is_available() else "CPU",
             "torch": str(torch.__version__),
             "commit": os.environ.get("SLIPSTREAM_TEST_COMMIT") or commit(),
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S"),
             **facts,
-            **counts,
-            "not_reached": self._wanted - sum(counts.values()),
+            **{name: outcomes.count(name) for name in ("passed", "failed", "skipped", _ENDED)},
+            "not_reached": self._wanted - len(outcomes),
             "tests": self._outcomes,
         }
         self._file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -74,8 +74,9 @@ def test_texts_are_compared_when_each_length_was_met_often(measure) -> None:
 def test_patches_are_measured_in_one_server(measure, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is compared with plain's picture with the same patch; what the server or the folder lacks is left out."""
     (tmp_path / "packs" / "sd-perturbed-attention").mkdir(parents=True)
-    words = ("--patches", "pag,hypertile,seg,block-cfg", "--packs", str(tmp_path / "packs"), "--pictures", "3")
-    fake = {"patches": ["PerturbedAttentionGuidance"], "lacks": ["HyperTile"]}
+    words = ("--patches", "pag,hypertile,seg,pladis,block-cfg", "--packs", str(tmp_path / "packs"), "--pictures", "3")
+    modules = {"SmoothedEnergyGuidanceAdvanced": "custom_nodes.sd-perturbed-attention"}
+    fake = {"patches": ["PerturbedAttentionGuidance"], "lacks": ["HyperTile"], "modules": modules}
     status, rows = measure("--variants", "plain,slipstream+blocks", "--warmup", "4", *words, **fake)
     assert status == command.OK and [(row["variant"], row["patch"]) for row in rows] == [
         ("plain", ""), ("slipstream+blocks", ""), ("plain", "pag"), ("slipstream+blocks", "pag"),
@@ -88,6 +89,7 @@ def test_patches_are_measured_in_one_server(measure, tmp_path: Path, capsys: pyt
     assert not any(map(counts_as_headline, rows)) and len(list((tmp_path / "logs").iterdir())) == 1
     said = capsys.readouterr().err
     assert "hypertile is left out: the server has no node HyperTile" in said
+    assert "pladis is left out: the server's node PLADIS is of nodes" in said
     assert "block-cfg is left out: ComfyUI-bleh is not in the folder that --packs names" in said
 
 

@@ -2,7 +2,8 @@
 
 `FAKE_COMFYUI` in the environment is JSON: `dies` and `fails` are node classes whose prompts end so, `breaks` those
 whose pictures have NaN, `patches` those that make them twice as bright, and `lacks` those that it does not know;
-`refuses` is a flag with which it does not start, and `seconds` is how long a prompt takes.
+`modules` are those of node classes that are not ComfyUI's, `refuses` is a flag with which it does not start, and
+`seconds` is how long a prompt takes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, PngImagePlugin
 
-USUAL = {"dies": [], "fails": [], "breaks": [], "patches": [], "lacks": [], "refuses": "", "seconds": 0.0}
+LISTS = ("dies", "fails", "breaks", "patches", "lacks")
+USUAL = {**{name: [] for name in LISTS}, "modules": {}, "refuses": "", "seconds": 0.0}
 WISHES = {**USUAL, **json.loads(os.environ.get("FAKE_COMFYUI", "{}"))}
 OUTPUT = Path(sys.argv[sys.argv.index("--base-directory") + 1]) / "output"
 EVENT = "slipstream_benchmark"
@@ -42,8 +44,8 @@ class Handler(BaseHTTPRequestHandler):
             size = ["STRING", {"default": "auto"}]
             required = {"model": ["MODEL", {}], "optimize": [["balanced", "max"], {}], "resolutions": size}
             name = self.path.rsplit("/", 1)[1]
-            known = {} if name in WISHES["lacks"] else {name: {"input": {"required": required}}}
-            return self.answer_json(known)
+            info = {"input": {"required": required}, "python_module": WISHES["modules"].get(name, "nodes")}
+            return self.answer_json({} if name in WISHES["lacks"] else {name: info})
         device = {"type": "cuda", "name": "cuda:0 Fake GPU"}
         system = {"python_version": "3.12.3 (main)", "pytorch_version": "2.11.0"}
         self.answer_json({"system": system, "devices": [device]})
