@@ -99,7 +99,7 @@ class ModelCalls:
         if (cached := options.get(BLOCK_CACHE)) is not None:
             plain = functools.partial(_with_blocks_reused, cached, plain)
         if module is not self.source.unet:  # in a thread of its own, while the model itself is called
-            return self._on_another_gpu(lambda: self._plain(plain, args, kwargs))
+            return self._of_another_module(lambda: self._plain(plain, args, kwargs))
         self.options = options
         control = given.pop("control", None)
         inputs = {name: value for name, value in given.items() if torch.is_tensor(value)}
@@ -162,10 +162,11 @@ class ModelCalls:
         finally:
             self._in_whole_step = before
 
-    def _on_another_gpu(self, compute: Callable[[], Tensors]) -> torch.Tensor:
+    def _of_another_module(self, compute: Callable[[], Tensors]) -> torch.Tensor:
+        reason = self._run_veto or ON_ANOTHER_GPU  # or what torch.compile made of the model
         if self._blocks is not None:
-            self._blocks.passed(ON_ANOTHER_GPU)
-        return self.whole({}, compute, ON_ANOTHER_GPU)["out"]
+            self._blocks.passed(reason)
+        return self.whole({}, compute, reason)["out"]
 
     def _why_not(self, inputs: Tensors, given: dict[str, Any]) -> str | None:
         if veto := self.veto_of_run:
