@@ -27,10 +27,16 @@ class HeldWeights:
     Args:
         layers: what `layers_of(model)` gave just now, or what reads them.
         with_values: notice what is written into a tensor, too, unless that is done past torch's notice.
+        changes: the names of the functions.
     """
 
-    def __init__(self, layers: Mapping[str, torch.nn.Module] | _Reader, with_values: bool = False) -> None:
-        reader = layers if isinstance(layers, _Reader) else _Reader(layers.values())
+    def __init__(
+        self,
+        layers: Mapping[str, torch.nn.Module] | _Reader,
+        with_values: bool = False,
+        changes: Sequence[str] = CHANGES,
+    ) -> None:
+        reader = layers if isinstance(layers, _Reader) else _Reader(layers.values(), changes)
         tensors, functions, names = reader.read()
         self._parts = [*map(ref, tensors), *map(_known, functions)]
         are_plain = PLAIN.issuperset(map(type, tensors))
@@ -97,12 +103,12 @@ _CHANGED = "the model's weights were changed in the midst of the run"
 class _Reader:
     """Reads what layers hold: quickly and as often as one likes, while they have the same dicts."""
 
-    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, layers: Iterable[torch.nn.Module], changes: Sequence[str] = CHANGES) -> None:
         owns = [layer.__dict__ for layer in layers]
         self._holders = [each for own in owns for each in (own["_parameters"], own["_buffers"])]
         are_dicts = all(issubclass(kind, dict) for kind in set(map(type, self._holders)))  # not so of scripted layers
         self._values_of = dict.values if are_dicts else methodcaller("values")
-        named = [(at, own, [name for name in CHANGES if name in own]) for at, own in enumerate(owns)]
+        named = [(at, own, [name for name in changes if name in own]) for at, own in enumerate(owns)]
         self._functions = [(itemgetter(*names, names[0]), own) for _, own, names in named if names]
         self._places = [(at, name) for at, _, names in named if names for name in (*names, names[0])]
 

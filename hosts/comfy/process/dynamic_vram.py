@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -25,8 +24,8 @@ import torch
 
 from ....core.protocols import BoundWeights
 from ...architecture import Remembered
-from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, are_same, version_of
-from ...live_model.layer_walk import layers_of, tensors_of
+from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, are_same
+from ...live_model.layer_walk import layers_of
 from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
 from .free_memory import available
 from .staged_pages import Pages, hold, is_dynamic, letting_go, to_be_held
@@ -45,19 +44,21 @@ _versions = itertools.count(1)
 class _Look:
     """What a network's weights are like; it keeps none of them in memory.
 
-    Tensors are told apart by weak references, and what lies in the pages by the signatures that ComfyUI makes, one each
-    time that it stages a layer: nothing new can be mistaken for one that is gone.
+    Tensors and functions are told apart by weak references, and what lies in the pages by the signatures that ComfyUI
+    makes, one each time that it stages a layer: nothing new can be mistaken for one that is gone. What patches do to
+    weights where they are staged, the token tells: each load of a model has other functions for that.
     """
 
     def __init__(self, token: Hashable, pages: Pages, network: torch.nn.Module) -> None:
         layers = layers_of(network)
-        tensors = tensors_of(layers).values()
-        self._facts = token, pages.serials, len(layers), [*map(version_of, tensors)]
-        self._parts = [*map(ref, tensors), *[layer.__dict__.get("_v_signature") for layer in layers.values()]]
+        self._facts = token, pages.serials
+        self._held = HeldWeights(layers, with_values=True, changes=CHANGES_AT_CALLS)
+        self._staged = [layer.__dict__.get("_v_signature") for layer in layers.values()]
 
     def finds(self, other: _Look) -> bool:
         """Whether nothing was staged anew, loaded, replaced or written to between the two."""
-        return self._facts == other._facts and all(map(is_, self._parts, other._parts))
+        is_held = self._facts == other._facts and self._held.are(other._held)
+        return is_held and are_same(self._staged, other._staged)
 
 
 @dataclass
@@ -223,6 +224,8 @@ def _staged_weights(
     found: dict[str, torch.Tensor] = {}
     for name, layer in layers_of(network).items():
         if "_v" not in layer.__dict__ or f"{name}.weight" not in names or _is_changed_at_calls(layer):
+            continue
+        if layer.weight.device == device:  # moved there by somebody: ComfyUI computes with it as it lies there
             continue
         if not pages.hold_weights_of(layer):
             cast_once(layer, dtype, device)

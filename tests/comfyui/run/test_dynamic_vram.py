@@ -124,6 +124,12 @@ def bound(patcher: Any) -> BoundWeights:
     return ComfyUNetSource(patcher).bind(Precision.FP32)
 
 
+def in_place(patcher: Any) -> Mapping[str, torch.Tensor]:
+    """What engines of blocks are given for a run that is over by now."""
+    with ExitStack() as run:
+        return dynamic_vram.weights_in_place(patcher, patcher.model.diffusion_model, torch.float32, run)
+
+
 def wanted(patcher: Any) -> dict[str, torch.Tensor]:
     """By ComfyUI's own account of a model's weights, patches included."""
     found = {}
@@ -289,6 +295,44 @@ def test_a_weight_that_somebody_replaced_is_seen(staged: Any) -> None:
     assert again.version != first.version
     torch.testing.assert_close(again.tensors[f"model.{name}.weight"], layer.weight.detach())
     again.release()
+
+
+def test_values_that_somebody_put_in_the_place_of_others_are_seen(staged: Any) -> None:
+    """By `.data`, which torch counts as no write into the tensor."""
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    in_place(patcher)
+    name, layer = first_norm(patcher)
+    layer.weight.data = layer.weight.detach() * 3
+    again = bound(patcher)
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], layer.weight.detach())
+    again.release()
+    torch.testing.assert_close(in_place(patcher)[f"{name}.weight"], layer.weight.detach())
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_what_somebody_has_layers_do_to_their_weights_is_seen(is_staged: bool, staged: Any) -> None:
+    """By `weight_function`, past ComfyUI's own account of patches."""
+    patcher = staged()
+    load(patcher)
+    bound(patcher).release()
+    in_place(patcher)
+    layers = patcher.model.diffusion_model.named_modules()
+    name, layer = next(
+        (n, m)
+        for n, m in layers
+        if hasattr(m, "weight_function") and ("_v" in vars(m)) == is_staged and m.weight.numel()
+    )
+    before = wanted(patcher)[f"model.{name}.weight"]
+    layer.weight_function = [lambda weight: weight * 3]
+    again = bound(patcher)
+    torch.testing.assert_close(again.tensors[f"model.{name}.weight"], before * 3)
+    again.release()
+    assert f"{name}.weight" not in in_place(patcher), "it has another value at each call"
+    layer.weight_function = []
+    assert_bound_right(patcher)
+    assert f"{name}.weight" in in_place(patcher)
 
 
 def test_unloading_is_noticed(staged: Any) -> None:
