@@ -102,6 +102,9 @@ class Result:
 
 def main(arguments: Sequence[str]) -> int:
     """Run everything and return the exit status."""
+    if {"-h", "--help"}.intersection(arguments):
+        print(__doc__)
+        return 0
     started, whole = time.monotonic(), EVERYTHING in arguments
     arguments = [argument for argument in arguments if argument != EVERYTHING]
     try:
