@@ -45,8 +45,9 @@ class _Look:
     """What a network's weights are like; it keeps none of them in memory.
 
     Tensors and functions are told apart by weak references, and what lies in the pages by the signatures that ComfyUI
-    makes, one each time that it stages a layer: nothing new can be mistaken for one that is gone. What patches do to
-    weights where they are staged, the token tells: each load of a model has other functions for that.
+    makes, one each time that it stages a layer: nothing new can be mistaken for one that is gone. Values that come into
+    a tensor past torch's notice are told by their address alone. What patches do to weights where these are staged, the
+    token tells: each load of a model has other functions for that.
     """
 
     def __init__(self, token: Hashable, pages: Pages, network: torch.nn.Module) -> None:
