@@ -28,18 +28,14 @@ _Place = tuple[str, str, str, Flags, str]
 def section(rows: Sequence[Row]) -> str:
     """Return the whole part in Markdown; empty where no row is of a patch."""
     found = [row for row in rows if is_of_patches(row)]
-    places: dict[_Place, list[Row]] = {}
-    for row in found:
-        if is_ours(row):
-            place = *_server_of(row), row["variant"]
-            alike = [each for each in found if _server_of(each) == _server_of(row)]
-            places.setdefault(place, [each for each in alike if each["variant"] in (PLAIN, row["variant"])])
-    parts = [part for place, each in places.items() if (part := _part(place, each))]
+    places = dict.fromkeys(_place_of(row) for row in found if is_ours(row))
+    rows_of = {place: [row for row in found if _place_of(row) in (place, (*place[:-1], PLAIN))] for place in places}
+    parts = [part for place, each in rows_of.items() if (part := _part(place, each))]
     return "\n".join([_HEAD, *parts]) if parts else ""
 
 
-def _server_of(row: Row) -> tuple[str, str, str, Flags]:
-    return gpu_of(row), row["comfyui"], row["case"], tuple(row["flags"])
+def _place_of(row: Row) -> _Place:
+    return gpu_of(row), row["comfyui"], row["case"], tuple(row["flags"]), row["variant"]
 
 
 def _part(place: _Place, rows: Sequence[Row]) -> str:
@@ -55,7 +51,7 @@ def _part(place: _Place, rows: Sequence[Row]) -> str:
     ]
     if not any(last) and not failed:
         return ""
-    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _place_of(each[0]))]
+    lines = [pair.line(patch) for patch, pair in sorted(last.items(), key=lambda each: _rank_of(each[0]))]
     said = dict.fromkeys(circumstances_of(row) for row in rows if row["pictures"] and is_ours(row))
     words = f"{CASES[case].title if case in CASES else case}; Slipstream's variant is `{variant}`."
     words += f" The server's flags are `{flags_text(flags)}`." if flags else ""
@@ -65,7 +61,7 @@ def _part(place: _Place, rows: Sequence[Row]) -> str:
     )
 
 
-def _place_of(patch: str) -> int:
+def _rank_of(patch: str) -> int:
     return list(PATCHES).index(patch) if patch in PATCHES else -1
 
 

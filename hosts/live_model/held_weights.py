@@ -27,7 +27,7 @@ class HeldWeights:
     Args:
         layers: what `layers_of(model)` gave just now, or what reads them.
         with_values: notice what is written into a tensor, too, unless that is done past torch's notice.
-        changes: the names of the functions.
+        changes: the names of the functions; what reads layers knows its own.
     """
 
     def __init__(

@@ -18,9 +18,11 @@ from ...live_model.layer_walk import layers_of, tensors_of
 from ..process.current_weights import (
     CASTS,
     PREFETCH,
+    STAGED,
     LayerCast,
     as_needed,
     is_quantized,
+    is_staged_for,
     is_staged_in,
     places_of,
     staged_together,
@@ -37,8 +39,6 @@ _Parts = Sequence[tuple[int, str, torch.dtype]]
 _Uncast = tuple[Any, _Parts, Mapping[str, torch.dtype]]
 """A layer, its weights, and their dtypes by name."""
 
-_STAGED = "_v"
-"""Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
 
 _STORED_OTHERWISE = "its weights are stored otherwise than when the run began"
 
@@ -164,11 +164,11 @@ def are_staged(block: torch.nn.Module, dtype: torch.dtype, device: torch.device)
     for layer in layers_of(block).values():
         own = layer.__dict__
         tensors = [tensor for tensor in own["_parameters"].values() if tensor is not None]
-        if _STAGED in own:
+        if STAGED in own:
             is_right = counts_holders() and all(is_staged_in(tensor, dtype) for tensor in tensors)
         else:
             is_right = all(_lies(tensor, dtype, places) for tensor in tensors)
-        if not is_right or any(map(own.get, CHANGES_AT_CALLS if _STAGED in own else CHANGES)):
+        if not is_right or any(map(own.get, CHANGES_AT_CALLS if STAGED in own else CHANGES)):
             return False
     return True
 
@@ -201,9 +201,9 @@ def _staged_before(
     cast would give something else, or a prefetch is under way.
     """
     own = layer.__dict__
-    if _STAGED not in own or own.get("_v_signature") is None or not counts_holders():
+    if not is_staged_for(layer, device) or own.get("_v_signature") is None or not counts_holders():
         return None
-    if PREFETCH in own or any(map(own.get, CHANGES_AT_CALLS)) or layer.weight.device == device:
+    if PREFETCH in own or any(map(own.get, CHANGES_AT_CALLS)):
         return None
     parts, places = {"weight": own.get("_v_weight"), "bias": own.get("_v_bias")}, places_of(device)
     found = {name: tensor for name, tensor in parts.items() if tensor is not None}
@@ -270,7 +270,7 @@ class BlockWeights:
             own = layer.__dict__
             tensors = own["_parameters"]
             is_changed = any(map(own.get, CHANGES))
-            is_plain, lies = _STAGED not in own and not is_changed, True
+            is_plain, lies = STAGED not in own and not is_changed, True
             for place, name, dtype in parts:
                 tensor = tensors.get(name) if name in tensors else own["_buffers"].get(name)
                 is_right = is_plain and tensor is not None and type(tensor) in PLAIN
@@ -302,7 +302,7 @@ class BlockWeights:
         others: list[_Uncast] = []
         for each in uncast:
             layer = each[0]
-            is_staged = _STAGED in layer.__dict__ and layer.weight.device != device
+            is_staged = is_staged_for(layer, device)
             has_room = not is_staged or is_small or _held(layer, until) is not None
             if not has_room and not may_copy:
                 return False
@@ -417,7 +417,7 @@ def _stay(layer: Any, weight: torch.Tensor, device: torch.device) -> bool:
     """Whether a cast gave memory that no other layer's cast is given before it is let go."""
     if dequantises(type(layer)):
         return True
-    if _STAGED in layer.__dict__:
+    if STAGED in layer.__dict__:
         return layer._v_signature is not None and weight is getattr(layer, "_v_weight", None)
     return bool(layer.weight.device == device)
 

@@ -162,6 +162,8 @@ class WeightCopies:
 copies = WeightCopies()
 
 CASTS = "comfy_cast_weights"
+STAGED = "_v"
+"""Of a layer whose weights ComfyUI stages on demand (dynamic VRAM)."""
 _QUANTIZED = "QuantizedTensor"
 
 
@@ -181,7 +183,7 @@ def _parts_of(layer: str) -> set[str]:
 
 def _casts(layer: Any) -> bool:
     """Of a layer that may."""
-    casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or "_v" in layer.__dict__
+    casts = layer.comfy_cast_weights or layer.weight_function or layer.bias_function or STAGED in layer.__dict__
     return bool(casts) and getattr(layer, "weight", None) is not None
 
 
@@ -215,6 +217,11 @@ def is_untouched(layer: Any, part: str) -> bool:
     """Whether a layer computes with a weight as it holds it."""
     changes = (getattr(layer, f"{part}{kind}", None) for kind in ("_function", "_lowvram_function"))
     return not is_quantized(getattr(layer, part)) and not any(changes)
+
+
+def is_staged_for(layer: Any, device: torch.device) -> bool:
+    """Whether ComfyUI stages a layer's weights for its calls on a device: it does not where they lie there already."""
+    return STAGED in layer.__dict__ and bool(layer.weight.device != device)
 
 
 def is_staged_in(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -26,7 +26,7 @@ from ....core.protocols import BoundWeights
 from ...architecture import Remembered
 from ...live_model.held_weights import CHANGES_AT_CALLS, PLAIN, HeldWeights, are_same
 from ...live_model.layer_walk import layers_of
-from .current_weights import cast_once, current_weights, is_untouched, places_of, weights_token
+from .current_weights import cast_once, current_weights, is_staged_for, is_untouched, places_of, weights_token
 from .free_memory import available
 from .staged_pages import Pages, hold, is_dynamic, letting_go, to_be_held
 
@@ -45,9 +45,9 @@ class _Look:
     """What a network's weights are like; it keeps none of them in memory.
 
     Tensors and functions are told apart by weak references, and what lies in the pages by the signatures that ComfyUI
-    makes, one each time that it stages a layer: nothing new can be mistaken for one that is gone. Values that come into
-    a tensor past torch's notice are told by their address alone. What patches do to weights where these are staged, the
-    token tells: each load of a model has other functions for that.
+    makes, one each time that it stages a layer: nothing new can be mistaken for one that is gone. Values that are
+    exchanged by `.data` are noticed by their address alone. Patches that are applied while weights are staged are part
+    of the token, since each load of a model makes new functions for them.
     """
 
     def __init__(self, token: Hashable, pages: Pages, network: torch.nn.Module) -> None:
@@ -224,9 +224,7 @@ def _staged_weights(
     """Those that ComfyUI stages in the dtype that is wanted, or in any, by name; LoRAs are part of them."""
     found: dict[str, torch.Tensor] = {}
     for name, layer in layers_of(network).items():
-        if "_v" not in layer.__dict__ or f"{name}.weight" not in names or _is_changed_at_calls(layer):
-            continue
-        if layer.weight.device == device:  # moved there by somebody: ComfyUI computes with it as it lies there
+        if f"{name}.weight" not in names or not is_staged_for(layer, device) or _is_changed_at_calls(layer):
             continue
         if not pages.hold_weights_of(layer):
             cast_once(layer, dtype, device)

@@ -98,7 +98,7 @@ class ModelCalls:
         options = given.get("transformer_options") or {}
         if (cached := options.get(BLOCK_CACHE)) is not None:
             plain = functools.partial(_with_blocks_reused, cached, plain)
-        if module is not self.source.unet:  # in a thread of its own, while the model itself is called
+        if module is not self.source.unet:  # such as another GPU's copy, which is called in another thread
             return self._of_another_module(lambda: self._plain(plain, args, kwargs))
         self.options = options
         control = given.pop("control", None)
@@ -163,7 +163,7 @@ class ModelCalls:
             self._in_whole_step = before
 
     def _of_another_module(self, compute: Callable[[], Tensors]) -> torch.Tensor:
-        reason = self._run_veto or ON_ANOTHER_GPU  # or what torch.compile made of the model
+        reason = self._run_veto or ON_ANOTHER_GPU  # TorchCompileModel exchanges the module, and is a veto
         if self._blocks is not None:
             self._blocks.passed(reason)
         return self.whole({}, compute, reason)["out"]
